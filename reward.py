@@ -1,0 +1,536 @@
+"""Reward functions for grpo.py, and the pool that runs those that may hang or crash.
+
+A reward is a plain function fn(completion: str, row: dict) -> float. `row` is the data row plus what the
+trainer adds: "prompt_text" (what the model saw), "completion_length" and "max_completion_length" (tokens),
+"finish_reason" ("stop" | "length"). Functions written for TRL, fn(completions, **columns), work as they are.
+
+    --reward gsm8k,format:0.2,path/to/file.py:function:0.5
+
+The built-ins run in the trainer, everything else in worker processes with a time and a memory limit: a call
+that fails costs its own sample's reward, never the step. Completions are data, written by a model that is
+paid for every hole it finds: they are parsed in linear time, never evaluated.
+"""
+
+import ast
+import faulthandler
+import importlib.util
+import inspect
+import itertools
+import logging
+import math
+import multiprocessing.spawn
+import operator
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from fractions import Fraction
+
+from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
+
+MAX_DIGITS = 1000  # a longer number is no answer; int <-> str conversion is quadratic
+MAX_EXPRESSION = 400  # characters of a countdown answer
+MAX_PARENTHESES = 50  # so that nesting cannot exhaust the parser's stack
+LARGEST_REWARD = 1e15  # and largest weight; beyond this the squares overflow float32
+STUCK = ("timeout", "broken")
+START_LIMIT = 120.0  # seconds that a worker may take to start and to import the reward file
+
+# ----------------------------------------------------------------------------------------------------------
+# what the model answered
+
+
+def opened_by_prompt(row: dict) -> bool:
+    """Whether the chat template already wrote `<think>`: the completion begins inside the reasoning."""
+    return row.get("prompt_text", "").rstrip().endswith("<think>")
+
+
+def after_reasoning(completion: str, row: dict) -> str:
+    """The text after the last `</think>`; all of it without reasoning; "" if the reasoning never ends."""
+    _, closed, answer = completion.rpartition("</think>")
+    unfinished = "<think>" in answer or (not closed and opened_by_prompt(row))
+    return "" if unfinished else answer.strip()
+
+
+def is_visible(text: str) -> bool:
+    """Whether there is anything to read: not only spaces, NUL, zero-width or direction marks."""
+    return any(char.isprintable() and not char.isspace() for char in text)
+
+
+# ASCII digits only. A minus right after a digit, letter, closing bracket, % or $ is an operator, not a sign.
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)\]}%$])[-+])?(?:\\?\$(?P<inner_sign>[-+])?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+)
+PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+
+
+def to_decimal(match: re.Match | None) -> Decimal | None:
+    """The exact value of a NUMBER match; None without a match or beyond MAX_DIGITS."""
+    if match is None or len(match["digits"]) > MAX_DIGITS:
+        return None
+    value = Decimal(match["digits"].replace(",", ""))
+    return -value if (match["sign"] == "-") != (match["inner_sign"] == "-") else value
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`, braces balanced; None without one, "" if it does not end."""
+    _, found, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", rest if found else ""):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return rest[: brace.start()]
+    return "" if found else None
+
+
+def final_number(text: str) -> Decimal | None:
+    r"""The number that a solution ends on, by one rule for completions and gold answers, in training and in
+    evaluation: the first after the last `####`; else the content of the last `\boxed{}`; else the last."""
+    text = text.replace("\u2212", "-")  # the typographic minus
+    if "####" in text:
+        return to_decimal(NUMBER.search(text.rpartition("####")[2]))
+    content = last_boxed(text)
+    if content is not None:  # LaTeX writes \$, \%, 1{,}000 and 1\,000
+        content = re.sub(r"\\[,!]|\\(?=%)|\{(?=,)|(?<=,)\}", "", content[:MAX_DIGITS]).strip()
+        return to_decimal(NUMBER.fullmatch(content.rstrip(".%$")))
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007
+        pass
+    return to_decimal(last)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# the built-in rewards
+
+
+def answer_reward(completion: str, row: dict) -> float:
+    """1.0 if the answer is row["answer"], as exact text or as a plain number (42 == 42.0), else 0.0."""
+    answer, gold = after_reasoning(completion, row), str(row["answer"]).strip()
+    short = max(len(answer), len(gold)) <= MAX_DIGITS
+    if short and PLAIN_NUMBER.fullmatch(answer) and PLAIN_NUMBER.fullmatch(gold):
+        return float(Decimal(answer) == Decimal(gold))
+    return float(answer == gold and is_visible(answer))
+
+
+def gsm8k_reward(completion: str, row: dict) -> float:
+    """1.0 if the final number is that of row["answer"], which may be a solution with `####`, else 0.0."""
+    number = final_number(after_reasoning(completion, row))
+    return float(number is not None and number == final_number(str(row["answer"])))
+
+
+TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")
+
+
+def format_reward(completion: str, row: dict) -> float:
+    """1.0 for exactly `<think>reasoning</think>answer`, neither empty, no other tags in the answer, else 0.0.
+    One `<answer>...</answer>` around the whole answer is allowed. A `<think>` that ends the prompt counts."""
+    text = ("<think>" if opened_by_prompt(row) else "") + completion.strip()
+    reasoning, _, answer = text.removeprefix("<think>").partition("</think>")
+    answer = answer.strip()
+    if answer.startswith("<answer>") and answer.endswith("</answer>"):
+        answer = answer.removeprefix("<answer>").removesuffix("</answer>")
+    tags_right = text.startswith("<think>") and "<think>" not in reasoning and not TAG.search(answer)
+    return float(tags_right and is_visible(reasoning) and is_visible(answer))
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def evaluate_expression(node: ast.AST) -> Fraction:
+    """The exact value of a tree of + - * / over integers. Any other node is a ValueError."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](evaluate_expression(node.left), evaluate_expression(node.right))
+    raise ValueError("only + - * / and integers")
+
+
+def countdown_reward(completion: str, row: dict) -> float:
+    """1.0 if the last `<answer>...</answer>` (else the last line) is an expression of + - * / ( ) that uses
+    each of row["numbers"] exactly once and equals row["target"] exactly, else 0. It may end in `= target`."""
+    text = after_reasoning(completion, row)
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    expression = (content if closed and opened else text[text.rfind("\n") + 1 :]).strip()
+    if len(expression) > MAX_EXPRESSION or expression.count("(") > MAX_PARENTHESES:
+        return 0.0
+    expression = expression.translate({0xD7: "*", 0xF7: "/", 0x2212: "-"})  # typographic signs
+    expression, equals, right = (part.strip() for part in expression.partition("="))
+    if not re.fullmatch(r"[0-9()+*/ -]+", expression) or (equals and not PLAIN_NUMBER.fullmatch(right)):
+        return 0.0
+    if sorted(map(int, re.findall(r"[0-9]+", expression))) != sorted(map(int, row["numbers"])):
+        return 0.0
+    try:
+        value = evaluate_expression(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return 0.0
+    return float(value == Fraction(row["target"]) and (not equals or value == Fraction(right)))
+
+
+def overlong_reward(completion: str, row: dict) -> float:
+    """Soft over-long penalty in [-1, 0] (DAPO, arXiv 2503.14476, eq. 13): 0 up to 80 % of the maximal length
+    in tokens, from there linearly down to -1 at the maximum."""
+    limit = row["max_completion_length"]
+    cache = max(1, round(0.2 * limit))
+    return -min(1.0, max(0.0, (row["completion_length"] - (limit - cache)) / cache))
+
+
+def math_reward(completion: str, row: dict) -> float:
+    """1.0 if the answer equals row["answer"] mathematically, by the math-verify library, else 0.0. Its
+    SIGALRM limits are off: outside a main thread they score silent zeros. The pool has the time limit."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+    gold = str(row["answer"])
+    gold = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
+    answer = parse(after_reasoning(completion, row), parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# --reward
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One part of the reward: the total of a sample is the sum of weight * part."""
+
+    name: str
+    weight: float
+    function: Callable
+    columns: tuple[str, ...] = ()  # keys that every data row must have
+    trusted: bool = False  # True: runs in the trainer's process; False: in the pool
+    batched: bool = False  # TRL style: fn(completions, **columns) -> list
+    spec: str = ""  # the item of --reward that it came from
+
+
+BUILT_IN = {
+    "answer": Reward("answer", 1.0, answer_reward, ("answer",), trusted=True),
+    "gsm8k": Reward("gsm8k", 1.0, gsm8k_reward, ("answer",), trusted=True),
+    "format": Reward("format", 1.0, format_reward, trusted=True),
+    "countdown": Reward("countdown", 1.0, countdown_reward, ("numbers", "target"), trusted=True),
+    "overlong": Reward("overlong", 1.0, overlong_reward, trusted=True),
+    "math": Reward("math", 1.0, math_reward, ("answer",)),
+}
+TRAINER_KEYS = {"prompt_text", "completion_length", "max_completion_length", "finish_reason"}
+
+
+def load_rewards(spec: str) -> list[Reward]:
+    """The rewards that `--reward spec` names: name[:weight] or path/to/file.py:function[:weight], separated
+    by commas. Imports those files. Whatever is wrong is a ValueError of one line that begins `--reward`."""
+    rewards = [_load(item.strip()) for item in spec.split(",")]
+    for name, count in Counter(reward.name for reward in rewards).items():
+        if count > 1:
+            raise ValueError(f"--reward {spec}: two rewards are called {name}")
+    return rewards
+
+
+def _load(item: str) -> Reward:
+    match = re.fullmatch(r"(?:([^:]+\.py):)?([^:]+)(?::([^:]*))?", item)
+    if match is None:
+        raise ValueError(f"--reward {item}: expected name[:weight] or path/to/file.py:function[:weight]")
+    path, name, weight = match.groups()
+    try:
+        weight = 1.0 if weight is None else float(weight)
+    except ValueError:
+        weight = math.nan
+    if not abs(weight) <= LARGEST_REWARD:  # nan and inf neither
+        raise ValueError(f"--reward {item}: the weight must be a finite number")
+    if path:
+        return _load_file(item, os.path.abspath(path), name, weight)
+    if name not in BUILT_IN:
+        raise ValueError(f"--reward {item}: unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
+    if name == "math":
+        try:
+            import math_verify  # noqa: F401
+        except ImportError as error:
+            install = "pip install 'math-verify[antlr4_13_2]'"
+            raise ValueError(f"--reward {item}: needs {install} ({_one_line(error)})") from error
+    return replace(BUILT_IN[name], weight=weight, spec=item)
+
+
+def _load_file(item: str, path: str, name: str, weight: float) -> Reward:
+    if not os.path.isfile(path):
+        raise ValueError(f"--reward {item}: there is no file {path}")
+    try:
+        function = getattr(_import_file(path), name, None)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"--reward {item}: importing {path} failed: {_one_line(error)}") from error
+    if not callable(function) or inspect.isbuiltin(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"--reward {item}: {path} has no plain function {name}")
+    signature = inspect.signature(function)
+    batched = bool({"completions", "prompts"} & set(signature.parameters))
+    needed = getattr(function, "columns", ())  # a function may say what it needs: fn.columns = ("answer",)
+    if batched and not needed:
+        named = (p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        needed = [p.name for p in named if p.default is p.empty]
+    elif not batched:
+        try:
+            signature.bind("completion", {})
+        except TypeError:
+            styles = "neither (completion, row) nor TRL's (completions, **columns)"
+            raise ValueError(f"--reward {item}: {name}{signature} takes {styles}") from None
+    columns = tuple(key for key in needed if key not in TRAINER_KEYS | {"completions", "prompts"})
+    return Reward(name, weight, function, columns, batched=batched, spec=f"{path}:{name}")
+
+
+def _import_file(path: str):
+    """The module of a Python file, imported once per process. It may import its neighbours."""
+    name = "reward_file_" + re.sub(r"\W", "_", path)
+    if name not in sys.modules:
+        sys.path.append(os.path.dirname(path))
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before it runs: its dataclasses look themselves up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# one call of a reward function, in the trainer or in a worker
+
+
+def call_reward(reward: Reward, completions: list[str], rows: list[dict], chat: bool | None = None) -> tuple:
+    """(values, "", ""), where a value that is no finite number is None; or, if the call failed as a whole,
+    (None, cause, message) with the cause "exception", "memory" or "invalid"."""
+    try:
+        if not reward.batched:
+            return [_to_float(reward.function(completions[0], rows[0]))], "", ""
+        values = _call_trl(reward.function, completions, rows, chat)
+        if values is None or len(values) != len(rows):
+            return None, "invalid", f"not a list of {len(rows)} numbers"
+        return list(map(_to_float, values)), "", ""
+    except MemoryError:
+        return None, "memory", "MemoryError"
+    except (Exception, SystemExit) as error:
+        return None, "exception", _one_line(error)
+
+
+def _call_trl(function: Callable, completions: list[str], rows: list[dict], chat: bool | None):
+    """TRL's convention: each column is a list; completions are messages where the prompt is messages."""
+    prompts = [row.get("prompt", row.get("prompt_text", "")) for row in rows]
+    if chat or (chat is None and isinstance(prompts[0], list)):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    arguments = {k: [row.get(k) for row in rows] for k in rows[0] if k not in ("prompt", "completion")}
+    arguments |= {"prompts": prompts, "completions": completions}
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    return function(**arguments)
+
+
+def _to_float(value) -> float | None:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST_REWARD else None  # NaN is not <= anything
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(traceback.format_exception_only(error)[-1].split())[:500]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# the worker processes: spawned, because the trainer has threads and CUDA, which do not survive a fork
+
+_worker_rewards: list[Reward] = []
+
+
+def _start_worker(specs: list[str], memory: int):
+    os.setsid()  # its own process group, so that it can be killed with everything it starts
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # what reward functions print must not mix with the trainer's output
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    _worker_rewards.extend(map(_load, specs))
+    try:
+        with open("/proc/self/statm") as statm:  # the limit comes on top of what the imports took
+            memory += int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    except (OSError, ValueError):
+        pass  # macOS has no such limit
+
+
+def _end_with_trainer():
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _work(index: int, completions: list[str], rows: list[dict], chat: bool | None, timeout: float) -> tuple:
+    worker = os.getpid()
+    # the pool enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
+    faulthandler.dump_traceback_later(2 * timeout + 10, exit=True)
+    try:
+        return call_reward(_worker_rewards[index], completions, rows, chat)
+    finally:
+        if os.getpid() != worker:
+            os._exit(0)  # the function forked, and this is the child
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _kill_group(pid: int):
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass  # nothing is left of it
+
+
+class _Process(multiprocessing.context.SpawnProcess):
+    def terminate(self):
+        _kill_group(self.pid)
+        self.kill()
+
+    @property
+    def exitcode(self) -> int | None:
+        return super().exitcode or None  # 0 would tell Pebble that all is well, but here it is an os._exit(0)
+
+
+class _Context(multiprocessing.context.SpawnContext):
+    Process = _Process
+
+
+_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _preparation_data_without_main(name: str) -> dict:
+    """spawn imports the parent's main module into each child: the trainer, torch. Not into reward workers."""
+    data = _preparation_data(name)
+    if name == WORKERS_NAME:
+        data.pop("init_main_from_path", None)
+        data.pop("init_main_from_name", None)
+    return data
+
+
+# ----------------------------------------------------------------------------------------------------------
+# scoring
+
+
+@dataclass
+class Scores:
+    """What Scorer.score returns. `parts` are not weighted; a part that failed is 0.0."""
+
+    totals: list[float]  # [samples], sum of weight * part
+    parts: dict[str, list[float]]  # name of the reward -> [samples]
+    failed: list[bool]  # [samples], whether any part failed
+    failures: dict[str, int] = field(default_factory=dict)  # cause -> number of failed parts
+    first_failure: str = ""  # one line for the log
+
+
+class Scorer:
+    """Scores completions: built-ins here, other functions in a pool that starts when it is first needed.
+
+    timeout: seconds for one call of a function, which is killed then. memory: bytes for a worker (Linux).
+    chat: whether TRL-style functions get completions as messages; None: where row["prompt"] is a list.
+    Causes of failure: "exception", "invalid" (None, NaN, inf, a string, ...), "timeout", "memory"
+    (MemoryError), "died" (os._exit, a crash, the kernel's out-of-memory killer).
+
+    A function that hangs cannot hold up the step: after 8 timeouts in a row or 40 in all (2 or 10 a worker if
+    that is more) the samples not yet tried count as "timeout" too; with 4 workers that is after 2 or 10 times
+    `timeout`. Samples run in shuffled order: one prompt that hangs does not end the step for the others.
+    A function that is slow but comes back in time is never cut short.
+    """
+
+    def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30, chat=None):
+        self.rewards, self.pooled = rewards, [reward for reward in rewards if not reward.trusted]
+        self.timeout, self.workers, self.memory, self.chat = timeout, workers, memory, chat
+        self.pool = None
+
+    def score(self, completions: list[str], rows: list[dict]) -> Scores:
+        """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
+        n = len(rows)
+        scores = Scores([0.0] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n)
+        failures = Counter()
+        for reward in self.rewards:
+            for job, (values, cause, message) in self._outcomes(reward, completions, rows):
+                for i, value in zip(job, values or [None] * len(job), strict=True):
+                    if value is not None:
+                        scores.parts[reward.name][i] = value
+                        scores.totals[i] += reward.weight * value
+                        continue
+                    cause, message = cause or "invalid", message or "not a finite number"
+                    scores.failed[i] = True
+                    failures[cause] += 1
+                    if not scores.first_failure:
+                        scores.first_failure = f"{reward.name}, sample {i}: {cause}: {message}"
+        scores.failures = dict(failures)
+        return scores
+
+    def close(self):
+        """Ends the workers and everything they started. Scoring again starts new ones."""
+        if self.pool is not None:
+            self.pool.stop()
+            self.pool.join()
+            self.pool = None
+
+    def _outcomes(self, reward: Reward, completions: list[str], rows: list[dict]) -> Iterator[tuple]:
+        """Yields (sample numbers, what call_reward returned for them) until each sample has had its turn."""
+        jobs = [[i] for i in range(len(rows))]
+        if reward.trusted:
+            yield from (([i], call_reward(reward, [completions[i]], [rows[i]])) for [i] in jobs)
+            return
+        if reward.batched:  # all completions of one prompt at a time; one by one if that fails
+            prompts = itertools.groupby(range(len(rows)), key=lambda i: rows[i].get("prompt_text"))
+            jobs = [list(job) for _, job in prompts]
+        random.Random(0).shuffle(jobs)
+        waiting, running, in_a_row, in_all, patience = deque(jobs), {}, 0, 0, max(8, 2 * self.workers)
+        while waiting or running:
+            while waiting and len(running) < self.workers:  # one job a worker: none queues behind a stuck one
+                job = waiting.popleft()
+                running[self._submit(reward, [completions[i] for i in job], [rows[i] for i in job])] = job
+            done, _ = wait(running, self.timeout + START_LIMIT, FIRST_COMPLETED)
+            for future in done or list(running):
+                job, (values, cause, message) = running.pop(future), self._result(future)
+                if cause == "broken":  # no worker had begun this job
+                    waiting.appendleft(job)
+                elif cause and len(job) > 1:
+                    waiting.extendleft([i] for i in job)
+                    continue
+                else:
+                    yield job, (values, cause, message)
+                in_a_row, in_all = (in_a_row + 1, in_all + 1) if cause in STUCK else (0, in_all)
+            if waiting and (in_a_row >= patience or in_all >= 5 * patience):
+                cause = "timeout" if cause == "timeout" else "died"
+                yield list(itertools.chain(*waiting)), (None, cause, f"given up after {in_all}, {message}")
+                waiting.clear()
+
+    def _submit(self, reward: Reward, completions: list[str], rows: list[dict]):
+        arguments = (self.pooled.index(reward), completions, rows, self.chat, self.timeout)
+        if self.pool is None:
+            multiprocessing.spawn.get_preparation_data = _preparation_data_without_main
+            specs = [reward.spec for reward in self.pooled]
+            self.pool = ProcessPool(self.workers, 0, _start_worker, (specs, self.memory), _Context())
+        try:
+            return self.pool.schedule(_work, arguments, timeout=self.timeout)
+        except RuntimeError:  # the idle workers died since the last step: start new ones
+            self.close()
+            return self._submit(reward, completions, rows)
+
+    def _result(self, future) -> tuple:
+        """What call_reward returned in the worker, or how the worker ended in the same shape."""
+        error = future.exception() if future.done() else BrokenProcessPool()
+        if error is None:
+            return future.result()
+        if isinstance(error, TimeoutError):
+            return None, "timeout", f"no result after {self.timeout} s"
+        if isinstance(error, ProcessExpired):
+            _kill_group(error.pid)
+            return None, "died", f"the worker ended with exit code {error.exitcode or 0}"
+        if isinstance(error, BrokenProcessPool):
+            self.close()
+            return None, "broken", "the workers die before they begin"
+        return None, "exception", _one_line(error)
