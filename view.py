@@ -1,0 +1,452 @@
+"""
+Look at what a run left in its out_dir. Pictures need matplotlib, tables need nothing.
+
+python view.py out                              # curves of a run: writes out/curves.png
+python view.py out_a out_b --out picture.png    # several runs in one picture
+python view.py out --step 40                    # the completions of step 40 (no number: the last step)
+python view.py out --step 40 --html page.html   # the same with the full text, in one web page
+"""
+
+import argparse
+import base64
+import contextlib
+import html
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import unicodedata
+from datetime import timedelta
+
+# -----------------------------------------------------------------------------
+# reading
+
+
+def read_jsonl(path):
+    """The rows of a log. A line that is not whole (the run was killed while it wrote) is skipped."""
+    rows = []
+    with open(path, encoding="utf-8", errors="replace") as f:
+        for line in f:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and is_number(row.get("step")):
+                rows.append(row)
+    return rows
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def series(rows, key):
+    """{step: value} of one key, without the steps that do not have it."""
+    return {row["step"]: row[key] for row in rows if is_number(row.get(key))}
+
+
+def read_beta(out_dir):
+    try:
+        with open(os.path.join(out_dir, "config.json"), encoding="utf-8") as f:
+            return json.load(f)["beta"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def run_name(out_dir, out_dirs):
+    """The directory's base name, with as much of the path in front as it takes to tell it from the others."""
+    path, *others = [os.path.abspath(d).split(os.sep) for d in [out_dir, *out_dirs]]
+    n = next((n for n in range(1, len(path)) if sum(o[-n:] == path[-n:] for o in others) == 1), 1)
+    name = visible("/".join(path[-n:]))
+    return name if len(name) <= 40 else name[:12] + "…" + name[-27:]
+
+
+# -----------------------------------------------------------------------------
+# curves
+
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only eval steps have
+    ("Reward", "train mean", [("reward", "", "-")]),
+    ("Eval accuracy", "fraction correct, ± 1 s.e.", [("eval_accuracy", "", "o-")]),
+    ("Completion length", "tokens", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
+    ("KL to the reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
+    ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
+    ("Learning signal", "|A|, share", [("advantage_abs", "mean |A|", "-"), ("frac_zero_std", "A = 0", "--")]),
+]
+NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
+
+
+def smooth(values):
+    """Centred mean over about 5 % of the run; at the ends, over what there is of the window."""
+    half = len(values) // 40
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(w) / len(w) for w in windows]
+
+
+def draw(out_dirs, path):
+    """One picture of six panels, a colour for each run. path may also be a binary file, to write a PNG to."""
+    # Figure and not pyplot: no backend to choose, no window, no state left behind in the trainer
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    runs = [read_jsonl(os.path.join(d, "metrics.jsonl")) for d in out_dirs]
+    colors = list(itertools.islice(itertools.cycle(COLORS), len(runs)))
+    steps = [row["step"] for rows in runs for row in rows] or [0]
+    margin = (max(steps) - min(steps)) * 0.03 or 1
+    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 15, "text.parse_math": False}):
+        fig = Figure(figsize=(16, 9), dpi=100, layout="constrained")
+        fig.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3).flat, PANELS, strict=True):
+            drawn = []  # every value in the panel
+            for rows, color in zip(runs, colors, strict=True):
+                for key, _, line in curves:
+                    points = series(rows, key)
+                    x, y = list(points), list(points.values())
+                    drawn += y
+                    if key == "eval_accuracy":
+                        stderr = series(rows, "eval_stderr")
+                        ax.errorbar(x, y, [stderr.get(step, 0) for step in x], color=color, capsize=4)
+                    if line == "-":
+                        ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
+                    if "o" in line:
+                        ax.plot(x, y, line, color=color, lw=2, ms=7)
+                    else:
+                        ax.plot(x, smooth(y), line, color=color, lw=2.5, marker="o" if len(x) == 1 else None)
+
+            ax.set_title(title, fontsize=18, fontweight="bold")
+            ax.set(xlabel="step", ylabel=ylabel, xlim=(min(steps) - margin, max(steps) + margin))
+            ax.locator_params(nbins=6)
+            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.grid(color="#e6e6e6")
+            ax.set_axisbelow(True)
+            ax.spines[["top", "right"]].set_visible(False)
+            size = sorted(map(abs, drawn))
+            if not drawn:
+                no_reference = "KL" in title and not any(map(read_beta, out_dirs))
+                text = "not logged" + "\n(beta 0: no reference model)" * no_reference
+                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
+                ax.set_yticks([])
+            elif title == "Eval accuracy":
+                ax.set_ylim(-0.02, 1.02)
+            else:
+                median = size[len(size) // 2]
+                if size[-1] > 30 * median > 0:  # one spike must not flatten the rest
+                    ax.set_yscale("symlog", linthresh=median)
+                    ax.yaxis.get_major_locator().set_params(numticks=6)
+                elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
+                    ax.set_ylim(bottom=0)
+            if drawn and len(curves) > 1:
+                low, high = ax.get_ylim()  # and room for the legend
+                ax.set_ylim(low, high + 0.2 * (high - low) if ax.get_yscale() == "linear" else high * 10)
+                grey = {"color": "#444444", "lw": 2}
+                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], **grey) for *_, s in curves]
+                ax.legend(keys, [label for _, label, _ in curves], loc="upper left", ncols=2, frameon=False)
+            ax.yaxis.set_major_formatter("{x:g}")
+
+        names = [run_name(d, out_dirs) for d in out_dirs]
+        columns = min(len(runs), max(1, 110 // (max(map(len, names)) + 8)))
+        keys = [Line2D([], [], color=color, lw=4) for color in colors]
+        fig.legend(keys, names, loc="outside upper center", ncols=columns, fontsize=16, frameon=False)
+        fig.supxlabel(NOTE, fontsize=14, color="#666666")
+        file_format = os.path.splitext(path)[1][1:] if isinstance(path, str) else ""
+        fig.savefig(path, format=file_format or "png")
+
+
+# -----------------------------------------------------------------------------
+# completions as a table in the terminal
+
+COLUMNS = ["group", "prompt", "completion", "reward", "parts", "advantage", "length"]
+
+
+def select(rows, step):
+    """The samples of a step, highest advantage first; step -1 is the last one that was logged."""
+    known = sorted({row["step"] for row in rows})
+    step = known[-1] if step == -1 and known else step
+    if step not in known:
+        shown = [str(s) for s in known]
+        if len(shown) > 10:
+            shown[8:-1] = ["..."]
+        fail(f"no completions of step {step}; logged steps: {', '.join(shown) or 'none'}")
+    rows = [row for row in rows if row["step"] == step]
+    return step, sorted(rows, key=lambda r: -r["advantage"] if is_number(r.get("advantage")) else math.inf)
+
+
+def cells(row):
+    """What stands in the columns: for each a list of strings, one below the other."""
+
+    def number(value, spec):
+        return format(value + 0.0, spec) if is_number(value) else "-" if value is None else str(value)
+
+    parts = row.get("parts") if isinstance(row.get("parts"), dict) else {}
+    return {
+        "group": [str(row.get("group", "-"))],
+        "prompt": [str(row.get("prompt", ""))],
+        "completion": [str(row.get("completion", ""))],
+        "reward": [number(row.get("reward"), ".4g")],
+        "parts": [f"{name} {number(value, '.4g')}" for name, value in parts.items()],
+        "advantage": [number(row.get("advantage"), "+.3f")],
+        "length": [number(row.get("length"), "g")] + ["cut off"] * (row.get("finish_reason") == "length"),
+    }
+
+
+def visible(text, keep=""):
+    """Completions are hostile data: what would move the cursor, turn the direction of the text or not encode
+    (newlines, escapes, marks without width, lone surrogates) is shown as its escape."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def width(text):
+    """Terminal columns that a text takes: two for a wide character, none for a combining one."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+
+
+def wrap(text, room, limit):
+    """Lines of at most `room` columns, broken at a space where one is near. Of more than `limit` lines the
+    middle goes: the answer stands at the end."""
+    text = visible(text)
+    if len(text) > 2 * room * limit:
+        text = text[: room * limit] + text[-room * limit :]
+    lines = [""]
+    for c in text:
+        if width(lines[-1] + c) > room:
+            head, space, tail = lines[-1].rpartition(" ")
+            near = space and c != " " and len(tail) < room // 2
+            lines[-1:] = [head, tail] if near else [lines[-1], ""]
+        if c != " " or lines[-1] or len(lines) == 1:
+            lines[-1] += c
+    if len(lines) > limit:
+        lines = lines[: limit // 2] + ["…"] + lines[len(lines) - (limit - 1) // 2 :]
+    return lines
+
+
+def table(rows, room=100, limit=7):
+    """A table for the terminal: at most `room` columns wide, at most `limit` lines a sample."""
+    samples = [{name: [name] for name in COLUMNS}] + [cells(row) for row in rows]
+    rooms = {name: max(width(visible(line)) for s in samples for line in s[name]) for name in COLUMNS}
+    for name, most in {"group": 5, "reward": 9, "parts": 20, "advantage": 10, "length": 8}.items():
+        rooms[name] = min(rooms[name], most)
+    rest = room - 2 * (len(rooms) - 1) - (sum(rooms.values()) - rooms["prompt"] - rooms["completion"])
+    rooms["prompt"] = min(rooms["prompt"], max(rest * 2 // 5, rest - rooms["completion"]))
+    rooms["completion"] = min(rooms["completion"], rest - rooms["prompt"])
+    out = []
+    for sample in samples:
+        columns = [[line for text in sample[c] for line in wrap(text, rooms[c], limit)] for c in COLUMNS]
+        columns = [c if len(c) <= limit else c[: limit - 1] + ["…"] for c in columns]
+        for lines in itertools.zip_longest(*columns, fillvalue=""):
+            padded = []
+            for name, line in zip(COLUMNS, lines, strict=True):
+                space = " " * (rooms[name] - width(line))
+                padded.append(line + space if name in ("prompt", "completion", "parts") else space + line)
+            out.append("  ".join(padded).rstrip())
+        out.append("" if len(out) > 1 else "─" * (sum(rooms.values()) + 2 * (len(rooms) - 1)))
+    return "\n".join(out)
+
+
+# -----------------------------------------------------------------------------
+# completions as a page
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em }}
+h1, h2 {{ font-size: 1.3em }}
+img {{ width: 100%; max-width: 1200px }}
+table {{ border-collapse: collapse; width: 100%; margin-bottom: 3em }}
+th, td {{ padding: .5em .7em; vertical-align: top; text-align: left; border-bottom: 1px solid #ddd }}
+th {{ position: sticky; top: 0; background: #f2f2f2; cursor: pointer; white-space: nowrap }}
+th[data-sorted]::after {{ content: " " attr(data-sorted) }}
+.prompt {{ width: 30% }} .completion {{ width: 50% }}
+.group, .reward, .advantage, .length {{ text-align: right }}
+td {{ white-space: pre; font-variant-numeric: tabular-nums }}
+div {{ font: 13px/1.45 monospace; white-space: pre-wrap; overflow-wrap: anywhere }}
+div {{ max-height: 24em; overflow: auto }}
+details {{ color: #666; font-size: 13px }}
+</style></head><body>
+<h1>{title}</h1>
+<p>{count} samples, highest advantage first. Click on a heading to sort by it.</p>
+<table><thead><tr>{head}</tr></thead><tbody>
+{body}
+</tbody></table>
+<h2>Curves of the run</h2>
+<img alt="Curves of the run" src="data:image/png;base64,{picture}">
+<script>
+for (const th of document.querySelectorAll("th")) th.onclick = () => {{
+  const sign = th.dataset.sorted === "▼" ? 1 : -1, body = document.querySelector("tbody");
+  const text = tr => tr.cells[th.cellIndex].textContent;
+  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
+  document.querySelectorAll("th").forEach(other => delete other.dataset.sorted);
+  th.dataset.sorted = sign > 0 ? "▲" : "▼";
+  body.append(...[...body.rows].sort((a, b) => sign * compare(text(a), text(b))));
+}};
+</script></body></html>
+"""
+
+
+def page(out_dir, step, rows):
+    """The table with the full texts, and the curves, in one page that loads nothing from anywhere."""
+
+    def escape(text):
+        return html.escape(visible(text, keep="\n\t"))
+
+    advantages = [r["advantage"] if is_number(r.get("advantage")) else 0 for r in rows]
+    largest = max(map(abs, advantages)) or 1
+    body = []
+    for row, advantage in zip(rows, advantages, strict=True):
+        body.append("<tr>")
+        for name, lines in cells(row).items():
+            text, style = "\n".join(map(escape, lines)), ""
+            if name in ("prompt", "completion"):
+                text = f"<div>{text}</div>"
+            if name == "prompt" and row.get("row"):
+                data = escape(json.dumps(row["row"], ensure_ascii=False, indent=1))
+                text += f"<details><summary>row</summary><div>{data}</div></details>"
+            if name == "advantage":
+                color = "0,114,178" if advantage > 0 else "213,94,0"
+                style = f' style="background: rgba({color},{0.6 * abs(advantage) / largest:.3f})"'
+            body.append(f'<td class="{name}"{style}>{text}</td>')
+        body.append("</tr>\n")
+    sorted_by = {"advantage": ' data-sorted="▼"'}
+    head = "".join(f'<th class="{name}"{sorted_by.get(name, "")}>{name}</th>' for name in COLUMNS)
+    picture = io.BytesIO()
+    draw([out_dir], picture)
+    return PAGE.format(
+        title=escape(f"{run_name(out_dir, [out_dir])}, step {step}"),
+        count=len(rows),
+        head=head,
+        body="".join(body),
+        picture=base64.b64encode(picture.getvalue()).decode(),
+    )
+
+
+# -----------------------------------------------------------------------------
+# the log of a run, while it runs
+
+
+def say(text):
+    """One line of the log, from rank 0; above the progress bar where there is one."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+class JsonLines:
+    """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
+
+    def __init__(self, path, last_step):
+        """Keeps the lines up to last_step: what an interrupted run wrote after its checkpoint is made again."""
+        self.path, self.pending = path, []
+        kept = b""
+        if last_step >= 0 and os.path.exists(path):
+            with open(path, "rb") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError):
+                        if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
+                            kept += line
+        with open(path + ".new", "wb") as file:
+            file.write(kept)
+        os.replace(path + ".new", path)
+        self.size = len(kept)
+
+    def write(self, *records):
+        self.pending += [json.dumps(record, default=str).encode() + b"\n" for record in records]
+        try:
+            with open(self.path, "r+b") as file:
+                file.seek(self.size)
+                file.truncate()  # half a line of a write that failed
+                file.write(b"".join(self.pending))
+        except OSError as error:
+            say(f"cannot write {self.path} ({error.strerror}): {len(self.pending)} lines wait for the next try")
+            return
+        self.size += sum(map(len, self.pending))
+        self.pending = []
+
+
+def completion_records(samples, step, count):
+    """What completions.jsonl holds of a step's first `count` samples (-1: of all)."""
+    return [
+        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
+        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
+        for s in (samples if count < 0 else samples[:count])
+    ]
+
+
+def accuracy(metrics):
+    return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
+
+
+def log_line(m, max_steps, seconds_per_step):
+    """The line of one step."""
+    left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
+    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
+    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap"}
+    line = f"step {m['step']}/{max_steps}"
+    for key, name in shown.items():
+        line += f" {name} {m[key]:.3g}" if is_number(m.get(key)) else ""
+    line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m["skipped_steps"] else ""
+    line += f" | eval {accuracy(m)}" if "eval_accuracy" in m else ""
+    return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
+
+
+def summary(history, step, train_seconds, total_seconds, tokens, out_dir):
+    """The greppable end of the log."""
+    evals = [m for m in history if "eval_accuracy" in m]
+    values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
+    values |= dict(steps=step, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
+    values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=out_dir)
+    return "\n".join(f"{key}: {value}" for key, value in values.items())
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+
+def fail(message):
+    print(visible(f"view.py: {message}"), file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    as_it_stands = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_stands)
+    parser.add_argument("out_dirs", nargs="+", metavar="out_dir")
+    parser.add_argument("--out", help="the picture's file; default: curves.png, in out_dir if it is only one")
+    parser.add_argument("--step", type=int, nargs="?", const=-1, help="show the completions of this step")
+    parser.add_argument("--html", help="write the completions to this page")
+    parser.error = fail  # one line, without the usage
+    args = parser.parse_args(argv)
+    for d in args.out_dirs:
+        if not os.path.isdir(d):
+            fail(f"no such directory: {d}")
+    try:
+        if args.step is None and args.html is None:
+            path = args.out or os.path.join(args.out_dirs[0] if len(args.out_dirs) == 1 else "", "curves.png")
+            draw(args.out_dirs, path)
+            print(path)
+            return
+        if len(args.out_dirs) > 1 or args.out:
+            fail("--step and --html show one run, and take no --out")
+        step = -1 if args.step is None else args.step
+        step, rows = select(read_jsonl(os.path.join(args.out_dirs[0], "completions.jsonl")), step)
+        if args.html:
+            text = page(args.out_dirs[0], step, rows)
+            with open(args.html, "w", encoding="utf-8") as f:
+                f.write(text)
+            print(args.html)
+        else:
+            print(f"step {step}, {len(rows)} samples, highest advantage first\n\n{table(rows)}")
+    except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
+        fail(str(e))
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    main()
