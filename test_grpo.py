@@ -1,0 +1,1912 @@
+"""Tests of the trainer: behaviour, through the seams that people copy and through the command line. CPU only."""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import unicodedata
+import warnings
+from decimal import Decimal
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices threads only wait for each other
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo
+import reward
+import view
+from grpo import Config, ConfigError, Policy, Prompt, Sample, World, group_advantages, grpo_loss, kl_estimate
+from reward import Scorer, load_rewards
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+CPU = World(0, 1, torch.device("cpu"))
+REDUCTIONS = ("token", "sequence", "constant")
+F64 = torch.float64
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Helpers
+
+
+def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
+    """A randomly initialised model, sharp enough that its distributions are not uniform."""
+    import transformers
+
+    ids = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None, initializer_range=0.1)
+    if dtype == F64:  # the RMSNorm of the others computes in float32 inside, whose rounding is not exact to 1e-12
+        sizes = dict(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=128)
+        config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ids)
+    else:
+        sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        sizes |= dict(num_key_value_heads=1, max_position_embeddings=128)
+        kinds = {"qwen2": transformers.Qwen2Config, "gemma2": transformers.Gemma2Config}
+        config = kinds[kind](**sizes, **ids, **options)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def random_samples(n, group_size, dtype=np.float32, seed=0, longest=12):
+    """n samples in groups, of many lengths, with made-up log-probabilities and advantages."""
+    rng, samples = np.random.default_rng(seed), []
+    for i in range(n):
+        if i % group_size == 0:
+            prompt = Prompt(rng.integers(2, 32, rng.integers(1, 9)).tolist(), "", {})
+        ids = rng.integers(2, 32, rng.integers(1, longest + 1)).tolist()
+        sample = Sample(i // group_size, prompt, ids, rng.normal(-2, 1, len(ids)).astype(dtype), "stop")
+        sample.advantage = float(rng.normal())
+        sample.ref_logps = rng.normal(-2, 0.5, len(ids)).astype(dtype)
+        samples.append(sample)
+    return samples
+
+
+class Recorder:
+    """Stands in for the optimiser: keeps the gradient that update() computed."""
+
+    def __init__(self, policy):
+        self.policy, self.param_groups, self.grads = policy, [{"lr": 0.0}], []
+
+    def step(self):
+        self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in self.policy.parameters()]))
+
+    def zero_grad(self):
+        for p in self.policy.parameters():
+            p.grad = None
+
+
+def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU):
+    """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
+    policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
+    cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
+    recorder = Recorder(policy)
+    metrics = grpo.update(policy, ddp or policy, recorder, samples, 1, True, cfg, world)
+    return recorder.grads[0], metrics
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def run(*args, nproc=0, env=None, timeout=900, cwd=HERE):
+    """grpo.py as a user starts it, with torchrun where nproc is given."""
+    launcher = [sys.executable]
+    if nproc:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    script = args if args and str(args[0]).endswith(".py") else (os.path.join(HERE, "grpo.py"), *args)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE} | (env or {})
+    return subprocess.run(
+        [*launcher, *map(str, script)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
+    )
+
+
+def lines(path):
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Exactness: the same gradient for every split
+
+
+def torchrun_worker(out):
+    """Run under torchrun: rank 0 writes the gradient of every reduction, and what a zero-signal step did."""
+    world = grpo.join_world(torch.device("cpu"))
+    results = {}
+    for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
+        policy = Policy(tiny_model(dtype=dtype), 0.8)
+        ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
+        samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+        cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
+        grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world)
+        results[f"{dtype} {reduction}"] = (grad, metrics["loss"])
+    for samples in random_samples(1, 1), random_samples(2, 2):  # fewer samples than ranks: the others join in idle
+        grad, metrics = update_gradient(cfg, samples, F64, ddp, policy, world)
+        results[f"few {len(samples)}"] = (grad, metrics["loss"])
+    if world.rank == 0:
+        torch.save(results, out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
+    cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
+    samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+    whole, metrics = update_gradient(dataclasses.replace(cfg, micro_batch_tokens=10**6), samples, dtype)
+    assert whole.norm() > 1e-3
+    for budget in (1, 45, 100, 140):  # one sample; a few; groups of 5 are split in the middle
+        part, m = update_gradient(dataclasses.replace(cfg, micro_batch_tokens=budget), samples, dtype)
+        assert relative(part, whole) < tolerance
+        assert m["loss"] == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
+        assert m["kl_k3"] == pytest.approx(metrics["kl_k3"], rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", [1, 3, 7, 15])
+def test_loss_of_the_parts_sums_to_the_whole(reduction, size):
+    torch.manual_seed(0)
+    N, T = 15, 9
+    logps, old, ref, sampler = (torch.randn(4, N, T, dtype=F64) * 0.5 - 1).unbind()
+    mask = torch.arange(T) < torch.randint(1, T + 1, (N, 1))
+    advantages, cfg = torch.randn(N, dtype=F64), Config(loss_reduction=reduction, beta=0.2)
+    counts = (int(mask.sum()), N)
+    logps.requires_grad_()
+    (whole,) = torch.autograd.grad(grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, *counts)[0], logps)
+    total, grad = 0.0, torch.zeros_like(whole)
+    for rows in torch.arange(N).split(size):
+        parts = [x[rows] for x in (logps, old, ref, sampler, advantages, mask)]
+        loss, _ = grpo_loss(*parts, cfg, *counts)
+        grad += torch.autograd.grad(loss, logps)[0]
+        total += loss.item()
+    assert total == pytest.approx(
+        grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, *counts)[0].item(), rel=1e-12
+    )
+    assert relative(grad, whole) < 1e-12
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "worker.py"
+    script.write_text(f"import test_grpo\ntest_grpo.torchrun_worker({str(folder / 'out.pt')!r})\n")
+    done = run(script, nproc=request.param)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "out.pt")
+
+
+def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
+    for dtype, tolerance in ((torch.float32, 1e-6), (F64, 1e-12)):
+        for reduction in REDUCTIONS:
+            samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+            cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=10**6, max_grad_norm=0)
+            whole, metrics = update_gradient(cfg, samples, dtype)
+            grad, loss = ranks[f"{dtype} {reduction}"]
+            assert relative(grad, whole) < tolerance
+            assert loss == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
+
+
+def test_more_ranks_than_samples(ranks):
+    cfg = Config(loss_reduction="constant", beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
+    for samples in random_samples(1, 1), random_samples(2, 2):
+        whole, metrics = update_gradient(cfg, samples, F64)
+        grad, loss = ranks[f"few {len(samples)}"]
+        assert relative(grad, whole) < 1e-12 and loss == pytest.approx(metrics["loss"], rel=1e-12)
+
+
+def test_no_mean_of_means():
+    """100 tokens of loss 0.5 and 900 of loss 0.3 are 0.32, not 0.4; on the advantages' scale, as two micro-batches."""
+    cfg, loss = Config(beta=0.0), 0.0
+    for n, value in ((100, 0.5), (900, 0.3)):
+        logps = torch.zeros(1, n)
+        loss += grpo_loss(logps, logps, None, None, torch.tensor([-value]), torch.ones(1, n), cfg, 1000, 2)[0].item()
+    assert loss == pytest.approx(0.32)
+
+
+def test_ranks_finish_together_and_nothing_is_lost():
+    samples = random_samples(23, 1, longest=40)
+    shares = grpo.deal(samples, 3)
+    assert sorted(map(id, sum(shares, []))) == sorted(map(id, samples))
+    loads = [sum(map(len, share)) for share in shares]
+    assert max(loads) - min(loads) <= max(map(len, samples))
+    for share in shares:
+        for micro in grpo.pack(share, 100):
+            assert len(micro) * max(map(len, micro)) <= 100 or len(micro) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def test_group_advantages():
+    r = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])
+    a = group_advantages(r, 4)
+    std = torch.tensor([1.0, 0, 0, 1]).std()  # ddof 1
+    assert torch.allclose(a[:4], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (std + 1e-4))
+    assert torch.allclose(group_advantages(r, 4, "none")[4:], torch.tensor([1.5, -0.5, -0.5, -0.5]))
+    assert torch.allclose(group_advantages(r, 4, "batch"), group_advantages(r, 4, "none") / (r.std() + 1e-4))
+    assert group_advantages(r, 4, eps=1.0)[0] < a[0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale):
+    r = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.1, 0.2, 0.7], dtype=F64)  # float noise is no signal
+    assert (group_advantages(r, 3, scale)[:3] == 0).all()
+    assert (group_advantages(r, 3, scale)[3:] != 0).any()
+    assert (group_advantages(torch.full((6,), 0.7), 3, scale) == 0).all()
+
+
+def test_an_excluded_reward_leaves_the_others_alone():
+    r = torch.tensor([1.0, math.nan, 0.0, 0.5])
+    a = group_advantages(r, 4, "none")
+    assert a[1] == 0 and torch.allclose(a[[0, 2, 3]], torch.tensor([0.5, -0.5, 0.0]))
+
+
+def test_advantage_noise_is_seeded_by_the_step_and_has_mean_zero():
+    samples = random_samples(4000, 8)
+    for s in samples:
+        s.reward = 1.0
+
+    def noise(step, level):
+        grpo.assign_advantages(samples, step, Config(num_generations=8, advantage_noise=level))
+        return np.array([s.advantage for s in samples])
+
+    assert (noise(1, 0.0) == 0).all()
+    a, b, again = noise(1, 0.1), noise(2, 0.1), noise(1, 0.1)
+    assert (a == again).all() and (a != b).any()
+    assert abs(a.mean()) < 4 * 0.1 / math.sqrt(4000) and a.std() == pytest.approx(0.1, rel=0.1)
+
+
+def test_masked_truncation_counts_in_the_baseline_but_not_in_the_loss():
+    cfg = Config(num_generations=4, mask_truncated=True, non_stop_reward=None)
+    samples = random_samples(4, 4)
+    for s, r, finish in zip(samples, (1.0, 0.0, 0.0, 0.0), ("stop", "stop", "length", "length"), strict=True):
+        s.reward, s.finish_reason = r, finish
+    grpo.assign_advantages(samples, 1, cfg)
+    assert samples[0].advantage == pytest.approx(0.75 / (0.5 + 1e-4))  # the mean is over all four
+    grad, metrics = update_gradient(cfg, samples)
+    only, metrics_only = update_gradient(cfg, samples[:2])
+    assert relative(grad, only) < 1e-6  # numerator and denominator
+    for key in ("loss", "entropy", "kl_k3", "sampler_gap"):
+        assert metrics[key] == pytest.approx(metrics_only[key], rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# KL: against exact enumeration on a small vocabulary
+
+V, LENGTH = 4, 3
+SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))  # [V^T, T]
+
+
+class Toy:
+    """Every sequence of 3 tokens over 4 words, each conditional a free table: all expectations are sums."""
+
+    def __init__(self, seed, scale, base=None):
+        g = torch.Generator().manual_seed(seed)
+        self.tables = [torch.randn(V**t, V, generator=g, dtype=F64) * scale for t in range(LENGTH)]
+        if base:
+            self.tables = [a + b for a, b in zip(self.tables, base.tables, strict=True)]
+        self.tables = [t.detach().requires_grad_() for t in self.tables]
+
+    def conditionals(self):  # T x [V^T, V]
+        prefix = [(SEQUENCES[:, :t] * torch.tensor([V ** (t - 1 - i) for i in range(t)])).sum(1) for t in range(LENGTH)]
+        return [table.log_softmax(-1)[p.long()] for table, p in zip(self.tables, prefix, strict=True)]
+
+    def logps(self):  # [V^T, T]
+        return torch.stack([c.gather(1, SEQUENCES[:, t, None])[:, 0] for t, c in enumerate(self.conditionals())], 1)
+
+    def grad(self, value):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.tables, allow_unused=False)])
+
+
+def local_kl(policy, reference):
+    """Sum over positions of the exact KL of the next-token distributions: [V^T, T]."""
+    pairs = zip(policy.conditionals(), reference.conditionals(), strict=True)
+    return torch.stack([(p.exp() * (p - q)).sum(1) for p, q in pairs], 1)
+
+
+@pytest.fixture(scope="module", params=[0.15, 0.6, 1.5], ids=["near", "mid", "far"])
+def toy(request):
+    reference = Toy(0, 1.0)
+    policy = Toy(1, request.param, reference)
+    return policy, reference, Toy(2, 0.3, policy)  # the last one: an older policy that sampled
+
+
+def test_kl_values_in_expectation(toy):
+    policy, reference, _ = toy
+    lp, ref = policy.logps(), reference.logps()
+    p = lp.sum(1).exp()
+    exact = (p[:, None] * local_kl(policy, reference)).sum(0)  # [T]: E over prefixes of the token's KL
+    for name in ("k1", "k3", "k4", "wk3"):
+        found = (p[:, None] * kl_estimate(lp, ref, lp, name)).sum(0)
+        assert torch.allclose(found, exact, rtol=1e-12)
+    d = lp - ref
+    assert torch.equal(kl_estimate(lp, ref, lp, "k2"), d**2 / 2)
+    assert torch.allclose(kl_estimate(lp, ref, lp, "k3"), (-d).exp() - 1 + d, rtol=1e-9)
+
+
+def expected_gradient(policy, reference, sampler, estimator):
+    """E over the sampler's sequences of the gradient of the token sum; prefixes are weighted by the sampler."""
+    q = sampler.logps().sum(1).exp().detach()
+    estimate = kl_estimate(policy.logps(), reference.logps().detach(), sampler.logps().detach(), estimator)
+    return policy.grad((q[:, None] * estimate).sum())
+
+
+def test_kl_gradients_on_policy(toy, request):
+    """The table of README.md: what each estimator's expected gradient is, against that of the exact local KL."""
+    policy, reference, _ = toy
+    q = policy.logps().sum(1).exp().detach()
+    exact = policy.grad((q[:, None] * local_kl(policy, reference)).sum())
+    on_policy = {e: expected_gradient(policy, reference, policy, e) for e in ("k1", "k2", "k3", "k4", "wk3")}
+    assert on_policy["k1"].norm() < 1e-12 * exact.norm() + 1e-14  # zero mean: pure noise
+    for name in ("k2", "k4", "wk3"):
+        assert relative(on_policy[name], exact) < 1e-12
+    bias = relative(on_policy["k3"], exact)
+    assert bias > {"near": 0.01, "mid": 0.1, "far": 0.3}[request.node.callspec.id]
+
+
+def test_kl_gradients_off_policy(toy):
+    """With the older policy's samples only the weighted estimators have the KL's gradient."""
+    policy, reference, older = toy
+    q = older.logps().sum(1).exp().detach()
+    exact = policy.grad((q[:, None] * local_kl(policy, reference)).sum())
+    for name in ("k4", "wk3"):
+        assert relative(expected_gradient(policy, reference, older, name), exact) < 1e-12
+    for name in ("k1", "k2", "k3"):
+        assert relative(expected_gradient(policy, reference, older, name), exact) > 1e-3
+
+
+def test_gradient_identity_of_wk3():
+    lp, ref, old = torch.randn(3, 5, 7, dtype=F64).unbind()
+    lp.requires_grad_()
+    (grad,) = torch.autograd.grad(kl_estimate(lp, ref, old, "wk3").sum(), lp)
+    assert torch.allclose(grad, (lp - old).exp() * (lp - ref))  # d(w k3)/dlogp = w k1
+
+
+def test_kl_in_reward_has_the_gradient_of_the_sequence_kl(toy):
+    """k1 reward-to-go, through grpo_loss itself: exact for the KL of whole sequences, which no loss term is."""
+    policy, reference, _ = toy
+    exact = policy.grad((policy.logps().sum(1).exp() * (policy.logps() - reference.logps()).sum(1)).sum())
+    cfg = Config(beta=0.3, kl_in="reward", kl_estimator="k1", loss_reduction="constant", max_completion_length=1)
+    lp, n = policy.logps(), len(SEQUENCES)
+    # one "sequence" per element of the sum, weighted by its probability through the mask-independent batch of one
+    total = 0.0
+    for i, p in enumerate(lp.sum(1).exp().detach()):
+        row = lp[i : i + 1]
+        loss, _ = grpo_loss(
+            row, row.detach(), reference.logps()[i : i + 1].detach(), None, torch.zeros(1, dtype=F64),
+            torch.ones_like(row), cfg, 3, 1,
+        )  # fmt: skip
+        total = total + p * loss
+    assert n == V**LENGTH
+    assert relative(policy.grad(total), cfg.beta * exact) < 1e-12
+
+
+def test_kl_survives_large_ratios():
+    lp = torch.tensor([[-200.0, 0.0]], requires_grad=True)
+    for name in ("k1", "k2", "k3", "k4", "wk3"):
+        value = kl_estimate(lp, torch.tensor([[0.0, -300.0]]), lp.detach(), name)
+        (grad,) = torch.autograd.grad(value.sum(), lp)
+        assert value.isfinite().all() and grad.isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The objective
+
+
+def on_policy_batch(seed=0, N=12, T=8):
+    g = torch.Generator().manual_seed(seed)
+    logps = -torch.rand(N, T, generator=g, dtype=F64) - 0.1
+    mask = torch.arange(T) < torch.randint(1, T + 1, (N, 1), generator=g)
+    rewards = torch.randint(0, 2, (N,), generator=g).to(F64)
+    return logps.requires_grad_(), mask, group_advantages(rewards, 4)
+
+
+def test_first_step_value_is_zero_and_gradient_is_not():
+    logps, mask, advantages = on_policy_batch()
+    counts = (int(mask.sum()), len(mask))
+    for beta in (0.0, 0.5):
+        ref = logps.detach() - 0.1
+        cfg = Config(beta=beta, loss_reduction="sequence", kl_estimator="k3")
+        loss, _ = grpo_loss(logps, logps.detach(), ref, None, advantages, mask, cfg, *counts)
+        k3 = math.exp(-0.1) - 1 + 0.1
+        assert loss.item() == pytest.approx(beta * k3, abs=1e-12)
+        (grad,) = torch.autograd.grad(loss, logps)
+        assert grad.norm() > 0.01
+    # token reduction: minus the covariance of advantage and length, over the mean length
+    loss, _ = grpo_loss(logps, logps.detach(), None, None, advantages, mask, Config(beta=0), *counts)
+    lengths = mask.sum(1).double()
+    covariance = ((lengths - lengths.mean()) * (advantages - advantages.mean())).mean()
+    assert loss.item() == pytest.approx((-covariance / lengths.mean()).item())
+    # where the ratio is 1, the gradient is plain REINFORCE's
+    (grad,) = torch.autograd.grad(loss, logps)
+    assert torch.allclose(grad, torch.where(mask, -advantages[:, None] / mask.sum(), 0.0))
+
+
+def test_advantage_noise_changes_the_value_but_not_the_expected_gradient():
+    logps, mask, advantages = on_policy_batch()
+    cfg = Config(beta=0, loss_reduction="sequence")
+
+    def gradient(a):
+        loss, _ = grpo_loss(logps, logps.detach(), None, None, a, mask, cfg, int(mask.sum()), len(mask))
+        return loss.item(), torch.autograd.grad(loss, logps)[0]
+
+    _, exact = gradient(advantages)
+    noise = torch.randn(500, len(advantages), dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.1
+    noise = torch.cat([noise, -noise])  # antithetic: the mean is exactly zero
+    values, grads = zip(*(gradient(advantages + e) for e in noise), strict=True)
+    assert min(map(abs, values)) > 0
+    assert relative(torch.stack(grads).mean(0), exact) < 1e-12
+
+
+def test_clipping_is_asymmetric_and_sign_aware():
+    cfg = Config(beta=0, clip_low=0.2, clip_high=0.28)
+    for ratio, advantage, active in (
+        (1.5, 1, True), (0.5, 1, False), (1.5, -1, False), (0.5, -1, True), (1.27, 1, False), (0.81, -1, False),
+    ):  # fmt: skip
+        logps = torch.tensor([[math.log(ratio)]], dtype=F64, requires_grad=True)
+        one = torch.ones(1, 1)
+        loss, stats = grpo_loss(logps, torch.zeros(1, 1, dtype=F64), None, None, advantage * one[0], one, cfg, 1, 1)
+        (grad,) = torch.autograd.grad(loss, logps)
+        assert (grad.item() == 0) is active and stats["clip_frac"].item() == active
+        clipped = min(max(ratio, 0.8), 1.28)
+        assert loss.item() == pytest.approx(-min(ratio * advantage, clipped * advantage))
+
+
+def test_gspo_takes_the_geometric_mean_of_the_ratios():
+    cfg = Config(beta=0, ratio_level="sequence", loss_reduction="sequence", clip_low=1, clip_high=10)
+    logps, old = torch.randn(2, 3, 5, dtype=F64).unbind()
+    mask = torch.arange(5) < torch.tensor([[5], [2], [3]])
+    a = torch.tensor([1.0, -1.0, 0.5], dtype=F64)
+    logps.requires_grad_()
+    loss, _ = grpo_loss(logps, old, None, None, a, mask, cfg, 10, 3)
+    ratio = ((logps - old) * mask).sum(1).div(mask.sum(1)).exp()
+    assert loss.item() == pytest.approx(-(ratio * a).mean().item())
+    (grad,) = torch.autograd.grad(loss, logps)
+    assert torch.allclose(grad, torch.where(mask, -(ratio * a / 3 / mask.sum(1))[:, None], 0.0))
+    # at ratio 1 the level makes no difference
+    for level in ("token", "sequence"):
+        loss, _ = grpo_loss(logps, logps.detach(), None, None, a, mask, Config(beta=0, ratio_level=level), 10, 3)
+        grads = torch.autograd.grad(loss, logps)[0] if level == "token" else grads  # noqa: F821
+    assert torch.allclose(torch.autograd.grad(loss, logps)[0].sum(1), grads.sum(1))
+
+
+def test_truncated_importance_weights():
+    logps = torch.tensor([[-1.0, -1.0, -1.0]], dtype=F64, requires_grad=True)
+    sampler = torch.tensor([[-1.5, -1.0, -9.0]], dtype=F64)
+    one, a = torch.ones(1, 3), torch.tensor([1.0], dtype=F64)
+    (plain,) = torch.autograd.grad(grpo_loss(logps, logps.detach(), None, None, a, one, Config(beta=0), 3, 1)[0], logps)
+    for cap, weights in ((2.0, [math.exp(0.5), 1, 2]), (1.2, [1.2, 1, 1.2]), (0.0, [1, 1, 1])):
+        cfg = Config(beta=0, tis_cap=cap)
+        loss, _ = grpo_loss(logps, logps.detach(), None, sampler, a, one, cfg, 3, 1)
+        assert torch.allclose(torch.autograd.grad(loss, logps)[0], plain * torch.tensor([weights], dtype=F64))
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+def test_padding_may_hold_anything(rubbish, options):
+    g = torch.Generator().manual_seed(0)
+    tensors = [(torch.randn(3, 6, generator=g, dtype=F64) - 1) for _ in range(4)]
+    mask = torch.arange(6) < torch.tensor([[6], [2], [0]])
+    advantages = torch.randn(3, 6, generator=g, dtype=F64)
+    for reduction in REDUCTIONS:
+        cfg, results = Config(beta=0.1, loss_reduction=reduction, **options), []
+        for fill in (0.0, rubbish):
+            filled = [torch.where(mask, x, fill) for x in (*tensors, advantages)]
+            filled[0].requires_grad_()
+            loss, stats = grpo_loss(*filled, mask, cfg, 8, 2)
+            results.append(
+                (loss.item(), torch.autograd.grad(loss, filled[0])[0], {k: float(v) for k, v in stats.items()})
+            )
+        assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+        assert results[0][2] == results[1][2] and math.isfinite(results[0][0])
+
+
+def test_kl_goes_through_the_same_reduction():
+    logps, old, ref = torch.randn(3, 4, 6, dtype=F64).unbind()
+    mask = torch.arange(6) < torch.tensor([[6], [2], [1], [3]])
+    k = torch.where(mask, kl_estimate(logps, ref, old, "wk3"), 0.0)
+    expected = {"token": k.sum() / 12, "sequence": (k.sum(1) / mask.sum(1)).sum() / 4, "constant": k.sum() / (4 * 50)}
+    for reduction, value in expected.items():
+        cfg = Config(beta=0.7, loss_reduction=reduction, max_completion_length=50)
+        loss, _ = grpo_loss(logps, old, ref, None, torch.zeros(4, dtype=F64), mask, cfg, 12, 4)
+        assert loss.item() == pytest.approx(0.7 * value.item())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Policy
+
+
+def logps_of(policy, samples):
+    batch = grpo.collate(samples, CPU.device)
+    return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # Gemma 2 soft-caps its logits after the head
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logps_are_the_models_own(kind, temperature):
+    model = tiny_model(kind, **({"head_dim": 16} if kind == "gemma2" else {}))
+    policy = Policy(model, temperature)
+    assert policy.plain_head is (kind == "qwen2")
+    samples = random_samples(7, 7)
+    together, entropy = logps_of(policy, samples)
+    for i, s in enumerate(samples):
+        logits = model(torch.tensor([s.prompt.ids + s.completion_ids])).logits[0, len(s.prompt.ids) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1)
+        n = len(s.completion_ids)
+        assert torch.allclose(together[i, :n], expected[torch.arange(n), s.completion_ids], atol=1e-5)
+        assert torch.allclose(entropy[i, :n], -(expected.exp() * expected).sum(-1), atol=1e-5)
+        alone, _ = logps_of(policy, [s])
+        assert torch.allclose(alone[0], together[i, :n], atol=1e-5)
+        assert (together[i, n:] == 0).all()
+
+
+def test_the_head_is_chunked_and_the_chunks_change_nothing(monkeypatch):
+    samples, cfg = random_samples(9, 3), Config(beta=0.1)
+    whole, _ = update_gradient(cfg, samples, F64)
+    monkeypatch.setattr(grpo, "HEAD_CHUNK", 32 * 5)  # 5 tokens at once
+    chunked, _ = update_gradient(cfg, samples, F64)
+    assert relative(chunked, whole) < 1e-12
+
+
+def test_dropout_is_forced_to_zero(tmp_path):
+    tiny_model(attention_dropout=0.5).save_pretrained(tmp_path)
+    model = grpo.load_model(str(tmp_path), Config()).train()
+    ids = torch.arange(2, 20)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_gradient_checkpointing_changes_memory_only():
+    samples, cfg = random_samples(6, 3), Config(beta=0.1)
+    plain, _ = update_gradient(cfg, samples)
+    policy = Policy(tiny_model(), 1.0)
+    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    assert policy.model.is_gradient_checkpointing
+    recomputed, _ = update_gradient(cfg, samples, policy=policy)
+    assert relative(recomputed, plain) < 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rollout
+
+
+def sampler_of(model, eos=(1,), **options):
+    cfg = Config(max_completion_length=options.pop("max_completion_length", 10), **options)
+    return grpo.HFSampler(model, list(eos), 0, cfg)
+
+
+def test_samples_follow_the_scored_distribution():
+    """The sampler's log-probabilities are the policy's, and frequencies match them: temperature only, no top-p."""
+    import transformers
+
+    model = tiny_model()
+    model.generation_config = transformers.GenerationConfig(top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True)
+    sampler = sampler_of(model, max_completion_length=1)
+    [samples] = sampler.generate([[5, 6, 7]], 4000, [0], 0.7)
+    logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
+    counts = torch.bincount(torch.tensor([s.ids[0] for s in samples]), minlength=32) / 4000
+    assert (counts - logps.exp()).abs().max() < 4 * 0.5 / math.sqrt(4000)
+    for s in samples[:50]:
+        assert s.logps[0] == pytest.approx(logps[s.ids[0]].item(), abs=1e-5)
+
+
+def test_a_sample_depends_on_its_seed_only():
+    sampler = sampler_of(tiny_model())
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    together = sampler.generate(prompts, 4, [1, 2, 3], 1.0)
+    for i, prompt in enumerate(prompts):
+        [alone] = sampler.generate([prompt], 4, [i + 1], 1.0)
+        assert [c.ids for c in alone] == [c.ids for c in together[i]]
+        assert len({tuple(c.ids) for c in alone}) > 1
+    assert sampler.generate(prompts, 4, [4, 5, 6], 1.0) != together
+    assert sampler.generate([], 4, [], 1.0) == []
+
+
+def test_every_eos_id_stops_and_is_kept():
+    sampler = sampler_of(tiny_model(), eos=(1, 2, 3, 4, 5, 6, 7, 8), max_completion_length=20)
+    [samples] = sampler.generate([[9, 10]], 64, [0], 1.0)
+    assert {s.finish_reason for s in samples} == {"stop", "length"} or all(s.finish_reason == "stop" for s in samples)
+    for s in samples:
+        ended = s.ids[-1] <= 8 and s.ids[-1] >= 1
+        assert ended == (s.finish_reason == "stop") and not any(1 <= i <= 8 for i in s.ids[:-1])
+        assert len(s.logps) == len(s.ids) and (ended or len(s.ids) == 20)
+
+
+def test_pad_may_equal_eos():
+    model = tiny_model()
+    cfg = Config(max_completion_length=10)
+    one = grpo.HFSampler(model, [1], 0, cfg).generate([[5], [6, 7, 8]], 8, [1, 2], 1.0)
+    other = grpo.HFSampler(model, [1], 1, cfg).generate([[5], [6, 7, 8]], 8, [1, 2], 1.0)
+    assert [[c.ids for c in g] for g in one] == [[c.ids for c in g] for g in other]
+    ended = [c for g in one for c in g if c.finish_reason == "stop"]
+    assert ended and all(c.ids[-1] == 1 for c in ended)
+    # the sampled EOS is an action: it is in the loss
+    batch = grpo.collate([Sample(0, Prompt([5], "", {}), ended[0].ids, ended[0].logps, "stop")], CPU.device)
+    assert batch["mask"].sum() == len(ended[0].ids)
+
+
+def test_prompts_of_a_step_are_a_function_of_seed_and_step():
+    prompts = [Prompt([i], "", {}) for i in range(7)]
+    cfg = Config(num_prompts=3)
+    drawn = [p.ids[0] for step in range(1, 15) for p in grpo.prompts_of_step(prompts, step, cfg)]
+    epochs = [drawn[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(e) == list(range(7)) for e in epochs) and len(set(map(tuple, epochs))) > 1
+    assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 5, cfg)] == drawn[12:15]
+    assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 1, Config(num_prompts=3, seed=1))] != drawn[:3]
+    assert len(grpo.prompts_of_step(prompts, 1, Config(num_prompts=20))) == 20  # more than there are
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Update, schedule, eval
+
+
+def test_minibatches_cover_every_epoch_without_divisibility():
+    samples = random_samples(11, 1)
+    cfg = Config(num_minibatches=3, num_epochs=2)
+    parts = list(grpo.minibatches(samples, 4, cfg))
+    assert [len(p) for p in parts] == [4, 4, 3] * 2
+    for epoch in (parts[:3], parts[3:]):
+        assert sorted(id(s) for p in epoch for s in p) == sorted(map(id, samples))
+    assert [id(s) for p in parts[:3] for s in p] != [id(s) for p in parts[3:] for s in p]
+
+
+def test_several_updates_use_the_rollouts_own_logps():
+    """The second mini-batch of a rollout is off-policy: its ratio is against the policy before the first."""
+    samples = random_samples(8, 4)
+    cfg = Config(num_minibatches=2, beta=0, learning_rate=0.05, tis_cap=0, max_sampler_gap=1e9)
+    policy = Policy(tiny_model(), 1.0)
+    grpo.compute_logps(policy, samples, "old_logps", cfg, CPU)
+    before = [s.old_logps.copy() for s in samples]
+    optimizer = grpo.make_optimizer(policy, cfg)
+    metrics = grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+    assert metrics["clip_frac"] > 0  # the ratio moved
+    now, _ = logps_of(policy, samples)
+    assert any(not np.allclose(a, b.detach().numpy()[: len(a)], atol=1e-3) for a, b in zip(before, now, strict=True))
+    assert all((a == s.old_logps).all() for a, s in zip(before, samples, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step():
+    samples = random_samples(6, 3)
+    samples[2].advantage = math.inf
+    policy = Policy(tiny_model(), 1.0)
+    before = [p.clone() for p in policy.parameters()]
+    optimizer = grpo.make_optimizer(policy, Config())
+    metrics = grpo.update(policy, policy, optimizer, samples, 1, True, Config(max_sampler_gap=1e9), CPU)
+    assert metrics["skipped_steps"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_no_step_without_a_signal():
+    samples = random_samples(6, 3)
+    for s in samples:
+        s.reward = 1.0
+    cfg = Config(num_generations=3, weight_decay=0.1, max_sampler_gap=1e9)
+    assert grpo.assign_advantages(samples, 1, cfg) == 1.0
+    policy = Policy(tiny_model(), 1.0)
+    before = [p.clone() for p in policy.parameters()]
+    optimizer = grpo.make_optimizer(policy, cfg)
+    metrics = grpo.update(policy, policy, optimizer, samples, 1, False, cfg, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+    grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_gradient_is_clipped_once_and_logged_before_clipping():
+    samples = random_samples(6, 3)
+    free, metrics = update_gradient(Config(max_grad_norm=0), samples)
+    cut, cut_metrics = update_gradient(Config(max_grad_norm=0.01), samples)
+    assert metrics["grad_norm"] == pytest.approx(free.norm().item(), rel=1e-5) == cut_metrics["grad_norm"]
+    assert cut.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_learning_rate_schedules():
+    def rates(**options):
+        cfg = Config(learning_rate=1.0, max_steps=10, **options)
+        return [grpo.learning_rate_at(k, cfg) for k in range(cfg.max_steps * cfg.updates_per_step)]
+
+    assert rates() == [1.0] * 10  # warm-up off: the first step learns
+    assert rates(lr_schedule="linear") == pytest.approx([1 - k / 10 for k in range(10)])
+    assert rates(lr_schedule="cosine")[5] == pytest.approx(0.5)
+    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert (
+        len(rates(num_minibatches=2, num_epochs=3)) == 60 and rates(num_minibatches=2, lr_schedule="linear")[10] == 0.5
+    )
+
+
+def test_weight_decay_spares_norms_and_biases():
+    policy = Policy(tiny_model(), 1.0)
+    decayed, spared = grpo.make_optimizer(policy, Config(weight_decay=0.1)).param_groups
+    assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
+    assert spared["weight_decay"] == 0.0 and all(p.dim() == 1 for p in spared["params"]) and spared["params"]
+
+
+def test_pass_at_k_is_unbiased():
+    assert grpo.pass_at_k(4, np.array([0, 4, 1]), 1) == pytest.approx((0 + 1 + 0.25) / 3)
+    assert grpo.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Data and flags
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate?"),
+        (["--num_generations", "1"], "--num_generations 1: must be at least 2"),
+        (["--num_prompts", "0"], "--num_prompts 0: must be at least 1"),
+        (["--beta", "-1"], "--beta -1.0: must be at least 0"),
+        (["--beta", "nan"], "--beta nan: must be a finite number"),
+        (["--learning_rate", "inf"], "--learning_rate inf"),
+        (["--temperature", "0"], "--temperature 0.0: must be above 0"),
+        (["--num_prompts", "many"], "--num_prompts"),
+        (["--kl_estimator", "k5"], "--kl_estimator"),
+        (["--kl_in", "reward"], "--kl_in reward takes --kl_estimator k1 only"),
+        (["--clip_low", "2"], "--clip_low 2.0"),
+        (["--mask_truncated", "maybe"], "--mask_truncated"),
+        (["--num_minibatches", "1000"], "--num_minibatches 1000"),
+    ],
+)
+def test_impossible_flags_are_refused(args, message):
+    with pytest.raises(ConfigError) as error:
+        grpo.parse_args(args)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_flags_reach_the_config():
+    cfg = grpo.parse_args("--beta 0.5 --mask_truncated --compile false --non_stop_reward -1 --resume".split())
+    assert (cfg.beta, cfg.mask_truncated, cfg.compile, cfg.non_stop_reward, cfg.resume) == (
+        0.5,
+        True,
+        False,
+        -1.0,
+        "latest",
+    )
+    assert grpo.parse_args([]) == Config() and grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
+    # what may be asked for in the reward without a KL to put there
+    grpo.parse_args("--kl_in reward --beta 0".split())
+    grpo.parse_args("--kl_in reward --kl_estimator k1".split())
+
+
+def test_bad_files_are_named(tmp_path):
+    def rows(text, name="x.jsonl"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return grpo.read_rows(str(tmp_path / name), "train_data")
+
+    assert rows('{"prompt": "a"}\n\n{"prompt": "b"}\n') == [{"prompt": "a"}, {"prompt": "b"}]
+    assert rows('[{"prompt": "a"}]', "x.json") == [{"prompt": "a"}]
+    for text, message in (
+        ('{"prompt": "a"}\n{"prompt": \n', "row 2: not valid JSON"),
+        ('{"prompt": "a"}\n[1]\n', "row 2: must be a JSON object"),
+        ("\n\n", "no rows"),
+        (b"\xff\xfe\x00", "train_data"),
+        ("[" * 100000, "row 1"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)) as error:
+            rows(text)
+        assert "--train_data" in str(error.value) and "x.jsonl" in str(error.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        grpo.read_rows(str(tmp_path / "none.jsonl"), "train_data")
+    with pytest.raises(ConfigError, match="row 2"):
+        rows('[{"prompt": "a"}, 3]', "x.json")
+
+
+def test_prompts_are_encoded_once_and_long_ones_dropped():
+    tokenizer = grpo.load_tokenizer(Config())
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1" * 50, "answer": "0"}]
+    prompts = grpo.encode_prompts(rows, {"answer"}, tokenizer, Config(max_prompt_length=10), "train_data")
+    assert [p.text for p in prompts] == ["1+2="] and len(prompts[0].ids) == 4
+    for bad, message in (
+        ([{"prompt": "1" * 50, "answer": ""}], "every prompt is longer than --max_prompt_length 10"),
+        ([{"prompt": "1+1="}], "row 1: no column 'answer', which --reward answer reads"),
+        ([{"question": "", "answer": ""}], "row 1: no column 'prompt'"),
+        ([{"prompt": [{"role": "user", "content": "1"}], "answer": ""}], "the tokenizer has no chat template"),
+        ([{"prompt": "", "answer": ""}], "row 1: empty prompt"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            grpo.encode_prompts(bad, {"answer"}, tokenizer, Config(max_prompt_length=10), "train_data")
+        assert message in str(error.value)
+
+
+def test_chat_prompts_go_through_the_template_with_one_bos():
+    tokenizer = grpo.load_tokenizer(Config())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}={{ m.content }}={% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}+{% endif %}"
+    )
+    chat = [{"prompt": [{"role": "user", "content": "12"}]}]
+    [p] = grpo.encode_prompts(chat, set(), tokenizer, Config(), "train_data")
+    assert p.text == "12+" and tokenizer.decode(p.ids) == "12+"
+    cfg = Config(system_prompt="9")
+    assert grpo.encode_prompts(chat, set(), tokenizer, cfg, "train_data")[0].text == "=9=12+"
+    assert grpo.encode_prompts([{"prompt": "12"}], set(), tokenizer, cfg, "train_data")[0].text == "=9=12+"
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match="row 1: chat template: roles must alternate"):
+        grpo.encode_prompts(chat, set(), tokenizer, Config(), "train_data")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints and resume
+
+
+def small_run(out, **options):
+    """A run of seconds whose reward (short completions) has a signal from the first step."""
+    rows = os.path.join(os.path.dirname(out), "rows.jsonl")
+    if not os.path.exists(rows):
+        with open(os.path.join(HERE, "sample_data", "train.jsonl")) as source, open(rows, "w") as target:
+            target.writelines(itertools.islice(source, 5))  # an epoch ends in the middle of the second step
+    settings_ = dict(reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5)
+    settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
+    return grpo.train(Config(**(settings_ | options)))
+
+
+def state_of(out):
+    """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
+    timing = ("time_", "tokens_per_s")
+    metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
+    newest = grpo.checkpoints(str(out))[-1]
+    with open(os.path.join(newest, "model.safetensors"), "rb") as file:
+        return metrics, lines(out / "completions.jsonl"), file.read()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    small_run(out)
+    assert any(m["grad_norm"] > 0 for m in lines(out / "metrics.jsonl"))
+    return out
+
+
+def test_resume_to_the_bit(undisturbed, tmp_path, capsys):
+    for saved in (1, 3):
+        out = tmp_path / str(saved)
+        shutil.copytree(undisturbed, out)
+        for path in grpo.checkpoints(str(out))[saved:]:
+            shutil.rmtree(path)
+        history = small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+        assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
+        assert [m["step"] for m in history] == [1, 2, 3, 4]
+        assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    with open(out / "step_000004" / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    (out / "step_000003" / "trainer_state.pt").write_bytes(b"PK torn")
+    os.remove(out / "step_000002" / "config.json")
+    (out / "partial_000005").mkdir()
+    options = dict(resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"), beta=0.002, save_every=4)
+    small_run(out, **options)
+    said = capsys.readouterr().out
+    assert all(f"step_00000{n} is damaged" in said for n in (2, 3, 4)) and "step_000001 at step 1" in said
+    assert "changed since then: --beta 0.001 -> 0.002" in said
+    names = {"step_000001", "step_000004", *(f"step_00000{n}.stale" for n in (2, 3, 4))}
+    assert {p.name for p in out.iterdir()} >= names
+    assert not (out / "partial_000005").exists()
+    with pytest.raises(ConfigError, match="not a whole checkpoint"):
+        small_run(out, resume=str(out / "step_000003.stale"))
+
+
+def test_an_earlier_run_is_moved_aside_and_nothing_to_resume_is_said(tmp_path, capsys):
+    out = tmp_path / "out"
+    small_run(out, max_steps=1)
+    before = (out / "metrics.jsonl").read_text()
+    small_run(out, max_steps=1, keep=1)
+    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == before
+    assert "moved to" in capsys.readouterr().out
+    small_run(tmp_path / "new", max_steps=1, resume="latest")
+    assert "no checkpoint in" in capsys.readouterr().out and len(lines(tmp_path / "new" / "metrics.jsonl")) == 1
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    cfg = Config(out_dir=str(tmp_path), keep=2)
+    for step in range(1, 7):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    grpo.prune_checkpoints(dict(step=2, eval_accuracy=0.5), cfg)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step_000002", "step_000005", "step_000006"]
+    assert os.readlink(tmp_path / "best") == "step_000002"
+    grpo.prune_checkpoints(dict(step=6, eval_accuracy=0.6), cfg)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step_000005", "step_000006"]
+
+
+def forked_run(out, **options):
+    """A run in a forked child, which a test may kill: it starts in no time, everything is imported."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            small_run(out, **options)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def wait_for(condition, seconds=600):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_kill_9_at_random_moments_loses_nothing(undisturbed, tmp_path):
+    out, rng = tmp_path / "out", np.random.default_rng(0)
+    rows = str(undisturbed.parent / "rows.jsonl")
+    seconds = None
+    for attempt in range(5):
+        started = time.monotonic()
+        child = forked_run(out, train_data=rows, resume="latest")
+        if attempt == 0:  # the first kill comes while the second step runs; it tells how long a step takes here
+            wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
+            seconds = time.monotonic() - started
+        else:
+            time.sleep(rng.uniform(0.2, 1.2) * seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    child = forked_run(out, train_data=rows, resume="latest")
+    assert os.waitpid(child, 0)[1] == 0
+    assert state_of(out) == state_of(undisturbed)
+
+
+def lines_whole(path):
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
+
+
+def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(undisturbed, tmp_path):
+    out = tmp_path / "out"
+    rows = str(undisturbed.parent / "rows.jsonl")
+    child = forked_run(out, train_data=rows, save_every=0)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
+    os.kill(child, signal.SIGUSR1)
+    wait_for(lambda: len(grpo.checkpoints(str(out))) >= 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == 0
+    steps = len(lines(out / "metrics.jsonl"))
+    assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
+    log = view.JsonLines(str(tmp_path / "m.jsonl"), -1)
+    log.write({"step": 1})
+    whole_open = open
+
+    def full(path, mode):
+        file = whole_open(path, mode)
+        file.seek(0, 2)
+        file.write(b'{"st')  # half a line reaches the disk
+        file.close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(view, "open", full, raising=False)
+    log.write({"step": 2})
+    monkeypatch.undo()
+    assert "No space left on device" in capsys.readouterr().out
+    log.write({"step": 3})
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_failed_save_does_not_stop_the_run(undisturbed, tmp_path, monkeypatch, capsys):
+    out, calls, replace = tmp_path / "out", [], os.replace
+
+    def fails_twice(source, target):
+        if "partial_" in str(source) and len(calls) < 2:
+            calls.append(target)
+            raise OSError(28, "No space left on device")
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_twice)
+    small_run(out, train_data=str(undisturbed.parent / "rows.jsonl"))
+    assert len(calls) == 2 and capsys.readouterr().out.count("could not save") == 2
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_the_readme_matches_the_file():
+    with open(os.path.join(HERE, "README.md")) as readme, open(os.path.join(HERE, "grpo.py")) as source:
+        text, code = readme.read(), source.read().split("\n")
+    anchors = re.findall(r"\[([^\]]+)\]\(grpo\.py#L(\d+)\)", text)
+    assert len(anchors) >= 10
+    for title, number in anchors:
+        assert code[int(number) - 1].startswith(f"# {title}")
+    for f in dataclasses.fields(Config):
+        assert f"| `--{f.name}` |" in text
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Command line, end to end
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("default") / "out"
+    return run("--max_steps", 6, "--eval_every", 3, "--rollout", "hf", "--out_dir", out), out
+
+
+def test_a_short_default_run_learns(default_run):
+    done, out = default_run
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = lines(out / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(7))
+    first, last = metrics[0], metrics[-1]
+    stderr = math.hypot(first["eval_stderr"], last["eval_stderr"])
+    assert last["eval_accuracy"] - first["eval_accuracy"] > 5 * stderr  # noise does not give that
+    start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[1:4], metrics[-3:]))
+    assert end - start > 5 * math.sqrt(2 * 0.25 / (3 * 256))
+    assert metrics[1]["grad_norm"] > 0.01
+    assert abs(metrics[1]["kl_k3"]) < 1e-6 < metrics[-1]["kl_k3"]
+    assert all(m["clip_frac"] == 0 and m["sampler_gap"] < 1e-4 for m in metrics[1:])
+    assert "accuracy_after" in done.stdout and "watch reward" in done.stdout and f"out_dir: {out}" in done.stdout
+
+
+def test_what_a_run_leaves(default_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, out = default_run
+    metrics = lines(out / "metrics.jsonl")[1]
+    names = "step loss grad_norm lr reward reward_std frac_zero_std advantage_abs completion_length truncated_frac "
+    names += "kl_k1 kl_k3 entropy clip_frac sampler_gap tokens tokens_per_s time_sync time_rollout time_reward "
+    assert set((names + "time_logps time_update").split()) <= set(metrics)
+    assert {"eval_accuracy", "eval_stderr", "eval_length"} <= set(lines(out / "metrics.jsonl")[3])
+    assert json.load(open(out / "config.json"))["max_steps"] == 6
+    assert (out / "curves.png").stat().st_size > 10_000
+    samples = [r for r in lines(out / "completions.jsonl") if r["step"] == 3]
+    assert len(samples) == 64 and {"prompt", "completion", "reward", "advantage", "parts"} <= set(samples[0])
+    model, loading = AutoModelForCausalLM.from_pretrained(out / "step_000006", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert (
+        AutoTokenizer.from_pretrained(out / "step_000006").decode([7, 8]) and model.generation_config.eos_token_id == 1
+    )
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_bad_input_is_one_line_and_exit_code_2(nproc, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n{"prompt"\n')
+    done = run("--train_data", bad, "--out_dir", tmp_path / "out", nproc=nproc)
+    mine = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
+    assert mine == [f"grpo.py: error: --train_data {bad} row 2: " + mine[0].split("row 2: ")[1]]
+    assert not (tmp_path / "out").exists()
+    if nproc:  # torchrun itself always ends with 1 and a report of its own, which gives the rank's code
+        assert re.search(r"exitcode\s*: 2", done.stderr) and 'grpo.py", line' not in done.stderr
+    else:
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(model="/nowhere"), "--model /nowhere"),
+        (dict(tokenizer="/nowhere"), "--tokenizer /nowhere"),
+        (dict(train_data="/nowhere.jsonl"), "--train_data /nowhere.jsonl: No such file"),
+        (dict(eval_data="/nowhere.jsonl"), "--eval_data /nowhere.jsonl: No such file"),
+        (dict(reward="magic"), "--reward magic"),
+        (dict(reward="/nowhere.py:f"), "--reward /nowhere.py:f"),
+        (dict(out_dir="/dev/null/x"), "--out_dir /dev/null/x"),
+        (dict(device="tpu"), "--device tpu"),
+        (dict(resume="/nowhere"), "--resume /nowhere"),
+        (dict(reward="countdown"), "no column 'numbers', which --reward countdown reads"),
+        (dict(max_prompt_length=3), "every prompt is longer than --max_prompt_length 3"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(options, message, tmp_path):
+    options = dict(out_dir=str(tmp_path / "out")) | options
+    with pytest.raises(ConfigError) as error:
+        grpo.train(Config(**options))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_nothing_need_divide_anything_on_two_ranks(tmp_path):
+    """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then a step without any signal, then resume."""
+    args = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97, "--num_minibatches", 2]
+    args += [
+        "--rollout",
+        "hf",
+        "--max_completion_length",
+        29,
+        "--eval_every",
+        0,
+        "--out_dir",
+        tmp_path / "out",
+        "--eval_data",
+        "",
+    ]
+    done = run(*args, "--max_steps", 2, nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = lines(tmp_path / "out" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2] and all(math.isfinite(m["loss"]) for m in metrics)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# reward.py: tables, any text through the parsers, every misbehaviour through the real pool
+
+PREFILLED = "User: hi\nAssistant: <think>\n"
+
+
+def part(name, completion, prompt="", **row):
+    return reward.BUILT_IN[name].function(completion, {"prompt_text": prompt} | row)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# built-in rewards
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        ("42", "42", 1),
+        ("<think>a</think> 42\n", "42", 1),
+        ("<think>a</think>no<think>b</think>42", "42", 1),
+        ("a</think>42", "42", 1),
+        ("42.0", 42, 1),
+        ("+42", "42", 1),
+        ("-0.50", "-.5", 1),
+        ("blue whale", "blue whale", 1),
+        ("Blue whale", "blue whale", 0),
+        ("the answer is 42", "42", 0),
+        (" ".join(map(str, range(100))), "42", 0),  # all numbers at once
+        ("<think>42</think>", "42", 0),  # in the reasoning only
+        ("<think>42", "42", 0),
+        ("<think>a</think>42<think>", "42", 0),
+        ("", "", 0),
+        ("<think>a</think> ", "", 0),
+        ("\u200b\x00", "\u200b\x00", 0),
+        ("\u0664\u0662", "42", 0),  # Arabic-Indic digits
+        ("4_2", "42", 0),
+        ("42e0", "42", 0),
+        ("nan", "nan", 1),  # as text
+        ("9" * 1001, "9" * 1001, 1),  # as text
+        ("9" * 1001 + ".0", "9" * 1001, 0),
+        ("1e999999999", "1", 0),
+    ],
+)
+def test_answer(completion, gold, expected):
+    assert part("answer", completion, answer=gold) == expected
+
+
+def test_think_prefilled_by_the_chat_template():
+    for name in ("answer", "gsm8k"):
+        assert part(name, "a</think>42", PREFILLED, answer="42") == 1
+        assert part(name, "42", PREFILLED, answer="42") == 0
+        assert part(name, "42", "<think>\n\n</think>\n\n", answer="42") == 1
+    assert part("format", "a</think>42", PREFILLED) == 1
+    assert part("format", "a</think>42") == 0
+    assert part("format", "<think>a</think>42", PREFILLED) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 42", "42"),
+        ("The answer is 42.", "42"),
+        ("42.0", "42"),
+        ("1 + 2 = 3 apples", "3"),
+        ("1,234", "1234"),
+        ("so 1,234,567.50.", "1234567.5"),
+        ("1,2345", "2345"),
+        ("1, 2, 3", "3"),
+        ("$5", "5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("\\$1,000.25", "1000.25"),
+        ("$42$", "42"),
+        ("50%", "50"),
+        ("50\\%", "50"),
+        ("+7", "7"),
+        ("-7", "-7"),
+        ("\u22127", "-7"),
+        ("x = -7", "-7"),
+        ("(-7)", "-7"),
+        ("10-7", "7"),  # a difference, not a sign
+        ("x-7", "7"),
+        (".5", "0.5"),
+        ("3.14.15", "15"),
+        ("1e3", "3"),
+        ("007", "7"),
+        ("#### 42", "42"),
+        ("#### 1\n#### $1,042.", "1042"),
+        ("#### -42 (that is 6 * 7)", "-42"),
+        ("##### 42", "42"),
+        ("7 #### none", None),
+        ("#### 5 \\boxed{6}", "5"),
+        ("\\boxed{41} \\boxed{42} and 7", "42"),
+        ("\\boxed{ 42. }", "42"),
+        ("$\\boxed{$42$}$", "42"),
+        ("\\boxed{\\$1,000}", "1000"),
+        ("\\boxed{1{,}000}", "1000"),
+        ("\\boxed{1\\,000}", "1000"),
+        ("\\boxed{42\\%}", "42"),
+        ("\\boxed{-4.20}", "-4.2"),
+        ("\\boxed{x = 42}", None),
+        ("\\boxed{\\text{42}}", None),
+        ("\\boxed{42", None),
+        ("\\boxed{}", None),
+        ("\\boxed{\\boxed{42}}", "42"),
+        ("7 \\boxed 8", "8"),
+        ("", None),
+        ("none", None),
+        ("\u0664\u0662 or \uff14\uff12", None),
+        ("9" * 1001, None),
+        ("0" * 1000 + "1", None),
+        ("9" * 1000, "9" * 1000),
+        ("4\x002", "2"),
+        ("\u202e42\u202c \ud800", "42"),
+    ],
+)
+def test_final_number(text, expected):
+    assert reward.final_number(text) == (None if expected is None else Decimal(expected))
+
+
+def test_gsm8k():
+    gold = "He pays 2 * $600 = $<<2*600=1200>>1200.\n#### 1,200"
+    assert part("gsm8k", "So it is $1200.00.", answer=gold) == 1
+    assert part("gsm8k", "<think>1200</think>1201", answer=gold) == 0
+    assert part("gsm8k", "<think>1200</think>", answer=gold) == 0
+    assert part("gsm8k", "<think>1200", answer=gold) == 0
+    assert part("gsm8k", "", answer="") == 0
+    assert part("gsm8k", "none", answer="none") == 0
+    assert part("gsm8k", "42", answer=42.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<think>a</think>b", 1),
+        ("\n<think>\na\n</think>\n\nb < 3 and c > 4\n", 1),
+        ("<think>a</think><answer>b</answer>", 1),
+        ("<think>a</think> <answer> </answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a</think><answer>b</answer> c", 0),
+        ("<think>a</think>the <b>answer</b>", 0),
+        ("<think></think>b", 0),
+        ("<think> \n</think>b", 0),
+        ("<think>a</think>", 0),
+        ("<think>a</think>\u200b\x00", 0),
+        ("<think>a", 0),
+        ("a</think>b", 0),
+        ("b", 0),
+        ("", 0),
+        ("x<think>a</think>b", 0),
+        ("<think><think>a</think>b", 0),
+        ("<think>a</think></think>b", 0),
+        ("<think>a</think>b<think>c</think>d", 0),
+        ("<think>" * 3 + "</think>" * 3, 0),
+        ("</think>b<think>a", 0),
+    ],
+)
+def test_format(completion, expected):
+    assert part("format", completion) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>(8 - 2) * 4 * 1</answer>", 1),
+        ("<think>x</think> so <answer>4*(8-2)/1</answer> done", 1),
+        ("<answer>(8-2)*4*1 = 24</answer>", 1),
+        ("<answer>(8-2)*4*1 = 24.0</answer>", 1),
+        ("<answer>(8\u22122)\u00d74\u00f71</answer>", 1),
+        ("thus\n(8 - 2) * 4 * 1", 1),
+        ("<answer>8/(2*1)*4+8</answer>", 0),
+        ("<answer>1/(2/8)*4</answer>", 0),  # 16
+        ("<answer>(8-2)*4*1 = 25</answer>", 0),
+        ("<answer>(8-2)*4*1 = 24 = 24</answer>", 0),
+        ("<answer>(8-2)*4</answer>", 0),  # a number is missing
+        ("<answer>(8-2)*4*1*1</answer>", 0),
+        ("<answer>24</answer>", 0),
+        ("<answer></answer>", 0),
+        ("<answer>8-2*4*1</answer><answer>(8-2)*4*1</answer>", 1),  # the last one counts
+        ("<answer>(8-2)*4*1</answer><answer>8-2*4*1</answer>", 0),
+        ("<think><answer>(8-2)*4*1</answer></think>", 0),
+        ("<answer>(8-2)*4*1", 0),
+        ("use 8 2 4 1 as in <answer>(1 + 2) / 3</answer>", 0),  # the example of a prompt
+        ("<answer>(8-2)*4*1/(1-1)</answer>", 0),
+        ("<answer>8/(2-2)*4*1</answer>", 0),
+        ("<answer>9**9**9</answer>", 0),
+        ("<answer>8**2*4*1</answer>", 0),
+        ("<answer>8//2*4+1</answer>", 0),
+        ("<answer>8 2 4 1</answer>", 0),
+        ("<answer>8(2)(4)(1)</answer>", 0),
+        ("<answer>-(2-8)*4*1</answer>", 0),  # no unary minus
+        ("<answer>__import__('os')</answer>", 0),
+        ("<answer>" + "(" * 60 + "8-2" + ")" * 60 + "*4*1</answer>", 0),
+        ("(" * 100_000, 0),
+        ("<answer>" * 100_000, 0),
+        ("<answer>(\uff18-2)*4*1</answer>", 0),
+        ("<answer>(8-2)*4*1\x00</answer>", 0),
+        ("<answer>(08-2)*4*1</answer>", 0),
+    ],
+)
+def test_countdown(completion, expected):
+    assert part("countdown", completion, numbers=[8, 4, 2, 1], target=24) == expected
+
+
+def test_countdown_is_exact():
+    row = dict(numbers=[1, 3, 3], target=1)
+    assert part("countdown", "<answer>1/3*3</answer>", **row) == 1
+    assert part("countdown", "<answer>3/3/1</answer>", **row) == 1
+    assert part("countdown", "<answer>5 / 0</answer>", numbers=[5, 0], target=5) == 0
+    assert part("countdown", "", numbers=[], target=0) == 0
+
+
+def test_overlong():
+    lengths = [1, 800, 801, 900, 999, 1000, 1100]
+    parts = [part("overlong", "", completion_length=n, max_completion_length=1000) for n in lengths]
+    assert parts == pytest.approx([0, 0, -1 / 200, -0.5, -199 / 200, -1, -1])
+    assert part("overlong", "", completion_length=1, max_completion_length=1) == -1
+    assert part("overlong", "", completion_length=0, max_completion_length=1) == 0
+
+
+def test_math():
+    pytest.importorskip("math_verify")
+    assert part("math", "<think>x</think> $\\frac{2}{4}$", answer="\\frac{1}{2}") == 1
+    assert part("math", "<think>x</think> \\boxed{0.5}", answer="$\\frac{1}{2}$") == 1
+    assert part("math", "<think>\\boxed{0.5}</think>", answer="0.5") == 0
+    assert part("math", "\\boxed{2}", answer="3") == 0
+
+
+# ----------------------------------------------------------------------------------------------------------
+# any text: no exception, a value in range, in linear time
+
+PIECES = """<think> </think> <answer> </answer> #### \\boxed{ { } ( ) + - * / ** // = , . $ % \\ 0 7 42 1,234
+    1e9 .5 \u0664 \x00 \ud800 \u202e \u2212 \u00d7 9**9 lambda [ ] ' " _ # \n""".split(" ")
+TEXTS = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+ROW = dict(answer="42", numbers=[7, 42, 0], target=49, completion_length=5, max_completion_length=9)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(text=TEXTS, prompt=st.sampled_from(["", PREFILLED]), gold=st.one_of(TEXTS, st.integers(), st.floats()))
+def test_no_text_breaks_a_built_in(text, prompt, gold):
+    row = ROW | {"prompt_text": prompt, "answer": gold}
+    for name in ("answer", "gsm8k", "format", "countdown"):
+        for completion in (text, "<think>a</think>" + text):
+            assert reward.BUILT_IN[name].function(completion, row) in (0.0, 1.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    st.decimals(-(10**9), 10**9, places=2),
+    st.booleans(),
+    st.sampled_from(["{}", "#### {}", "\\boxed{{{}}}."]),
+)
+def test_numbers_come_back(number, commas, form):
+    assert reward.final_number(form.format(f"{number:,}" if commas else number)) == number
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.recursive(st.integers(0, 99), lambda s: st.tuples(s, st.sampled_from("+-*/"), s), max_leaves=8))
+def test_expressions_agree_with_python(tree):
+    numbers = []
+
+    def build(node):
+        if isinstance(node, int):
+            numbers.append(node)
+            return str(node), reward.Fraction(node)
+        (left, a), operator, (right, b) = build(node[0]), node[1], build(node[2])
+        undefined = None in (a, b) or (operator == "/" and b == 0)
+        value = None if undefined else reward.OPERATORS[OP[operator]](a, b)
+        return f"({left} {operator} {right})", value
+
+    text, value = build(tree)
+    row = dict(numbers=numbers, target=0 if value is None else value)
+    assert part("countdown", f"<answer>{text}</answer>", **row) == (value is not None)
+    row["target"] += 1
+    assert part("countdown", f"<answer>{text}</answer>", **row) == 0
+
+
+OP = {"+": reward.ast.Add, "-": reward.ast.Sub, "*": reward.ast.Mult, "/": reward.ast.Div}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 100_000,
+        "1," * 40_000,
+        "1,234" * 20_000,
+        ",111" * 25_000,
+        "-" * 100_000,
+        "$" * 100_000,
+        "\\boxed{" * 15_000,
+        "\\boxed{" + "{" * 100_000,
+        "<think>" * 40_000,
+        "</think>" * 40_000,
+        "<answer>" * 40_000 + "</answer>" * 40_000,
+        "<a" * 40_000,
+        "<a" + " " * 100_000,
+        "\u200b" * 100_000,
+        "####" * 25_000,
+        "." * 100_000,
+        "\\," * 15_000,
+        "\\boxed{" + "\\," * 40_000 + "1}",
+    ],
+    ids=range(18),
+)
+def test_long_texts_take_linear_time(text):
+    start = time.process_time()
+    for name in ("answer", "gsm8k", "format", "countdown"):
+        for completion in (text, "<think>a</think>" + text):
+            assert reward.BUILT_IN[name].function(completion, ROW) in ([0, 1] if name == "format" else [0])
+    assert time.process_time() - start < 3
+
+
+# ----------------------------------------------------------------------------------------------------------
+# loading
+
+FUNCTIONS = """
+from __future__ import annotations
+import os, signal, subprocess, sys, threading, time
+from dataclasses import dataclass
+import neighbour
+
+@dataclass
+class Parsed:
+    text: str
+
+def length(completion, row):
+    return len(completion) + neighbour.ZERO
+
+def needs_gold(completion, row):
+    return float(completion == row["gold"])
+needs_gold.columns = ("gold",)
+
+def misbehave(completion, row):
+    print("scoring", completion)
+    if completion == "raise": raise KeyError("gold")
+    if completion == "none": return None
+    if completion == "nan": return float("nan")
+    if completion == "inf": return -float("inf")
+    if completion == "string": return "1.0"
+    if completion == "list": return [1.0]
+    if completion == "bool": return True
+    if completion == "hang": time.sleep(10_000)
+    if completion == "exit": os._exit(0)
+    if completion == "sys.exit": sys.exit(1)
+    if completion == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "interrupt": raise KeyboardInterrupt
+    if completion == "allocate": return len(bytearray(1 << 45))
+    if completion == "fork": os.fork()
+    if completion == "fork and hang" and os.fork() == 0: time.sleep(10_000)
+    if completion == "child": subprocess.Popen(["sleep", "9876"]); time.sleep(10_000)
+    if completion == "modules": return sum(m in sys.modules for m in ("torch", "numpy", "grpo"))
+    return 0.5
+
+def trl(completions, answer, **kwargs):
+    assert len(kwargs["prompts"]) == len(kwargs["prompt_text"]) == len(completions)
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def trl_keywords(prompts, *, completions, answer, level=3):
+    return [len(completions) * (c == a) for c, a in zip(completions, answer)]
+
+def trl_chat(completions, **kwargs):
+    return [len(c[0]["content"]) if c[0]["role"] == "assistant" else 0 for c in completions]
+
+def trl_misbehave(completions, **kwargs):
+    for c in completions:
+        if c == "raise": raise ValueError(c)
+        if c == "hang": time.sleep(10_000)
+        if c == "short": return []
+    return [None if c == "none" else 1.0 for c in completions]
+
+def one_argument(completion): return 1.0
+async def waits(completion, row): return 1.0
+constant = 3
+from math import sqrt
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "neighbour.py").write_text("ZERO = 0\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "dies.py").write_text(
+        "import multiprocessing, os\n"
+        "if multiprocessing.parent_process(): os._exit(1)\n"
+        "def length(completion, row): return 1.0\n"
+    )
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return str(folder / "functions.py")
+
+
+def test_load(file):
+    names = ("length:-1e-1", "needs_gold", "trl", "trl_keywords:0")
+    rewards = load_rewards("gsm8k, format:0.2," + ",".join(f"{file}:{name}" for name in names))
+    names = [(r.name, r.weight, r.columns, r.trusted, r.batched) for r in rewards]
+    assert names == [
+        ("gsm8k", 1.0, ("answer",), True, False),
+        ("format", 0.2, (), True, False),
+        ("length", -0.1, (), False, False),
+        ("needs_gold", 1.0, ("gold",), False, False),
+        ("trl", 1.0, ("answer",), False, True),
+        ("trl_keywords", 0.0, ("answer",), False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gsm9k", "unknown; known: answer, gsm8k, format, countdown, overlong, math, path"),
+        ("gsm8k:nan", "finite"),
+        ("gsm8k:inf", "finite"),
+        ("gsm8k:1e300", "finite"),
+        ("gsm8k:", "finite"),
+        ("gsm8k:a", "finite"),
+        ("gsm8k:1:2", "expected name"),
+        ("", "expected name"),
+        ("gsm8k,", "expected name"),
+        ("gsm8k,gsm8k:2", "two rewards are called gsm8k"),
+        ("missing.py:f", "no file"),
+        ("FILE:nothing", "no plain function nothing"),
+        ("FILE:constant", "no plain function constant"),
+        ("FILE:sqrt", "no plain function sqrt"),
+        ("FILE:waits", "no plain function waits"),
+        ("FILE:one_argument", "takes neither"),
+        ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_load_errors_are_one_line(spec, message, file):
+    spec = spec.replace("FILE", file).replace("FOLDER", os.path.dirname(file))
+    with pytest.raises(ValueError) as caught:
+        load_rewards(spec)
+    assert str(caught.value).startswith("--reward ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_math_without_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match="--reward math: needs pip install"):
+        load_rewards("math")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# scoring
+
+
+@pytest.fixture
+def scorer(file):
+    scorers = []
+
+    def make(*names, **options):
+        spec = ",".join(name if name in reward.BUILT_IN else f"{file}:{name}" for name in names)
+        scorers.append(Scorer(load_rewards(spec), **({"workers": 1, "timeout": 5} | options)))
+        return scorers[-1]
+
+    yield make
+    for each in scorers:
+        each.close()
+
+
+def test_built_ins_start_no_process():
+    scorer = Scorer(load_rewards("gsm8k:2,format:0.5"))
+    rows = [{"answer": "42"}, {"answer": "42"}, {}]
+    scores = scorer.score(["<think>a</think>42", "42", "42"], rows)
+    assert scorer.pool is None
+    assert scores.totals == [2.5, 2.0, 0.0]
+    assert scores.parts == {"gsm8k": [1.0, 1.0, 0.0], "format": [1.0, 0.0, 0.0]}
+    assert scores.failed == [False, False, True] and scores.failures == {"exception": 1}
+    assert scores.first_failure == "gsm8k, sample 2: exception: KeyError: 'answer'"
+    assert scorer.score([], []).totals == []
+    scorer.close()
+
+
+def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
+    causes = {
+        "raise": "exception",
+        "sys.exit": "exception",
+        "interrupt": "exception",
+        "none": "invalid",
+        "nan": "invalid",
+        "inf": "invalid",
+        "string": "invalid",
+        "list": "invalid",
+        "hang": "timeout",
+        "exit": "died",
+        "kill": "died",
+        "allocate": "memory",
+    }
+    fine = {
+        "bool": 1.0,
+        "fork": 0.5,
+        "fork and hang": 0.5,
+        "modules": 0.0,
+        "\ud800\x00": 0.5,
+        "a": 0.5,
+        "b": 0.5,
+    }
+    completions = [*causes, *fine]
+    scores = scorer("misbehave:2", workers=2).score(completions, [{}] * len(completions))
+    assert scores.parts["misbehave"] == [0.0] * len(causes) + list(fine.values())
+    assert scores.totals == [0.0] * len(causes) + [2 * value for value in fine.values()]
+    assert scores.failed == [True] * len(causes) + [False] * len(fine)
+    assert scores.failures == {"exception": 3, "invalid": 5, "timeout": 1, "died": 2, "memory": 1}
+    out, err = capfd.readouterr()
+    assert "scoring a\n" in err and "scoring" not in out
+
+
+def test_a_hanging_function_gives_up(scorer, capfd):
+    scores = scorer("misbehave", timeout=0.5, workers=2).score(["hang"] * 64, [{}] * 64)
+    assert scores.failures == {"timeout": 64}
+    assert capfd.readouterr().err.count("scoring hang") <= 12
+
+
+def test_idle_workers_that_die_cost_nothing(scorer):
+    length = scorer("length")
+    for _ in range(2):
+        scores = length.score(["abc", "de"], [{}] * 2)
+        assert scores.totals == [3.0, 2.0] and not scores.failures
+        for child in workers():
+            child.kill()
+
+
+def test_workers_that_cannot_start(file):
+    dead = Scorer(load_rewards(os.path.dirname(file) + "/dies.py:length"), workers=4)
+    assert dead.score(["a"] * 20, [{}] * 20).failures == {"died": 20}
+    dead.close()
+
+
+def test_trl_functions(scorer):
+    rows = [{"answer": a, "prompt_text": prompt} for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))]
+    scores = scorer("trl", "trl_keywords").score(["1", "x", "3"], rows)
+    assert scores.parts == {"trl": [1.0, 0.0, 1.0], "trl_keywords": [2.0, 0.0, 1.0]}  # one prompt at a time
+    trl_chat = scorer("trl_chat").rewards[0]
+    for chat, prompt in ((True, "a"), (None, [{"role": "user", "content": "a"}])):
+        assert reward.call_reward(trl_chat, ["abc"], [{"prompt": prompt}], chat) == ([3.0], "", "")
+
+
+def test_trl_failures_are_retried_one_by_one(scorer):
+    completions = ["a", "raise", "none", "b", "c", "hang", "d", "short"]
+    rows = [{"prompt_text": str(i // 4)} for i in range(8)]
+    scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
+    assert scores.totals == [1, 0, 0, 1, 1, 0, 1, 0]
+    assert scores.failures == {"exception": 1, "invalid": 2, "timeout": 1}
+
+
+def workers(pid=None):
+    """The live pool workers (not multiprocessing's resource tracker) of a process and what these started."""
+    children = psutil.Process(pid).children()
+    pool = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
+
+
+def gone(processes, seconds=60):
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def test_close_leaves_no_process(scorer):
+    misbehave = scorer("misbehave")
+    misbehave.score(["fork and hang", "a"], [{}] * 2)
+    started = workers()
+    assert len(started) == 2  # the worker and its fork
+    misbehave.close()
+    assert gone(started)
+    assert misbehave.score(["a"], [{}]).totals == [0.5]  # starts again
+
+
+MAIN = """
+import pathlib, sys
+with open("imported", "a") as log:
+    log.write(__name__ + "\\n")
+sys.path.insert(0, sys.argv[1])
+import reward
+if __name__ == "__main__":
+    rewards = reward.load_rewards(sys.argv[2] + ":misbehave")
+    scorer = reward.Scorer(rewards, timeout=60, workers=len(sys.argv) - 2)
+    print(scorer.score(["modules"], [{}]).totals, flush=True)
+    if len(sys.argv) > 3:
+        scorer.score(["child", "hang"], [{}] * 2)
+"""
+
+
+@pytest.fixture
+def main(tmp_path, file):
+    (tmp_path / "main.py").write_text(MAIN)
+    return [sys.executable, "main.py", os.path.dirname(reward.__file__), file]
+
+
+def test_workers_do_not_import_the_main_module_and_end_with_it(main, tmp_path):
+    # it never calls close()
+    done = subprocess.run(main, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0.0]\n", "scoring modules\n")
+    assert (tmp_path / "imported").read_text() == "__main__\n"
+
+
+def test_a_killed_trainer_leaves_no_process(main, tmp_path):
+    command = [*main, "hang"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdout.readline()
+    for _ in range(100):
+        started = workers(process.pid)
+        if any("9876" in p.cmdline() for p in started):
+            break
+        time.sleep(0.1)
+    assert len(started) == 3
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert gone(started)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# view.py
+
+HOSTILE = [
+    "<script>alert(1)</script></td></table>{title}%s",
+    "\u202eright to left\u200f \ud800 lone surrogate \x1b[31mred\x1b[0m\r\n\x00\u2028",
+    "漢字かな交じり文。" * 60,
+    "x" * 5000,
+    "e\u0301" * 80 + " \u200b👩\u200d👩\u200d👧 عربى",
+    "",
+    "one\ntwo\tthree & \"four\" 'five'",
+]
+
+
+def write_run(out_dir, steps=30, beta=0.001, **changes):
+    os.makedirs(out_dir, exist_ok=True)
+    with open(os.path.join(out_dir, "config.json"), "w") as f:
+        json.dump({"beta": beta}, f)
+    with open(os.path.join(out_dir, "metrics.jsonl"), "w") as f:
+        f.write(json.dumps(dict(step=0, eval_accuracy=0.1, eval_stderr=0.02, eval_length=9.0)) + "\n")
+        for step in range(1, steps + 1):
+            row = dict(step=step, reward=step / steps, grad_norm=1.0, completion_length=40 + step)
+            row |= dict(advantage_abs=0.5, frac_zero_std=0.25)
+            row |= dict(kl_k1=0.01 if beta else None, kl_k3=0.01 if beta else None)
+            if step % 10 == 0:
+                row |= dict(eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)
+            f.write(json.dumps(row | changes) + "\n")
+        f.write('{"step": 31, "rew')  # killed here
+    with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
+        for step in (10, 20):
+            for i, text in enumerate(HOSTILE):
+                row = dict(step=step, group=i % 2, prompt=text, completion=text, reward=0.5, length=7)
+                row |= dict(parts={"accuracy": 1.0, text[:30]: 0.25}, row={"answer": text})
+                row |= dict(advantage=[0, 2, -1.5, 1, None, 3, -2][i])
+                row |= dict(finish_reason="length" if i == 3 else "stop")
+                f.write(json.dumps(row) + "\n")
+        f.write('{"step": 20, "gro')
+    return str(out_dir)
+
+
+def png_size(path):
+    with open(path, "rb") as f:
+        head = f.read(24)
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def test_view_draws(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a = write_run(tmp_path / "a")
+        b = write_run(tmp_path / "x" / "run", steps=1, grad_norm=None)
+        c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl_k3=1e30)
+        d = write_run(tmp_path / "_$a$", steps=0, beta=0)  # nothing but the eval before the first step
+        view.draw([a, b, c, d], str(tmp_path / "all.png"))
+        view.draw([d], os.path.join(d, "curves.png"))
+    assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
+
+
+def test_view_reads_what_is_whole(tmp_path):
+    rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(31))
+    assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
+    assert list(view.series(rows, "eval_stderr")) == [0]
+    assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
+    assert view.smooth([2.0] * 100) == [2.0] * 100
+
+
+def test_view_names_tell_runs_apart():
+    dirs = ["/r/a/out", "/r/b/out", "/r/c"]
+    assert [view.run_name(d, dirs) for d in dirs] == ["a/out", "b/out", "c"]
+    assert view.run_name("/r/c", ["/r/c", "/r/c"]) == "c"
+
+
+def test_view_table(tmp_path, capsys):
+    view.main([write_run(tmp_path / "a"), "--step", "-1"])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0].startswith("step 20, 7 samples")
+    for line in lines:
+        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
+        assert len(line) + wide - sum(unicodedata.category(c) == "Mn" for c in line) <= 100
+        assert line.isprintable()  # nor a lone surrogate
+    words = [word for line in lines for word in line.split()]
+    advantages = [float(word) for word in words if word[0] in "+-" and word[1:].replace(".", "").isdigit()]
+    assert advantages == [3, 2, 1, 0, -1.5, -2]  # and the one without stands last
+    text = "\n".join(lines)
+    for shown in (r"\x1b[31mred", r"\u202e", r"\ud800", "one\\ntwo\\t", "accuracy 1", "cut off", "…"):
+        assert shown in text
+    view.main([str(tmp_path / "a"), "--step", "10"])
+    assert capsys.readouterr().out.startswith("step 10, 7 samples")
+
+
+def test_view_columns_stand_under_each_other():
+    rows = [dict(step=1, group=0, prompt="漢字", completion="e\u0301" * 3, reward=1, advantage=1, length=5)]
+    rows += [dict(rows[0], prompt="ab", completion="abc " * 40)]
+    samples = [line for line in view.table(rows).split("\n") if "+1.000" in line]
+    assert len({view.width(line[: line.index("+1.000")]) for line in samples}) == 1
+
+
+def test_view_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "draw", lambda out_dirs, file: file.write(b"picture"))
+
+    class Page(html.parser.HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.tags, self.links, self.text = [], [], ""
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.links += [value for name, value in attributes if name in ("src", "href")]
+
+        def handle_data(self, data):
+            self.text += data
+
+    path = str(tmp_path / "page.html")
+    view.main([write_run(tmp_path / "<b>a"), "--step", "20", "--html", path])
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    page = Page()
+    page.feed(source)
+    assert page.tags.count("script") == 1 and page.tags.count("table") == 1 and page.tags.count("b") == 0
+    assert page.tags.count("tr") == 1 + len(HOSTILE)
+    assert [link[:22] for link in page.links] == ["data:image/png;base64,"]
+    assert all(c.isprintable() or c in "\n\t" for c in source)
+    for text in (HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[6], r"\u202eright to left", r"\ud800"):
+        assert text in page.text
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["no_such_dir"], "no_such_dir"),
+        (["empty"], "metrics.jsonl"),
+        (["empty", "--step"], "completions.jsonl"),
+        (["a", "--step", "15"], "logged steps: 10, 20"),
+        (["a", "--step", "many"], "many"),
+        (["a", "--stepp", "1"], "--stepp"),
+        (["a", "b", "--step", "1"], "one run"),
+        (["a", "--out", "x.unknown"], "unknown"),
+        ([], "out_dir"),
+    ],
+)
+def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
+    monkeypatch.chdir(tmp_path)
+    write_run("a"), write_run("b"), os.mkdir("empty")
+    with pytest.raises(SystemExit) as stop:
+        view.main(flags)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_view_command_line(tmp_path):
+    write_run(tmp_path / "a"), write_run(tmp_path / "b")
+
+    def run(*flags, **env):
+        command = [sys.executable, view.__file__, *flags]
+        return subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+
+    done = run("a", "b")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "curves.png\n", "")
+    assert png_size(tmp_path / "curves.png") == (1600, 900)
+    done = run("a", "--step", PYTHONIOENCODING="ascii")  # not every terminal is UTF-8
+    assert done.returncode == 0 and "step 20" in done.stdout and done.stderr == ""
+    done = run("a", "--step", "30")
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
