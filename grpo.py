@@ -17,10 +17,12 @@ import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -31,14 +33,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 import reward as reward_module
 import view
-from view import JsonLines, say
+from view import say
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEAD_CHUNK = 2**24  # logits alive at once in the output head, in elements: 64 MB in float32
@@ -75,7 +78,7 @@ class Config:
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
     # rollout
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1)
-    num_generations: int = flag(8, "completions per prompt: the group, G", low=2)
+    num_generations: int = flag(8, "completions per prompt: the group, G")
     max_completion_length: int = flag(40, "tokens; a completion that reaches it is cut off", low=1)
     temperature: float = flag(1.0, "of sampling, and of every log-probability")
     rollout: str = flag("auto", "who samples; auto: vllm where it runs, else hf", ("auto", "vllm", "hf"))
@@ -112,7 +115,7 @@ class Config:
     dtype: str = flag(
         "auto", "auto: bfloat16 autocast on cuda, else float32", ("auto", "float32", "bfloat16", "float64")
     )
-    device: str = flag("auto", "auto, cpu, cuda, mps")
+    device: str = flag("auto", "auto: cuda, else mps, else cpu", ("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, "every random number is a function of it and the step", low=0)
     # output
     out_dir: str = flag("out", "where the run is written")
@@ -130,65 +133,60 @@ class Config:
 
 
 def parse_args(argv=None) -> Config:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise ConfigError(message)
-
     def boolean(text):
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-        return text.lower() in ("true", "1")
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
 
-    parser = Parser(
-        prog="grpo.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = argparse.ArgumentParser(
+        "grpo.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.exit_on_error = False
     for f in dataclasses.fields(Config):
         shown = os.path.relpath(f.default, HERE) if str(f.default).startswith(HERE) else f.default
-        options = dict(default=f.default, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"))
+        about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
+        options = dict(default=f.default, help=f"{about} [{shown}]", metavar="|".join(choices) if choices else "X")
         if f.type is bool:
             options |= dict(type=boolean, nargs="?", const=True)
         elif f.name == "resume":
             options |= dict(nargs="?", const="latest")
         elif f.type == float | None:
-            options |= dict(type=lambda text: None if text == "none" else float(text))
+            options |= dict(type=lambda text: None if text.lower() == "none" else float(text))
         else:
-            options |= dict(type=f.type, choices=f.metadata["choices"])
-        parser.add_argument(f"--{f.name}", metavar=None if f.metadata["choices"] else "X", **options)
-    values, unknown = parser.parse_known_args(argv)
+            options |= dict(type=f.type)
+        parser.add_argument(f"--{f.name}", **options)
+    try:
+        values, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from None
     if unknown:
-        known = [f"--{f.name}" for f in dataclasses.fields(Config)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{name}" for name in vars(values)], n=1)
         raise ConfigError(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    cfg = Config(**vars(values))
-    validate(cfg)
-    return cfg
+    return validate(Config(**vars(values)))
 
 
-def validate(cfg: Config) -> None:
+def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
+
+    def need(fine, name, why):
+        if not fine:
+            raise ConfigError(f"--{name} {getattr(cfg, name)}: {why}")
+
     for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{f.name} {value}: must be a finite number")
-        if f.metadata["low"] is not None and value < f.metadata["low"]:
-            why = ": a group of one has no baseline" if f.name == "num_generations" else ""
-            raise ConfigError(f"--{f.name} {value}: must be at least {f.metadata['low']}{why}")
-        if f.metadata["choices"] and value not in f.metadata["choices"]:
-            raise ConfigError(f"--{f.name} {value}: must be one of {', '.join(f.metadata['choices'])}")
-    for name in ("temperature", "reward_timeout"):
-        if getattr(cfg, name) <= 0:
-            raise ConfigError(f"--{name} {getattr(cfg, name)}: must be above 0")
-    if not 0 < cfg.vllm_gpu_memory_utilization <= 1:
-        raise ConfigError(f"--vllm_gpu_memory_utilization {cfg.vllm_gpu_memory_utilization}: must be in (0, 1]")
-    if cfg.clip_low > 1:
-        raise ConfigError(f"--clip_low {cfg.clip_low}: must be at most 1, a ratio is never negative")
-    if cfg.kl_in == "reward" and cfg.beta > 0 and cfg.kl_estimator != "k1":
-        raise ConfigError(
-            f"--kl_in reward takes --kl_estimator k1 only: {cfg.kl_estimator} is not zero-mean around the KL there, "
-            "its expected gradient points elsewhere"
-        )
-    if cfg.num_minibatches > cfg.num_prompts * cfg.num_generations:
-        raise ConfigError(f"--num_minibatches {cfg.num_minibatches}: more than the step's samples")
+        value, choices, low = getattr(cfg, f.name), f.metadata["choices"], f.metadata["low"]
+        need(f.type is not bool or isinstance(value, bool), f.name, "must be true or false")
+        need(not isinstance(value, float) or math.isfinite(value), f.name, "must be a finite number")
+        need(not choices or value in choices, f.name, f"must be one of {', '.join(choices or ())}")
+        need(low is None or value >= low, f.name, f"must be at least {low}")
+    need(cfg.num_generations > 1, "num_generations", "must be at least 2: a group of one has no baseline")
+    need(cfg.temperature > 0, "temperature", "must be above 0")
+    need(cfg.reward_timeout > 0, "reward_timeout", "must be above 0")
+    need(0 < cfg.vllm_gpu_memory_utilization <= 1, "vllm_gpu_memory_utilization", "must be in (0, 1]")
+    need(cfg.clip_low <= 1, "clip_low", "must be at most 1, a ratio is never negative")
+    need(
+        cfg.num_minibatches <= cfg.num_prompts * cfg.num_generations, "num_minibatches", "more than the step's samples"
+    )
+    k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
+    need(k1, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there")
+    return cfg
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -213,10 +211,7 @@ class World:
 def pick_device(cfg: Config) -> torch.device:
     kind = cfg.device
     if kind == "auto":
-        mps = torch.backends.mps.is_available()
-        kind = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if kind not in ("cpu", "cuda", "mps"):
-        raise ConfigError(f"--device {kind}: must be auto, cpu, cuda or mps")
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU")
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
@@ -264,6 +259,16 @@ class Sample:
 
     def __len__(self):
         return len(self.prompt.ids) + len(self.completion_ids)
+
+
+def load_tokenizer(cfg: Config):
+    from transformers import AutoTokenizer
+
+    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--{name} {path}: {str(error).strip().splitlines()[0]}") from None
 
 
 def read_rows(path: str, name: str) -> list[dict]:
@@ -326,6 +331,13 @@ def encode_prompts(rows: list[dict], columns: set[str], tokenizer, cfg: Config, 
     return prompts
 
 
+def load_prompts(name: str, rewards, tokenizer, cfg: Config) -> tuple[list[Prompt], int]:
+    """The prompts of --train_data or --eval_data, and how many were dropped for their length."""
+    rows = read_rows(getattr(cfg, name), name)
+    prompts = encode_prompts(rows, {column for r in rewards for column in r.columns}, tokenizer, cfg, name)
+    return prompts, len(rows) - len(prompts)
+
+
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
     """A fresh shuffle per epoch, as a pure function of (seed, step): a resumed run has no position to restore."""
     chosen = []
@@ -359,6 +371,17 @@ def load_model(path: str, cfg: Config):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.eval()
+
+
+def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], int]:
+    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids)."""
+    eos = generation_config.eos_token_id
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+        eos = [*eos, tokenizer.eos_token_id]
+    if not eos:
+        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
+    return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 class Policy(nn.Module):
@@ -441,17 +464,10 @@ class HFSampler:
             max_new_tokens=cfg.max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, do_sample=False
         )
 
-    def push(self, model):
+    def nothing(self, *_):
         pass
 
-    def sleep(self):
-        pass
-
-    def wake(self):
-        pass
-
-    def close(self):
-        pass
+    push = sleep = wake = close = nothing  # the weights are the policy's own
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float):
@@ -632,6 +648,22 @@ def choose_sampler(cfg: Config, device: torch.device, small: bool) -> tuple[str,
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
+def make_sampler(kind: str, why: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Config, world: World):
+    """The sampler that choose_sampler chose; with --rollout auto, HF on every rank if an engine does not start."""
+    sampler = problem = None
+    if kind == "vllm":
+        try:
+            sampler = VLLMSampler(eos_ids, longest_prompt, cfg, world)
+        except Exception as error:
+            problem = f"vllm did not start: {(str(error).strip() or repr(error)).splitlines()[0]}"
+            if cfg.rollout == "vllm":
+                raise TrainingError(f"{problem} (--verbose shows more)") from error
+    problem = next((p for p in world.gather([problem]) if p), None)
+    if sampler and not problem:
+        return sampler, kind, why
+    return HFSampler(model, eos_ids, pad_id, cfg), "hf", problem or why
+
+
 def sample(sampler, prompts, n, temperature, stream, step, tokenizer, cfg: Config, world: World) -> list[Sample]:
     """n samples for each of this rank's share of the prompts, seeded by (seed, stream, step, prompt) alone."""
     together = cfg.vllm_tensor_parallel_size  # ranks that hold one engine sample the same; the first of them keeps it
@@ -665,6 +697,13 @@ def autocast(cfg: Config, device: torch.device):
 
 # ----------------------------------------------------------------------------------------------------------------
 # Rewards and advantages
+
+
+def load_rewards(cfg: Config) -> list:
+    try:
+        return reward_module.load_rewards(cfg.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def score(samples: list[Sample], scorer, cfg: Config) -> dict:
@@ -1004,24 +1043,31 @@ def checkpoints(out_dir: str) -> list[str]:
     return [os.path.join(out_dir, name) for name in sorted(names) if name[:5] == "step_" and name[5:].isdigit()]
 
 
-def save_checkpoint(step, model, generation_config, tokenizer, optimizer, best: dict, cfg, world) -> str:
-    """A directory that from_pretrained loads, plus trainer_state.pt. It gets its name only when it is whole."""
+def save_checkpoint(step, model, generation_config, tokenizer, optimizer, best: dict, cfg, world) -> str | None:
+    """A directory that from_pretrained loads, plus trainer_state.pt. It gets its name only when it is whole.
+
+    A save that fails is said and leaves the checkpoint before in place: the run goes on, the next save tries again.
+    """
     final = os.path.join(cfg.out_dir, f"step_{step:06d}")
     partial = os.path.join(cfg.out_dir, f"partial_{step:06d}")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    generation_config.save_pretrained(partial)  # the user's own, not the one that samples for us
-    tokenizer.save_pretrained(partial)
-    sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in os.listdir(partial)}
-    state = dict(step=step, optimizer=optimizer.state_dict(), config=dataclasses.asdict(cfg), best=best)
-    torch.save(state | dict(sizes=sizes, world_size=world.size), os.path.join(partial, "trainer_state.pt"))
-    for name in os.listdir(partial):
-        fsync(os.path.join(partial, name))
-    fsync(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    fsync(cfg.out_dir)
-    return final
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        generation_config.save_pretrained(partial)  # the user's own, not the one that samples for us
+        tokenizer.save_pretrained(partial)
+        sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in os.listdir(partial)}
+        state = dict(step=step, optimizer=optimizer.state_dict(), config=dataclasses.asdict(cfg), best=best)
+        torch.save(state | dict(sizes=sizes, world_size=world.size), os.path.join(partial, "trainer_state.pt"))
+        for name in [*os.listdir(partial), "."]:
+            fsync(os.path.join(partial, name))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        fsync(cfg.out_dir)
+        prune_checkpoints(best, cfg)
+        return final
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk their own way
+        say(f"step {step}: could not save ({error}); the checkpoint before stands, the next save tries again")
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def fsync(path: str) -> None:
@@ -1076,6 +1122,20 @@ def find_checkpoint(cfg: Config) -> tuple[str, dict] | tuple[None, None]:
     return None, None
 
 
+def restore(state: dict, path: str, optimizer, cfg: Config, world: World) -> tuple[int, dict]:
+    """Puts the trainer where the checkpoint was (load_model has its weights already): the step, and the best one."""
+    optimizer.load_state_dict(state["optimizer"])
+    say(f"resumed from {path} at step {state['step']}")
+    for name, old in state["config"].items():
+        if name != "resume" and getattr(cfg, name, None) != old:
+            say(f"  changed since then: --{name} {old} -> {getattr(cfg, name, 'gone')}")
+    if state["world_size"] != world.size:
+        say(f"  {state['world_size']} ranks before, {world.size} now: the sums round differently from here on")
+    for newer in [p for p in checkpoints(cfg.out_dir) if int(p[-6:]) > state["step"]] if world.rank == 0 else []:
+        os.replace(newer, newer + ".stale")  # of a future that this run now leaves
+    return state["step"], state["best"]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Main
 
@@ -1084,10 +1144,9 @@ class Signals:
     """SIGTERM and SIGINT: finish the step, save, stop. A second one: exit at once. SIGUSR1: save, go on."""
 
     def __init__(self):
-        self.stopped_at = None
-        self.save = False
-        self.before = {s: signal.signal(s, self.on_stop) for s in (signal.SIGTERM, signal.SIGINT)}
-        self.before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self.on_save)
+        self.stopped_at, self.save = None, False
+        handlers = {signal.SIGTERM: self.on_stop, signal.SIGINT: self.on_stop, signal.SIGUSR1: self.on_save}
+        self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
     def on_stop(self, number, frame):
         if self.stopped_at is None:
@@ -1101,6 +1160,21 @@ class Signals:
     def restore(self):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+class Clock:
+    """Seconds of each phase of a step."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[f"time_{phase}"] = time.perf_counter() - started
 
 
 def prepare_out_dir(cfg: Config) -> None:
@@ -1123,27 +1197,6 @@ def prepare_out_dir(cfg: Config) -> None:
         raise ConfigError(f"--out_dir {cfg.out_dir}: {error.strerror}") from None
 
 
-def load_tokenizer(cfg: Config):
-    from transformers import AutoTokenizer
-
-    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--{name} {path}: {str(error).strip().splitlines()[0]}") from None
-
-
-def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], int]:
-    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids)."""
-    eos = generation_config.eos_token_id
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
-        eos = [*eos, tokenizer.eos_token_id]
-    if not eos:
-        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
-    return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 def seed_everything(seed: int) -> None:
     """Nothing here draws from the global generators; a reward or a changed copy that does, resumes exactly too."""
     random.seed(seed)
@@ -1151,42 +1204,22 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class Clock:
-    """Seconds of each phase of a step."""
-
-    phases = ("sync", "rollout", "reward", "logps", "update")
-
-    def __init__(self, device):
-        self.device, self.seconds = device, dict.fromkeys(self.phases, 0.0)
-
-    @contextlib.contextmanager
-    def __call__(self, phase):
-        started = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds[phase] += time.perf_counter() - started
-
-    def read(self) -> dict:
-        seconds, self.seconds = self.seconds, dict.fromkeys(self.phases, 0.0)
-        return {f"time_{phase}": value for phase, value in seconds.items()}
-
-
-def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
+def sample_metrics(samples: list[Sample], failures: list[dict], cfg: Config) -> dict:
     """Of all samples of the step, in rewards as the advantages saw them."""
     rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
-    counted = ~np.isnan(rewards)
-    means = np.divide(np.nansum(rewards, 1), counted.sum(1), where=counted.any(1), out=np.zeros(len(rewards)))
-    spread = np.where(counted, np.square(rewards - means[:, None]), 0).sum(1) / np.maximum(counted.sum(1) - 1, 1)
+    with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
+        spread = np.nan_to_num(np.nanstd(rewards, 1, ddof=1))
     metrics = dict(
-        reward=float(np.nansum(rewards) / max(1, counted.sum())),
-        reward_std=float(np.sqrt(spread).mean()),
+        reward=float(np.nansum(rewards) / max(1, np.isfinite(rewards).sum())),
+        reward_std=float(spread.mean()),
         advantage_abs=float(np.mean([abs(s.advantage) for s in samples])),
         completion_length=float(np.mean([len(s.completion_ids) for s in samples])),
         truncated_frac=float(np.mean([s.finish_reason == "length" for s in samples])),
     )
     if len(samples[0].parts) > 1:
         metrics |= {f"reward/{n}": float(np.mean([s.parts[n] for s in samples])) for n in samples[0].parts}
+    for cause in sorted({cause for counts in failures for cause in counts}):
+        metrics[f"reward_failed/{cause}"] = sum(counts.get(cause, 0) for counts in failures)
     return metrics
 
 
@@ -1198,19 +1231,13 @@ def train(cfg: Config) -> list[dict]:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    rank0 = int(os.environ.get("RANK", 0)) == 0
-    device = pick_device(cfg)
-    try:
-        rewards = reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    columns = {column for r in rewards for column in r.columns}
-    train_rows = read_rows(cfg.train_data, "train_data")
-    eval_rows = read_rows(cfg.eval_data, "eval_data") if cfg.eval_data else []
-    tokenizer = load_tokenizer(cfg)
-    train_prompts = encode_prompts(train_rows, columns, tokenizer, cfg, "train_data")
-    eval_prompts = encode_prompts(eval_rows, columns, tokenizer, cfg, "eval_data") if eval_rows else []
 
+    # what can be wrong with the flags and files is found first, by every rank by itself
+    device, rank0 = pick_device(validate(cfg)), int(os.environ.get("RANK", 0)) == 0
+    rewards = load_rewards(cfg)
+    tokenizer = load_tokenizer(cfg)
+    train_prompts, dropped = load_prompts("train_data", rewards, tokenizer, cfg)
+    eval_prompts, _ = load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else ([], 0)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not cfg.resume:
         cfg = dataclasses.replace(cfg, resume="latest")  # torchrun --max_restarts brought the run back
     path, state = find_checkpoint(cfg) if cfg.resume else (None, None)
@@ -1225,8 +1252,8 @@ def train(cfg: Config) -> list[dict]:
     eos_ids, pad_id = special_ids(generation_config, tokenizer, cfg)
     if rank0:
         prepare_out_dir(cfg)
-    world = join_world(device)
 
+    world = join_world(device)
     policy = Policy(model, cfg.temperature)
     reference = Policy(reference_model, cfg.temperature) if reference_model else None
     if cfg.gradient_checkpointing:
@@ -1239,74 +1266,26 @@ def train(cfg: Config) -> list[dict]:
         ddp = DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
     optimizer = make_optimizer(policy, cfg)
     longest = max(len(p.ids) for p in train_prompts + eval_prompts)
-    sampler = None
-    if kind == "vllm":
-        try:
-            sampler = VLLMSampler(eos_ids, longest, cfg, world)
-        except Exception as error:
-            why = f"vllm did not start: {(str(error).strip() or repr(error)).splitlines()[0]}"
-            if cfg.rollout == "vllm":
-                raise TrainingError(f"{why} (--verbose shows more)") from error
-    if not all(world.gather([sampler is not None])):
-        kind, sampler = "hf", HFSampler(model, eos_ids, pad_id, cfg)
+    sampler, kind, why = make_sampler(kind, why, model, eos_ids, pad_id, longest, cfg, world)
     scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
 
-    first, best = 0, {}
-    if state:
-        first, best = state["step"], state["best"]
-        optimizer.load_state_dict(state["optimizer"])
-        say(f"resumed from {path} at step {first}")
-        for name, old in state["config"].items():
-            if name != "resume" and getattr(cfg, name, None) != old:
-                say(f"  changed since then: --{name} {old} -> {getattr(cfg, name, 'gone')}")
-        if state["world_size"] != world.size:
-            say(f"  {state['world_size']} ranks before, {world.size} now: the sums round differently from here on")
-        for newer in [p for p in checkpoints(cfg.out_dir) if int(p[-6:]) > first] if rank0 else []:
-            os.replace(newer, newer + ".stale")  # of a future that this run now leaves
-    log = completions_log = None
-    if rank0:
-        log = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first if state else -1)
-        completions_log = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first if state else -1)
-    history = []
-    if state and rank0:
-        with open(log.path) as file:
-            history = [json.loads(line) for line in file]
-
-    say("config: " + " ".join(f"--{name} {value}" for name, value in dataclasses.asdict(cfg).items()))
+    first, best = restore(state, path, optimizer, cfg, world) if state else (0, {})
+    log = view.RunLog(cfg, first if state else -1)
+    say("config: " + " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in dataclasses.asdict(cfg).items()))
     say(f"policy {cfg.model}: {size:.2f} M parameters on {device}, {world.size} rank(s), rollouts by {kind} ({why})")
-    say(
-        f"{len(train_prompts)} train prompts ({len(train_rows) - len(train_prompts)} longer than --max_prompt_length "
-        f"dropped), {len(eval_prompts)} eval prompts"
-    )
+    say(f"{len(train_prompts)} train prompts ({dropped} too long, dropped), {len(eval_prompts)} eval prompts")
     say(
         "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
         "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
     )
-    signals = Signals()
-    bar = tqdm(total=cfg.max_steps, initial=first, unit="step", disable=not (rank0 and sys.stderr.isatty()))
-    clock = Clock(device)
-    loop_started, tokens_seen, step = time.monotonic(), 0, first
-
-    def record(metrics, samples=()):
-        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        history.append(metrics)
-        if rank0:
-            log.write(metrics)
-            completions_log.write(*view.completion_records(samples, metrics["step"], cfg.log_completions))
-
-    def save(step):
-        if rank0:
-            try:
-                save_checkpoint(step, model, generation_config, tokenizer, optimizer, best, cfg, world)
-                prune_checkpoints(best, cfg)
-            except OSError as error:
-                say(f"step {step}: could not save ({error}); the checkpoint before stands, the next save tries again")
-
-    sampler.wake()
-    sampler.push(model)
+    signals, clock = Signals(), Clock(device)
+    step, tokens_seen, loop_started = first, 0, time.monotonic()
+    with clock("sync"):
+        sampler.wake()
+        sampler.push(model)
     if not state and eval_prompts:
-        record(dict(step=0) | evaluate(sampler, eval_prompts, tokenizer, scorer, 0, cfg, world))
-        say(f"step 0: eval accuracy {view.accuracy(history[-1])}")
+        log.record(dict(step=0) | evaluate(sampler, eval_prompts, tokenizer, scorer, 0, cfg, world))
+
     for step in range(first + 1, cfg.max_steps + 1):
         seed_everything(seed_of(cfg.seed, 2, step, world.rank))
         with clock("rollout"):
@@ -1329,65 +1308,54 @@ def train(cfg: Config) -> list[dict]:
             sampler.push(model)
         tokens = sum(map(len, samples))
         tokens_seen += tokens
-        seconds = clock.read()
-        metrics = dict(step=step) | metrics | sample_metrics(samples, cfg) | dict(frac_zero_std=frac_zero_std)
-        for cause in sorted({cause for counts in failures for cause in counts}):
-            metrics[f"reward_failed/{cause}"] = sum(counts.get(cause, 0) for counts in failures)
-        metrics |= dict(tokens=tokens, tokens_per_s=tokens / sum(seconds.values())) | seconds
+        metrics = dict(step=step) | metrics | sample_metrics(samples, failures, cfg) | clock.seconds
+        metrics |= dict(frac_zero_std=frac_zero_std, tokens=tokens, tokens_per_s=tokens / sum(clock.seconds.values()))
         last = step == cfg.max_steps
         if eval_prompts and (last or (cfg.eval_every and step % cfg.eval_every == 0)):
             metrics |= evaluate(sampler, eval_prompts, tokenizer, scorer, step, cfg, world)
-            shown = samples[step % len(samples)]
-            say(f"  sample: {shown.prompt.text!r} -> {shown.text!r} reward {shown.reward:g}")
-        record(metrics, samples)
-        bar.set_postfix(reward=f"{metrics['reward']:.3f}", refresh=False)
-        bar.update()
-        if bar.disable or "eval_accuracy" in metrics:
-            say(view.log_line(metrics, cfg.max_steps, (time.monotonic() - loop_started) / (step - first)))
+        log.record(metrics, samples)
 
         better = metrics.get("eval_accuracy", -1.0) > best.get("eval_accuracy", -1.0)
         if better:
             best = dict(step=step, eval_accuracy=metrics["eval_accuracy"])
         asked = world.gather([(signals.stopped_at is not None, signals.save)])
         signals.save = False
-        stop = any(s for s, _ in asked)
-        if last or better or stop or any(s for _, s in asked) or (cfg.save_every and step % cfg.save_every == 0):
-            save(step)
-        if stop and not last:
-            say(f"signal: stopped after step {step}, saved in {cfg.out_dir}; go on with --resume")
+        stop = any(stop for stop, _ in asked)
+        due = cfg.save_every and step % cfg.save_every == 0
+        if rank0 and (due or last or better or stop or any(save for _, save in asked)):
+            saved = save_checkpoint(step, model, generation_config, tokenizer, optimizer, best, cfg, world)
+            if stop and saved:
+                say(f"signal: stopped after step {step}, saved in {saved}; go on with --resume")
+        if stop:
             break
-    bar.close()
     signals.restore()
-    if rank0:
-        try:
-            view.draw([cfg.out_dir], os.path.join(cfg.out_dir, "curves.png"))
-        except (OSError, ImportError) as error:  # a picture is not worth a run
-            say(f"no curves.png: {error}")
-        trained, total = time.monotonic() - loop_started, time.monotonic() - started
-        say(view.summary(history, step, trained, total, tokens_seen, cfg.out_dir))
+    log.close(step, time.monotonic() - loop_started, time.monotonic() - started, tokens_seen)
     scorer.close()
     if world.size > 1:
         dist.barrier()  # nobody leaves while rank 0 still writes
     sampler.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    return history
+    return log.history
 
 
+@record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
-    # A mistake in the flags is found by every rank: rank 0 says it, the others only if it did not.
-    patience = 0 if int(os.environ.get("LOCAL_RANK", 0)) == 0 else 20
+    def fail(code, message):
+        """A mistake in the flags is found by every rank: local rank 0 says it, the others only if it did not."""
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
+            time.sleep(20)
+        print(f"grpo.py: {message}", file=sys.stderr, flush=True)
+        return code
+
     try:
         train(parse_args())
         return 0
     except ConfigError as error:
-        time.sleep(patience)
-        print(f"grpo.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return fail(2, f"error: {error}")
     except TrainingError as error:
-        time.sleep(patience)
-        print(f"grpo.py: stopped: {error}", file=sys.stderr, flush=True)
-        return 1
+        return fail(1, f"stopped: {error}")
 
 
 if __name__ == "__main__":

@@ -757,7 +757,7 @@ def test_pass_at_k_is_unbiased():
         (["--temperature", "0"], "--temperature 0.0: must be above 0"),
         (["--num_prompts", "many"], "--num_prompts"),
         (["--kl_estimator", "k5"], "--kl_estimator"),
-        (["--kl_in", "reward"], "--kl_in reward takes --kl_estimator k1 only"),
+        (["--kl_in", "reward"], "--kl_in reward: takes --kl_estimator k1 only"),
         (["--clip_low", "2"], "--clip_low 2.0"),
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),

@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import sys
+import time
 import unicodedata
 from datetime import timedelta
 
@@ -377,6 +378,58 @@ def completion_records(samples, step, count):
     ]
 
 
+class RunLog:
+    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step or a progress bar, curves.png."""
+
+    def __init__(self, cfg, resumed_from):
+        """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
+        from tqdm import tqdm
+
+        self.cfg, self.history = cfg, []
+        self.rank0 = int(os.environ.get("RANK", 0)) == 0
+        if self.rank0:
+            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
+            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
+            self.history = read_jsonl(self.metrics.path)
+        off = not (self.rank0 and sys.stderr.isatty())
+        self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
+        self.first, self.started = max(0, resumed_from), time.monotonic()
+
+    def record(self, metrics, samples=()):
+        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.history.append(metrics)
+        if not self.rank0:
+            return
+        self.metrics.write(metrics)
+        self.completions.write(*completion_records(samples, metrics["step"], self.cfg.log_completions))
+        if metrics["step"] == 0:
+            say(f"step 0: eval accuracy {accuracy(metrics)}")
+            return
+        if "eval_accuracy" in metrics:
+            shown = samples[metrics["step"] % len(samples)]
+            say(f"  sample: {shown.prompt.text!r} -> {shown.text!r} reward {shown.reward:g}")
+        self.bar.set_postfix(reward=f"{metrics['reward']:.3f}", refresh=False)
+        self.bar.update()
+        if self.bar.disable or "eval_accuracy" in metrics:
+            seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
+            say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
+
+    def close(self, step, train_seconds, total_seconds, tokens):
+        """Draws the curves and says the greppable end of the log."""
+        self.bar.close()
+        if not self.rank0:
+            return
+        try:
+            draw([self.cfg.out_dir], os.path.join(self.cfg.out_dir, "curves.png"))
+        except (OSError, ImportError) as error:  # a picture is not worth a run
+            say(f"no curves.png: {error}")
+        evals = [m for m in self.history if "eval_accuracy" in m]
+        values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
+        values |= dict(steps=step, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
+        values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=self.cfg.out_dir)
+        say("\n".join(f"{key}: {value}" for key, value in values.items()))
+
+
 def accuracy(metrics):
     return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
 
@@ -392,15 +445,6 @@ def log_line(m, max_steps, seconds_per_step):
     line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m["skipped_steps"] else ""
     line += f" | eval {accuracy(m)}" if "eval_accuracy" in m else ""
     return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
-
-
-def summary(history, step, train_seconds, total_seconds, tokens, out_dir):
-    """The greppable end of the log."""
-    evals = [m for m in history if "eval_accuracy" in m]
-    values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
-    values |= dict(steps=step, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
-    values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=out_dir)
-    return "\n".join(f"{key}: {value}" for key, value in values.items())
 
 
 # -----------------------------------------------------------------------------
