@@ -184,6 +184,8 @@ def validate(cfg: Config) -> Config:
     need(
         cfg.num_minibatches <= cfg.num_prompts * cfg.num_generations, "num_minibatches", "more than the step's samples"
     )
+    ranks, together = int(os.environ.get("WORLD_SIZE", 1)), cfg.vllm_tensor_parallel_size
+    need(ranks % together == 0, "vllm_tensor_parallel_size", f"must divide the number of ranks, {ranks}")
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
     need(k1, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there")
     return cfg
@@ -549,7 +551,8 @@ class VLLMSampler:
 
     def push(self, model):
         """In memory: reload, repack a tied head (reload leaves its old copy on CPU), forget cached prefixes."""
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(model.state_dict().items())))
+        weights = ((name, p.detach()) for name, p in model.named_parameters())  # a tied head is in it once
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         self.llm.apply_model(repack_head)
         self.llm.reset_prefix_cache()  # its keys and values are the old policy's
         if self.asleep:
@@ -1223,6 +1226,29 @@ def sample_metrics(samples: list[Sample], failures: list[dict], cfg: Config) -> 
     return metrics
 
 
+def memory_plan(model, reference, longest: int, kind: str, cfg: Config, device: torch.device) -> str:
+    """One line: what each rank will hold at its peak, in GB, and which flags turn it down."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    sizes, half = model.config.get_text_config(), half_precision(cfg, device)
+    # bytes a token, hidden unit and layer: Korthikanti et al. (arXiv 2205.05198, eq. 2) without the attention matrix
+    kept = (2 if cfg.gradient_checkpointing else 34) * (1 if half else 2)
+    tokens = max(cfg.micro_batch_tokens, longest)
+    parts = {
+        "parameters": weights,
+        "gradients": weights,
+        "Adam": 2 * weights,
+        "reference (--beta)": weights if reference else 0,
+        "activations (--micro_batch_tokens, --gradient_checkpointing)": (
+            tokens * sizes.hidden_size * sizes.num_hidden_layers * kept + 3 * 4 * HEAD_CHUNK
+        ),
+    }
+    if kind == "vllm" and device.type == "cuda":  # asleep during the update: its share and the update's never add up
+        engine = cfg.vllm_gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory
+        parts["engine while it samples (--vllm_gpu_memory_utilization)"] = engine
+    shown = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in parts.items() if size)
+    return f"memory plan in GB: {shown}; together {sum(parts.values()) / 1e9:.2g}"
+
+
 def train(cfg: Config) -> list[dict]:
     """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
     started = time.monotonic()
@@ -1274,6 +1300,7 @@ def train(cfg: Config) -> list[dict]:
     say("config: " + " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in dataclasses.asdict(cfg).items()))
     say(f"policy {cfg.model}: {size:.2f} M parameters on {device}, {world.size} rank(s), rollouts by {kind} ({why})")
     say(f"{len(train_prompts)} train prompts ({dropped} too long, dropped), {len(eval_prompts)} eval prompts")
+    say(memory_plan(model, reference, longest + cfg.max_completion_length, kind, cfg, device))
     say(
         "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
         "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
@@ -1334,7 +1361,7 @@ def train(cfg: Config) -> list[dict]:
     if world.size > 1:
         dist.barrier()  # nobody leaves while rank 0 still writes
     sampler.close()
-    if dist.is_initialized():
+    if "RANK" in os.environ and dist.is_initialized():  # an engine that closes may have ended it
         dist.destroy_process_group()
     return log.history
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import importlib.util
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import unicodedata
 import warnings
 from decimal import Decimal
@@ -51,10 +53,15 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
         sizes = dict(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=128)
         config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ids)
     else:
-        sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-        sizes |= dict(num_key_value_heads=1, max_position_embeddings=128)
-        kinds = {"qwen2": transformers.Qwen2Config, "gemma2": transformers.Gemma2Config}
-        config = kinds[kind](**sizes, **ids, **options)
+        sizes = dict(vocab_size=32, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        sizes |= dict(num_key_value_heads=1, max_position_embeddings=512)
+        if kind not in ("qwen2", "mixtral"):
+            sizes |= dict(head_dim=32)
+        if kind == "mixtral":
+            sizes |= dict(num_local_experts=4)
+        names = dict(qwen2="Qwen2", qwen3="Qwen3", llama="Llama", gemma="Gemma", gemma2="Gemma2", gemma3="Gemma3Text")
+        names |= dict(mistral="Mistral", mixtral="Mixtral")
+        config = getattr(transformers, names[kind] + "Config")(**(sizes | ids | options))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
@@ -105,7 +112,9 @@ def run(*args, nproc=0, env=None, timeout=900, cwd=HERE):
     launcher = [sys.executable]
     if nproc:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    script = args if args and str(args[0]).endswith(".py") else (os.path.join(HERE, "grpo.py"), *args)
+    script = (
+        args if args and (args[0] == "-c" or str(args[0]).endswith(".py")) else (os.path.join(HERE, "grpo.py"), *args)
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE} | (env or {})
     return subprocess.run(
         [*launcher, *map(str, script)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
@@ -539,7 +548,7 @@ def logps_of(policy, samples):
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # Gemma 2 soft-caps its logits after the head
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logps_are_the_models_own(kind, temperature):
-    model = tiny_model(kind, **({"head_dim": 16} if kind == "gemma2" else {}))
+    model = tiny_model(kind)
     policy = Policy(model, temperature)
     assert policy.plain_head is (kind == "qwen2")
     samples = random_samples(7, 7)
@@ -1035,10 +1044,13 @@ def test_the_readme_matches_the_file():
 # Command line, end to end
 
 
+DEFAULT_RUN = ["--max_steps", 6, "--eval_every", 3]
+
+
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("default") / "out"
-    return run("--max_steps", 6, "--eval_every", 3, "--rollout", "hf", "--out_dir", out), out
+    return run(*DEFAULT_RUN, "--rollout", "hf", "--out_dir", out), out
 
 
 def test_a_short_default_run_learns(default_run):
@@ -1115,25 +1127,325 @@ def test_what_cannot_be_loaded_is_named(options, message, tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_nothing_need_divide_anything_on_two_ranks(tmp_path):
-    """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then a step without any signal, then resume."""
-    args = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97, "--num_minibatches", 2]
-    args += [
-        "--rollout",
-        "hf",
-        "--max_completion_length",
-        29,
-        "--eval_every",
-        0,
-        "--out_dir",
-        tmp_path / "out",
-        "--eval_data",
-        "",
-    ]
-    done = run(*args, "--max_steps", 2, nproc=2)
+PRIME = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97, "--num_minibatches", 2]
+PRIME += ["--max_completion_length", 29, "--max_steps", 3, "--save_every", 1, "--keep", 0, "--eval_data", ""]
+
+
+def two_rank_run(out, rollout):
+    """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
+    for args in ([], ["--resume"]):
+        if args:
+            shutil.copytree(out, f"{out}.resumed")
+            for step in (2, 3):
+                shutil.rmtree(f"{out}.resumed/step_00000{step}")
+        folder = f"{out}.resumed" if args else out
+        done = run(*PRIME, "--rollout", rollout, "--out_dir", folder, *args, nproc=2)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+        assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
+        assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    metrics, completions, weights = state_of(out)
+    assert [m["step"] for m in metrics] == [1, 2, 3] and all(math.isfinite(m["loss"]) for m in metrics)
+    assert state_of(type(out)(f"{out}.resumed")) == (metrics, completions, weights)
+    return metrics, completions
+
+
+def test_two_ranks_divide_anything_and_resume_to_the_bit(tmp_path):
+    metrics, completions = two_rank_run(tmp_path / "out", "hf")
+    done = run(*PRIME, "--rollout", "hf", "--out_dir", tmp_path / "one", "--max_steps", 1)
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = lines(tmp_path / "out" / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == [1, 2] and all(math.isfinite(m["loss"]) for m in metrics)
+    alone = lines(tmp_path / "one" / "completions.jsonl")
+    assert [r for r in completions if r["step"] == 1] == alone  # the same samples for 1 and 2 ranks
+    one = lines(tmp_path / "one" / "metrics.jsonl")[0]
+    for key in ("loss", "grad_norm", "reward", "kl_k3", "entropy", "tokens"):
+        assert metrics[0][key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# vLLM: the real engine, in a process of its own
+
+ENGINES = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("gemma2", True)]
+FAULTS = ("none", "push", "cache", "corrupted", "swapped", "unset", "raw")
+
+
+def fault_run(out, sampler, fault, monkeypatch):
+    """Two steps of a real run on two long prompts, with a fault planted after the first: the lines it wrote, its end.
+
+    The prompts are longer than a block of the prefix cache (128 tokens) and the same in both steps, so that keys and
+    values of the old policy are there to be used again.
+    """
+    rows = os.path.join(os.path.dirname(out), "long.jsonl")
+    with open(rows, "w") as file:
+        for prompt in ("123+456=" * 17, "111+222=333" * 12 + "111+222="):
+            file.write(json.dumps(dict(prompt=prompt, answer="")) + "\n")
+    honest_push, honest_generate, reset = sampler.push, sampler.generate, sampler.llm.reset_prefix_cache
+    pushes = []
+
+    def push(model):
+        pushes.append(model)
+        if len(pushes) == 1 or fault != "push":
+            honest_push(model)
+        if len(pushes) == 2 and fault == "corrupted":
+            sampler.llm.apply_model(lambda m: m.model.norm.weight.data[:8].mul_(1.5) is None)
+        if len(pushes) == 2 and fault == "unset":
+            sampler.llm.apply_model(lambda m: m.model.norm.weight.data.fill_(math.nan) is None)
+
+    def generate(prompts, *rest):
+        return honest_generate(prompts[::-1] if len(pushes) == 2 and fault == "swapped" else prompts, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "push", push)
+        patch.setattr(sampler, "generate", generate)
+        patch.setattr(sampler, "close", lambda: None)
+        if fault == "cache":
+            patch.setattr(sampler.llm, "reset_prefix_cache", lambda: len(pushes) > 1 or reset())
+        patch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "planted"))
+        options = dict(train_data=rows, num_prompts=2, num_generations=8, temperature=0.7 if fault == "raw" else 1.0)
+        try:
+            small_run(out, **options, max_steps=2, num_minibatches=1, learning_rate=1e-3)
+            end = ""
+        except grpo.TrainingError as error:
+            end = str(error)
+    return [m["sampler_gap"] for m in lines(os.path.join(out, "metrics.jsonl"))], end
+
+
+def vllm_worker(folder):
+    """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
+    results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
+    rng = np.random.default_rng(0)
+    assert grpo.choose_sampler(cfg, CPU.device, False) == ("vllm", "asked for")  # sets the engine's environment
+    prompts = [rng.integers(2, 32, n).tolist() for n in (3, 9, 150)]
+    for kind, tied in ENGINES:
+        models = [tiny_model(kind, seed=seed, tie_word_embeddings=tied) for seed in (0, 1)]
+        models[0].save_pretrained(f"{folder}/{kind}")
+        sampler = grpo.VLLMSampler([1, 2], 150, dataclasses.replace(cfg, model=f"{folder}/{kind}"), CPU)
+        for model in (*models, models[0]):
+            sampler.push(model)
+            hf = grpo.HFSampler(model, [1, 2], 0, cfg)
+            ours, theirs = (s.generate(prompts, 1, [0, 1, 2], 0.0) for s in (sampler, hf))
+            same = [(a.ids, a.finish_reason) for (a,) in ours] == [(b.ids, b.finish_reason) for (b,) in theirs]
+            drawn = sampler.generate(prompts, 8, [0, 1, 2], 0.7)
+            samples = [
+                Sample(i, Prompt(p, "", {}), c.ids, c.logps, c.finish_reason)
+                for i, (p, group) in enumerate(zip(prompts, drawn, strict=True))
+                for c in group
+            ]
+            logps = logps_of(Policy(model, 0.7), samples)[0].detach().numpy()
+            gap = max(
+                np.abs(a[: len(s.sampler_logps)] - s.sampler_logps).max() for a, s in zip(logps, samples, strict=True)
+            )
+            again = sampler.generate(prompts[1:2], 8, [1], 0.7)[0]
+            stable = [c.ids for c in again] == [c.ids for c in drawn[1]]
+            ends = all((c.ids[-1] in (1, 2)) == (c.finish_reason == "stop") for group in drawn for c in group)
+            results.setdefault(f"{kind} {'tied' if tied else 'untied'}", []).append([same, float(gap), stable, ends])
+        sampler.close()
+
+    bundled = dict(max_completion_length=8, rollout="vllm")
+    sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for fault in FAULTS[:-1]:
+            results[f"fault {fault}"] = fault_run(f"{folder}/{fault}", sampler, fault, monkeypatch)
+        runs = dict(whole={}, resumed={}, off_policy=dict(num_minibatches=2))
+        monkeypatch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "shared"))
+        monkeypatch.setattr(sampler, "close", lambda: None)
+        for name, options in runs.items():
+            if name == "resumed":
+                shutil.copytree(f"{folder}/whole", f"{folder}/resumed")
+                shutil.rmtree(f"{folder}/resumed/step_000003"), shutil.rmtree(f"{folder}/resumed/step_000002")
+                options = dict(resume="latest")
+            small_run(f"{folder}/{name}", max_steps=3, **(dict(num_minibatches=1) | options))
+        prime = grpo.parse_args([str(arg) for arg in [*PRIME, "--max_steps", 1, "--out_dir", f"{folder}/prime"]])
+        sampler.cfg = prime  # 29 tokens
+        grpo.train(prime)
+    sampler.close()
+    from vllm import LLM
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        start = LLM.__init__
+        raw = dict(logprobs_mode="raw_logprobs")
+        monkeypatch.setattr(LLM, "__init__", lambda self, **options: start(self, **(options | raw)))
+        sampler = grpo.VLLMSampler([1], 150, Config(temperature=0.7, **bundled), CPU)
+        results["fault raw"] = fault_run(f"{folder}/raw", sampler, "raw", monkeypatch)
+    sampler.close()
+    half = Config(dtype="bfloat16", **bundled)
+    sampler = grpo.VLLMSampler([1], 150, half, CPU)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "shared"))
+        history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
+        keys = ("sampler_gap", "tis_mean", "tis_max", "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
+        results["half"] = [{key: m[key] for key in keys} for m in history]
+    with open(f"{folder}/results.json", "w") as file:
+        json.dump(results, file)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is not installed")
+    folder = tmp_path_factory.mktemp("engine")
+    done = run("-c", f"import test_grpo\ntest_grpo.vllm_worker({str(folder)!r})")
+    assert done.returncode == 0, done.stderr[-3000:]
+    with open(folder / "results.json") as file:
+        return folder, json.load(file)
+
+
+@pytest.mark.parametrize("kind, tied", ENGINES)
+def test_engine_and_trainer_agree_before_and_after_a_push(engine, kind, tied):
+    results = engine[1][f"{kind} {'tied' if tied else 'untied'}"]
+    assert len(results) == 3  # the first weights, others, the first ones again
+    for greedy_is_the_same, gap, a_seed_gives_the_same, stop_ids_end in results:
+        assert greedy_is_the_same and gap < 1e-4 and a_seed_gives_the_same and stop_ids_end
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught_on_the_step_it_happens(engine, fault):
+    gaps, end = engine[1][f"fault {fault}"]
+    if fault == "none":
+        assert len(gaps) == 2 and max(gaps) < 1e-5 and end == ""
+    elif fault == "raw":
+        assert gaps == [] and "before the temperature" in end
+    elif fault == "unset":
+        assert len(gaps) == 1 and "some weights of the engine were never set" in end
+    else:
+        assert len(gaps) == 1 and gaps[0] < 1e-5 and "Likely causes" in end and "--max_sampler_gap 0.001" in end
+
+
+def test_resume_to_the_bit_with_vllm(engine):
+    assert state_of(engine[0] / "resumed") == state_of(engine[0] / "whole")
+    for m in lines(engine[0] / "off_policy" / "metrics.jsonl"):  # two updates a rollout: against the old policy
+        assert m["sampler_gap"] < 1e-5
+
+
+def test_two_ranks_with_vllm(engine, tmp_path):
+    """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
+    _, completions = two_rank_run(tmp_path / "out", "vllm")
+    assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
+
+
+def test_vllm_learns_like_hf(engine, default_run, tmp_path):
+    done = run(*DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine = r"(config: |policy |\d+ train |memory plan |watch |step \d|  sample: |\w+: )"  # and nothing of the engine's
+    assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
+    ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
+    assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
+    spread = math.hypot(ours[-1]["eval_stderr"], theirs[-1]["eval_stderr"])
+    assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
+
+
+class RecordedLLM:
+    """Stands where vLLM's engine would on a GPU, and writes down what it is asked."""
+
+    calls = []
+
+    def __init__(self, **options):
+        self.calls.append(("start", options))
+
+    def __getattr__(self, name):
+        return lambda *args, **options: self.calls.append((name, options.get("tags", options.get("level"))))
+
+
+def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
+    """CUDA only, and there is no GPU here: the order of calls, recorded. Weights first, KV cache after the push."""
+    calls = RecordedLLM.calls = []
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=RecordedLLM, SamplingParams=dict))
+    monkeypatch.setenv("RANK", "0")
+    cfg = Config(vllm_gpu_memory_utilization=0.4, vllm_tensor_parallel_size=2)
+    sampler = grpo.VLLMSampler([1], 20, cfg, World(0, 2, torch.device("cuda")))
+    options = calls[0][1]
+    assert options["gpu_memory_utilization"] == 0.4 and options["enable_sleep_mode"] and "enforce_eager" not in options
+    assert options["tensor_parallel_size"] == 2 and options["distributed_executor_backend"] == "external_launcher"
+    assert options["dtype"] == "bfloat16" and options["logprobs_mode"] == "processed_logprobs"
+    calls.clear()
+    model = tiny_model()
+    for _ in range(2):  # as train() does: push, sample, sleep
+        sampler.wake(), sampler.push(model)
+        monkeypatch.setattr(sampler.llm, "generate", lambda *_, **__: calls.append(("generate", None)) or [])
+        sampler.generate([], 2, [], 1.0), sampler.sleep(), sampler.sleep()
+    push = [("collective_rpc", None), ("apply_model", None), ("reset_prefix_cache", None)]
+    round_ = [*push, ("generate", None), ("sleep", 2)]
+    woken = [("wake_up", ["weights"]), *push, ("wake_up", ["kv_cache"]), *round_[3:]]
+    assert calls == round_ + woken
+
+
+def test_ranks_of_one_engine_sample_the_same_prompts_and_one_of_them_keeps_them():
+    tokenizer, prompts = grpo.load_tokenizer(Config()), [Prompt([5 + i], "", {}) for i in range(5)]
+
+    class Echo:
+        def generate(self, prompts, n, seeds, temperature):
+            asked.append(prompts)
+            return [[grpo.Completion(p, np.zeros(1, np.float32), "stop")] * n for p in prompts]
+
+    asked, kept = [], []
+    for rank in range(4):
+        cfg, world = Config(vllm_tensor_parallel_size=2), World(rank, 4, CPU.device)
+        kept.append([s.group for s in grpo.sample(Echo(), prompts, 2, 1.0, 0, 1, tokenizer, cfg, world)])
+    assert asked[0] == asked[1] == [[5], [7], [9]] and asked[2] == asked[3] == [[6], [8]]
+    assert kept == [[0, 0, 2, 2, 4, 4], [], [1, 1, 3, 3], []]
+
+
+def test_which_sampler_and_why(monkeypatch):
+    cpu, no_vllm = CPU.device, {"vllm": None, "vllm.platforms": None}
+    assert grpo.choose_sampler(Config(rollout="hf"), cpu, False) == ("hf", "asked for")
+    kind, why = grpo.choose_sampler(Config(), cpu, True)
+    assert kind == "hf" and "small" in why
+    assert grpo.choose_sampler(Config(dtype="float64"), cpu, False) == ("hf", "vLLM has no float64")
+    for name, module in no_vllm.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    kind, why = grpo.choose_sampler(Config(), cpu, False)
+    assert kind == "hf" and "vllm cannot be imported" in why
+    with pytest.raises(ConfigError, match="--rollout vllm: vllm cannot be imported.*; pip install --no-deps -r req"):
+        grpo.choose_sampler(Config(rollout="vllm"), cpu, False)
+
+
+def test_an_engine_that_does_not_start(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no memory\nfor it")
+
+    monkeypatch.setattr(grpo, "VLLMSampler", broken)
+    made = grpo.make_sampler("vllm", "found", tiny_model(), [1], 0, 9, Config(), CPU)
+    assert isinstance(made[0], grpo.HFSampler) and made[1:] == ("hf", "vllm did not start: no memory")
+    with pytest.raises(grpo.TrainingError, match="vllm did not start: no memory .--verbose shows more"):
+        grpo.make_sampler("vllm", "asked for", tiny_model(), [1], 0, 9, Config(rollout="vllm"), CPU)
+
+
+def test_a_token_without_its_log_probability_is_an_error():
+    sampler = object.__new__(grpo.VLLMSampler)
+    entry = types.SimpleNamespace(logprob=-0.5)
+    fine = types.SimpleNamespace(token_ids=[3, 4], logprobs=[{3: entry}, {9: None, 4: entry}], finish_reason="stop")
+    assert sampler.completion(fine).logps.tolist() == [-0.5, -0.5]
+    nan = types.SimpleNamespace(logprob=math.nan)
+    for change, message in (
+        (dict(logprobs=[{3: entry}, {9: entry}]), "without its log-probability"),
+        (dict(logprobs=[{3: entry}]), "without its log-probability"),
+        (dict(logprobs=None), "without its log-probability"),
+        (dict(logprobs=[{3: entry}, {4: nan}]), "non-finite log-probabilities"),
+        (dict(finish_reason="abort"), "broken completion .abort"),
+    ):
+        with pytest.raises(grpo.TrainingError, match=message):
+            sampler.completion(types.SimpleNamespace(**(vars(fine) | change)))
+
+
+def test_memory_plan_counts_what_is_there_and_names_the_flags():
+    model, cfg = tiny_model(), Config(micro_batch_tokens=10**6)
+    weights = 4 * sum(p.numel() for p in model.parameters())
+
+    def plan(reference=model, **options):
+        line = grpo.memory_plan(model, reference, 50, "hf", dataclasses.replace(cfg, **options), CPU.device)
+        return {name: float(size) * 1e9 for name, size in re.findall(r"[:,;] ([^:,;]+?) ([\d.e+-]+)(?=[,;]|$)", line)}
+
+    parts = plan()
+    assert parts["parameters"] == pytest.approx(weights, rel=0.06) and parts["Adam"] == pytest.approx(
+        2 * weights, rel=0.06
+    )
+    assert "reference (--beta)" in parts and "reference (--beta)" not in plan(None)
+    assert parts["together"] > 1.5 * plan(gradient_checkpointing=True)["together"]
+    assert parts["together"] > 1.5 * plan(micro_batch_tokens=10**5)["together"]
+
+
+def test_sampler_and_trainer_differ_in_bfloat16(engine):
+    for m in engine[1]["half"]:
+        assert 1e-4 < m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
+        assert m["sampler_ratio_q01"] < 1 < m["sampler_ratio_q99"] and m["tis_max"] <= 2
 
 
 # ----------------------------------------------------------------------------------------------------------------
