@@ -1053,42 +1053,6 @@ def default_run(tmp_path_factory):
     return run(*DEFAULT_RUN, "--rollout", "hf", "--out_dir", out), out
 
 
-def test_a_short_default_run_learns(default_run):
-    done, out = default_run
-    assert done.returncode == 0, done.stderr[-3000:]
-    metrics = lines(out / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(7))
-    first, last = metrics[0], metrics[-1]
-    stderr = math.hypot(first["eval_stderr"], last["eval_stderr"])
-    assert last["eval_accuracy"] - first["eval_accuracy"] > 5 * stderr  # noise does not give that
-    start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[1:4], metrics[-3:]))
-    assert end - start > 5 * math.sqrt(2 * 0.25 / (3 * 256))
-    assert metrics[1]["grad_norm"] > 0.01
-    assert abs(metrics[1]["kl_k3"]) < 1e-6 < metrics[-1]["kl_k3"]
-    assert all(m["clip_frac"] == 0 and m["sampler_gap"] < 1e-4 for m in metrics[1:])
-    assert "accuracy_after" in done.stdout and "watch reward" in done.stdout and f"out_dir: {out}" in done.stdout
-
-
-def test_what_a_run_leaves(default_run):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    _, out = default_run
-    metrics = lines(out / "metrics.jsonl")[1]
-    names = "step loss grad_norm lr reward reward_std frac_zero_std advantage_abs completion_length truncated_frac "
-    names += "kl_k1 kl_k3 entropy clip_frac sampler_gap tokens tokens_per_s time_sync time_rollout time_reward "
-    assert set((names + "time_logps time_update").split()) <= set(metrics)
-    assert {"eval_accuracy", "eval_stderr", "eval_length"} <= set(lines(out / "metrics.jsonl")[3])
-    assert json.load(open(out / "config.json"))["max_steps"] == 6
-    assert (out / "curves.png").stat().st_size > 10_000
-    samples = [r for r in lines(out / "completions.jsonl") if r["step"] == 3]
-    assert len(samples) == 64 and {"prompt", "completion", "reward", "advantage", "parts"} <= set(samples[0])
-    model, loading = AutoModelForCausalLM.from_pretrained(out / "step_000006", output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    assert (
-        AutoTokenizer.from_pretrained(out / "step_000006").decode([7, 8]) and model.generation_config.eos_token_id == 1
-    )
-
-
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_bad_input_is_one_line_and_exit_code_2(nproc, tmp_path):
     bad = tmp_path / "bad.jsonl"
@@ -1288,48 +1252,89 @@ def engine(tmp_path_factory):
         return folder, json.load(file)
 
 
-@pytest.mark.parametrize("kind, tied", ENGINES)
-def test_engine_and_trainer_agree_before_and_after_a_push(engine, kind, tied):
-    results = engine[1][f"{kind} {'tied' if tied else 'untied'}"]
-    assert len(results) == 3  # the first weights, others, the first ones again
-    for greedy_is_the_same, gap, a_seed_gives_the_same, stop_ids_end in results:
-        assert greedy_is_the_same and gap < 1e-4 and a_seed_gives_the_same and stop_ids_end
+class TestEngine:
+    """In a class, so that one of pytest's processes builds the costly fixtures and runs the rest next to it."""
 
+    def test_a_short_default_run_learns(self, default_run):
+        done, out = default_run
+        assert done.returncode == 0, done.stderr[-3000:]
+        metrics = lines(out / "metrics.jsonl")
+        assert [m["step"] for m in metrics] == list(range(7))
+        first, last = metrics[0], metrics[-1]
+        stderr = math.hypot(first["eval_stderr"], last["eval_stderr"])
+        assert last["eval_accuracy"] - first["eval_accuracy"] > 5 * stderr  # noise does not give that
+        start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[1:4], metrics[-3:]))
+        assert end - start > 5 * math.sqrt(2 * 0.25 / (3 * 256))
+        assert metrics[1]["grad_norm"] > 0.01
+        assert abs(metrics[1]["kl_k3"]) < 1e-6 < metrics[-1]["kl_k3"]
+        assert all(m["clip_frac"] == 0 and m["sampler_gap"] < 1e-4 for m in metrics[1:])
+        assert "accuracy_after" in done.stdout and "watch reward" in done.stdout and f"out_dir: {out}" in done.stdout
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught_on_the_step_it_happens(engine, fault):
-    gaps, end = engine[1][f"fault {fault}"]
-    if fault == "none":
-        assert len(gaps) == 2 and max(gaps) < 1e-5 and end == ""
-    elif fault == "raw":
-        assert gaps == [] and "before the temperature" in end
-    elif fault == "unset":
-        assert len(gaps) == 1 and "some weights of the engine were never set" in end
-    else:
-        assert len(gaps) == 1 and gaps[0] < 1e-5 and "Likely causes" in end and "--max_sampler_gap 0.001" in end
+    def test_what_a_run_leaves(self, default_run):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        _, out = default_run
+        metrics = lines(out / "metrics.jsonl")[1]
+        names = "step loss grad_norm lr reward reward_std frac_zero_std advantage_abs completion_length truncated_frac "
+        names += "kl_k1 kl_k3 entropy clip_frac sampler_gap tokens tokens_per_s time_sync time_rollout time_reward "
+        assert set((names + "time_logps time_update").split()) <= set(metrics)
+        assert {"eval_accuracy", "eval_stderr", "eval_length"} <= set(lines(out / "metrics.jsonl")[3])
+        assert json.load(open(out / "config.json"))["max_steps"] == 6
+        assert (out / "curves.png").stat().st_size > 10_000
+        samples = [r for r in lines(out / "completions.jsonl") if r["step"] == 3]
+        assert len(samples) == 64 and {"prompt", "completion", "reward", "advantage", "parts"} <= set(samples[0])
+        model, loading = AutoModelForCausalLM.from_pretrained(out / "step_000006", output_loading_info=True)
+        assert not loading["missing_keys"] and not loading["unexpected_keys"]
+        assert (
+            AutoTokenizer.from_pretrained(out / "step_000006").decode([7, 8])
+            and model.generation_config.eos_token_id == 1
+        )
 
-def test_resume_to_the_bit_with_vllm(engine):
-    assert state_of(engine[0] / "resumed") == state_of(engine[0] / "whole")
-    for m in lines(engine[0] / "off_policy" / "metrics.jsonl"):  # two updates a rollout: against the old policy
-        assert m["sampler_gap"] < 1e-5
+    @pytest.mark.parametrize("kind, tied", ENGINES)
+    def test_engine_and_trainer_agree_before_and_after_a_push(self, engine, kind, tied):
+        results = engine[1][f"{kind} {'tied' if tied else 'untied'}"]
+        assert len(results) == 3  # the first weights, others, the first ones again
+        for greedy_is_the_same, gap, a_seed_gives_the_same, stop_ids_end in results:
+            assert greedy_is_the_same and gap < 1e-4 and a_seed_gives_the_same and stop_ids_end
 
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_a_planted_fault_is_caught_on_the_step_it_happens(self, engine, fault):
+        gaps, end = engine[1][f"fault {fault}"]
+        if fault == "none":
+            assert len(gaps) == 2 and max(gaps) < 1e-5 and end == ""
+        elif fault == "raw":
+            assert gaps == [] and "before the temperature" in end
+        elif fault == "unset":
+            assert len(gaps) == 1 and "some weights of the engine were never set" in end
+        else:
+            assert len(gaps) == 1 and gaps[0] < 1e-5 and "Likely causes" in end and "--max_sampler_gap 0.001" in end
 
-def test_two_ranks_with_vllm(engine, tmp_path):
-    """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
-    _, completions = two_rank_run(tmp_path / "out", "vllm")
-    assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
+    def test_resume_to_the_bit_with_vllm(self, engine):
+        assert state_of(engine[0] / "resumed") == state_of(engine[0] / "whole")
+        for m in lines(engine[0] / "off_policy" / "metrics.jsonl"):  # two updates a rollout: against the old policy
+            assert m["sampler_gap"] < 1e-5
 
+    def test_two_ranks_with_vllm(self, engine, tmp_path):
+        """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
+        _, completions = two_rank_run(tmp_path / "out", "vllm")
+        assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
 
-def test_vllm_learns_like_hf(engine, default_run, tmp_path):
-    done = run(*DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")
-    assert done.returncode == 0, done.stderr[-3000:]
-    mine = r"(config: |policy |\d+ train |memory plan |watch |step \d|  sample: |\w+: )"  # and nothing of the engine's
-    assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
-    ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
-    assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
-    spread = math.hypot(ours[-1]["eval_stderr"], theirs[-1]["eval_stderr"])
-    assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
+    def test_vllm_learns_like_hf(self, engine, default_run, tmp_path):
+        done = run(*DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")
+        assert done.returncode == 0, done.stderr[-3000:]
+        mine = (
+            r"(config: |policy |\d+ train |memory plan |watch |step \d|  sample: |\w+: )"  # and nothing of the engine's
+        )
+        assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
+        ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
+        assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
+        spread = math.hypot(ours[-1]["eval_stderr"], theirs[-1]["eval_stderr"])
+        assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
+
+    def test_sampler_and_trainer_differ_in_bfloat16(self, engine):
+        for m in engine[1]["half"]:
+            assert 1e-4 < m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
+            assert m["sampler_ratio_q01"] < 1 < m["sampler_ratio_q99"] and m["tis_max"] <= 2
 
 
 class RecordedLLM:
@@ -1440,12 +1445,6 @@ def test_memory_plan_counts_what_is_there_and_names_the_flags():
     assert "reference (--beta)" in parts and "reference (--beta)" not in plan(None)
     assert parts["together"] > 1.5 * plan(gradient_checkpointing=True)["together"]
     assert parts["together"] > 1.5 * plan(micro_batch_tokens=10**5)["together"]
-
-
-def test_sampler_and_trainer_differ_in_bfloat16(engine):
-    for m in engine[1]["half"]:
-        assert 1e-4 < m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
-        assert m["sampler_ratio_q01"] < 1 < m["sampler_ratio_q99"] and m["tis_max"] <= 2
 
 
 # ----------------------------------------------------------------------------------------------------------------
