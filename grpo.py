@@ -13,13 +13,16 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
+import string
 import sys
 import time
 import warnings
@@ -46,6 +49,7 @@ from view import say
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEAD_CHUNK = 2**24  # logits alive at once in the output head, in elements: 64 MB in float32
 GENERATE_ROWS = 256  # rows of one HF generate call
+BAD_STEPS = 5  # steps in a row without a finite gradient that end the run
 
 
 class ConfigError(Exception):
@@ -69,11 +73,16 @@ class Config:
     # model and data
     model: str = flag(os.path.join(HERE, "sample_data", "model"), "policy: a directory or a Hugging Face hub name")
     tokenizer: str = flag("", "directory or hub name of the tokenizer; empty: the model's own")
-    train_data: str = flag(os.path.join(HERE, "sample_data", "train.jsonl"), "prompts, JSONL or JSON: one row each")
+    train_data: str = flag(
+        os.path.join(HERE, "sample_data", "train.jsonl"),
+        "a JSONL, JSON or parquet file, or a hub dataset name:config:split",
+    )
     eval_data: str = flag(os.path.join(HERE, "sample_data", "eval.jsonl"), "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
     reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take")
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
+    prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
+    show_prompt: bool = flag(False, "print the first prompt, as text and as ids, and exit")
     system_prompt: str = flag("", "system message put before every prompt (needs a chat template)")
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
     # rollout
@@ -122,10 +131,12 @@ class Config:
     eval_every: int = flag(5, "steps between evals; 0: only before the first and after the last step", low=0)
     eval_samples: int = flag(0, "samples per eval prompt at --temperature for pass@k; 0: greedy only", low=0)
     save_every: int = flag(10, "steps between checkpoints; 0: only after the last step", low=0)
+    save_dtype: str = flag("float32", "of a checkpoint's model files", ("float32", "bfloat16"))
     keep: int = flag(2, "newest checkpoints kept, besides the best by eval accuracy; 0: all", low=0)
     resume: str = flag("", "continue from the newest checkpoint in --out_dir, or from this one")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
+    report_to: str = flag("none", "a dashboard, with TRL's metric names", ("none", "tensorboard", "wandb"))
 
     @property
     def updates_per_step(self) -> int:
@@ -184,6 +195,8 @@ def validate(cfg: Config) -> Config:
     need(
         cfg.num_minibatches <= cfg.num_prompts * cfg.num_generations, "num_minibatches", "more than the step's samples"
     )
+    there = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
+    need(there, "report_to", f"not installed; pip install {cfg.report_to}")
     ranks, together = int(os.environ.get("WORLD_SIZE", 1)), cfg.vllm_tensor_parallel_size
     need(ranks % together == 0, "vllm_tensor_parallel_size", f"must divide the number of ranks, {ranks}")
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
@@ -274,7 +287,11 @@ def load_tokenizer(cfg: Config):
 
 
 def read_rows(path: str, name: str) -> list[dict]:
-    """Rows of a JSONL file (or of a JSON file that holds a list). Errors name the flag, the file and the row."""
+    """Rows of a JSONL file, of a JSON file that holds a list, or of what `datasets` loads. Errors name flag and row."""
+    if path.endswith(".parquet") or (
+        re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) and not os.path.exists(path)
+    ):
+        return dataset_rows(path, name)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -299,15 +316,37 @@ def read_rows(path: str, name: str) -> list[dict]:
     return rows
 
 
+def dataset_rows(path: str, name: str) -> list[dict]:
+    """Rows of a parquet file, or of a hub dataset given as name, name:config or name:config:split (default: train)."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ConfigError(
+            f"--{name} {path}: no such file; a hub dataset or parquet needs pip install datasets"
+        ) from None
+    try:
+        if path.endswith(".parquet"):
+            return list(load_dataset("parquet", data_files=path, split="train"))
+        repository, config, split = (path.split(":") + ["", ""])[:3]
+        return list(load_dataset(repository, config or None, split=split or "train"))
+    except Exception as error:
+        raise ConfigError(f"--{name} {path}: {(str(error).strip() or repr(error)).splitlines()[0]}") from None
+
+
 def encode_prompts(rows: list[dict], columns: set[str], tokenizer, cfg: Config, name: str) -> list[Prompt]:
     """Rows to token ids. `prompt` is a string (taken as it is) or chat messages (through the chat template)."""
     path, prompts = getattr(cfg, name), []
+    template = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell
+    try:
+        fields = {field.split(".")[0].split("[")[0] for _, field, *_ in string.Formatter().parse(template) if field}
+    except ValueError as error:
+        raise ConfigError(f"--prompt_template {cfg.prompt_template!r}: {error}") from None
     for number, row in enumerate(rows, 1):
-        for column in sorted(columns | {"prompt"}):
+        for column in sorted(columns | (fields if template else {"prompt"})):
             if column not in row:
-                why = "" if column == "prompt" else f", which --reward {cfg.reward} reads"
+                why = f", which --reward {cfg.reward} reads" if column in columns else ""
                 raise ConfigError(f"--{name} {path} row {number}: no column '{column}'{why}")
-        prompt = row["prompt"]
+        prompt = template.format_map(row) if template else row["prompt"]
         messages = [{"role": "user", "content": prompt}] if cfg.system_prompt and isinstance(prompt, str) else prompt
         if isinstance(messages, str):
             text, special = messages, True
@@ -985,6 +1024,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
 
 def mismatch_metrics(log_ratio: np.ndarray, cfg: Config, device: torch.device) -> dict:
     """How far the sampler is from the trainer: log(trainer / sampler) of all sampled tokens [n]. Stops on a fault."""
+    log_ratio = log_ratio[np.isfinite(log_ratio)]  # one that is not makes a gradient that is not: the step is skipped
     if not len(log_ratio):
         return dict(sampler_gap=0.0)
     gap, ratio = np.abs(log_ratio), np.exp(np.minimum(log_ratio, 20))
@@ -1053,13 +1093,24 @@ def save_checkpoint(step, model, generation_config, tokenizer, optimizer, best: 
     """
     final = os.path.join(cfg.out_dir, f"step_{step:06d}")
     partial = os.path.join(cfg.out_dir, f"partial_{step:06d}")
+    if not all(p.isfinite().all() for p in model.parameters()):
+        say(f"step {step}: not saved, some parameters are not finite; the checkpoint before stands")
+        return None
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
+        export = model
+        if cfg.save_dtype == "bfloat16":
+            with torch.device("meta"):
+                export = type(model)(model.config).bfloat16()
+            export.load_state_dict({k: v.to("cpu", torch.bfloat16) for k, v in model.state_dict().items()}, assign=True)
+            export.tie_weights()
+        export.save_pretrained(partial)
         generation_config.save_pretrained(partial)  # the user's own, not the one that samples for us
         tokenizer.save_pretrained(partial)
         sizes = {name: os.path.getsize(os.path.join(partial, name)) for name in os.listdir(partial)}
         state = dict(step=step, optimizer=optimizer.state_dict(), config=dataclasses.asdict(cfg), best=best)
+        if export is not model:
+            state["parameters"] = model.state_dict()  # a resume goes on in full precision
         torch.save(state | dict(sizes=sizes, world_size=world.size), os.path.join(partial, "trainer_state.pt"))
         for name in [*os.listdir(partial), "."]:
             fsync(os.path.join(partial, name))
@@ -1125,8 +1176,10 @@ def find_checkpoint(cfg: Config) -> tuple[str, dict] | tuple[None, None]:
     return None, None
 
 
-def restore(state: dict, path: str, optimizer, cfg: Config, world: World) -> tuple[int, dict]:
-    """Puts the trainer where the checkpoint was (load_model has its weights already): the step, and the best one."""
+def restore(state: dict, path: str, model, optimizer, cfg: Config, world: World) -> tuple[int, dict]:
+    """Puts the trainer where the checkpoint was: load_model has read its weights already. The step, and the best."""
+    if "parameters" in state:
+        model.load_state_dict(state["parameters"])
     optimizer.load_state_dict(state["optimizer"])
     say(f"resumed from {path} at step {state['step']}")
     for name, old in state["config"].items():
@@ -1264,6 +1317,9 @@ def train(cfg: Config) -> list[dict]:
     tokenizer = load_tokenizer(cfg)
     train_prompts, dropped = load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts, _ = load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else ([], 0)
+    if cfg.show_prompt:
+        say(f"{train_prompts[0].text}\n{train_prompts[0].ids}")
+        return []
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and not cfg.resume:
         cfg = dataclasses.replace(cfg, resume="latest")  # torchrun --max_restarts brought the run back
     path, state = find_checkpoint(cfg) if cfg.resume else (None, None)
@@ -1295,7 +1351,7 @@ def train(cfg: Config) -> list[dict]:
     sampler, kind, why = make_sampler(kind, why, model, eos_ids, pad_id, longest, cfg, world)
     scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
 
-    first, best = restore(state, path, optimizer, cfg, world) if state else (0, {})
+    first, best = restore(state, path, model, optimizer, cfg, world) if state else (0, {})
     log = view.RunLog(cfg, first if state else -1)
     say("config: " + " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in dataclasses.asdict(cfg).items()))
     say(f"policy {cfg.model}: {size:.2f} M parameters on {device}, {world.size} rank(s), rollouts by {kind} ({why})")
@@ -1306,7 +1362,7 @@ def train(cfg: Config) -> list[dict]:
         "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
     )
     signals, clock = Signals(), Clock(device)
-    step, tokens_seen, loop_started = first, 0, time.monotonic()
+    step, tokens_seen, bad, loop_started = first, 0, 0, time.monotonic()
     with clock("sync"):
         sampler.wake()
         sampler.push(model)
@@ -1341,6 +1397,12 @@ def train(cfg: Config) -> list[dict]:
         if eval_prompts and (last or (cfg.eval_every and step % cfg.eval_every == 0)):
             metrics |= evaluate(sampler, eval_prompts, tokenizer, scorer, step, cfg, world)
         log.record(metrics, samples)
+        bad = bad + 1 if metrics["skipped_steps"] else 0
+        if bad == BAD_STEPS:
+            raise TrainingError(
+                f"no finite gradient in {bad} steps in a row, so nothing was updated: lower --learning_rate, look at "
+                "the rewards and at completions.jsonl, and go on with --resume"
+            )
 
         better = metrics.get("eval_accuracy", -1.0) > best.get("eval_accuracy", -1.0)
         if better:
@@ -1368,11 +1430,11 @@ def train(cfg: Config) -> list[dict]:
 
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
-    def fail(code, message):
-        """A mistake in the flags is found by every rank: local rank 0 says it, the others only if it did not."""
+    def fail(code, message, wait=0):
+        """What every rank finds by itself, local rank 0 says, and the others only if it did not."""
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
-            time.sleep(20)
+            time.sleep(wait)
         print(f"grpo.py: {message}", file=sys.stderr, flush=True)
         return code
 
@@ -1380,9 +1442,16 @@ def main() -> int:
         train(parse_args())
         return 0
     except ConfigError as error:
-        return fail(2, f"error: {error}")
+        return fail(2, f"error: {error}", wait=10)
     except TrainingError as error:
-        return fail(1, f"stopped: {error}")
+        return fail(1, f"stopped: {error}", wait=10)
+    except torch.OutOfMemoryError as error:
+        turn = "turn down --micro_batch_tokens or --vllm_gpu_memory_utilization, or set --gradient_checkpointing"
+        return fail(1, f"stopped: {str(error).splitlines()[0]} To need less: {turn}")
+    except RuntimeError as error:
+        if dist.is_initialized() and re.search("onnection (closed|reset)|gloo|NCCL", str(error)):
+            return fail(1, "stopped: another rank is gone; torchrun's report names it")
+        raise
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Tests of the trainer: behaviour, through the seams that people copy and through the command line. CPU only."""
 
+import contextlib
 import dataclasses
 import html.parser
 import importlib.util
@@ -13,6 +14,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import unicodedata
@@ -107,11 +109,11 @@ def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-def run(*args, nproc=0, env=None, timeout=900, cwd=HERE):
+def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     """grpo.py as a user starts it, with torchrun where nproc is given."""
     launcher = [sys.executable]
     if nproc:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launch]
     script = (
         args if args and (args[0] == "-c" or str(args[0]).endswith(".py")) else (os.path.join(HERE, "grpo.py"), *args)
     )
@@ -850,6 +852,123 @@ def test_chat_prompts_go_through_the_template_with_one_bos():
         grpo.encode_prompts(chat, set(), tokenizer, Config(), "train_data")
 
 
+def test_prompt_template_and_show_prompt(tmp_path, capsys):
+    tokenizer, rows = grpo.load_tokenizer(Config()), [{"a": 12, "b": [3, 4], "answer": "15"}]
+    cfg = Config(prompt_template="{a}+{b[0]}\\n=")
+    assert grpo.encode_prompts(rows, {"answer"}, tokenizer, cfg, "train_data")[0].text == "12+3\n="
+    for template, message in (("{a}{c}", "row 1: no column 'c'"), ("{a", "--prompt_template '{a': ")):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            grpo.encode_prompts(rows, set(), tokenizer, Config(prompt_template=template), "train_data")
+    out = tmp_path / "out"
+    assert grpo.train(Config(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))) == []
+    text, ids = capsys.readouterr().out.splitlines()
+    assert text.endswith("+1=") and tokenizer.decode(json.loads(ids)) == text and not out.exists()
+
+
+def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
+    asked = []
+    fake = types.SimpleNamespace(
+        load_dataset=lambda *args, **options: asked.append((args, options)) or [{"prompt": "1"}]
+    )
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    for spec in ("openai/gsm8k:main:test", "org/name", "org/name::dev", str(tmp_path / "x.parquet")):
+        assert grpo.read_rows(spec, "train_data") == [{"prompt": "1"}]
+    parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
+    assert asked[:2] == [(("openai/gsm8k", "main"), dict(split="test")), (("org/name", None), dict(split="train"))]
+    assert asked[2:] == [(("org/name", None), dict(split="dev")), (("parquet",), parquet)]
+    fake.load_dataset = lambda *_, **__: 1 / 0
+    with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
+        grpo.read_rows("org/name", "train_data")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
+        grpo.read_rows("org/name", "train_data")
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
+    sent = {}
+    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: sent.setdefault(step, {}).update({k: v}), flush=len)
+    writer.flush = lambda: None
+    logger = types.SimpleNamespace(log=lambda values, step: sent.update({step: values}))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda _: writer))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: logger))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"--report_to {kind}: not installed; pip install {kind}"):
+        small_run(tmp_path / "out", report_to=kind)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    rows = os.path.join(HERE, "sample_data", "train.jsonl")
+    small_run(tmp_path / "out", report_to=kind, max_steps=1, eval_data=str(tmp_path / "rows.jsonl"), train_data=rows)
+    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
+    names += " completions/clipped_ratio clip_ratio/region_mean sampling/sampling_logp_difference/mean"
+    assert {f"train/{name}" for name in names.split()} | {"eval/accuracy"} <= set(sent[1])
+    assert sent[1]["train/kl"] == lines(tmp_path / "out" / "metrics.jsonl")[1]["kl_k3"]
+
+
+def test_quiet_and_verbose(capfd):
+    for verbose in (False, True):
+        with grpo.quiet(Config(verbose=verbose)):
+            os.write(1, b"engine")
+        assert ("engine" in capfd.readouterr().out) is verbose
+
+
+def test_compile_compiles_the_body(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append((type(self), options)))
+    small_run(tmp_path / "out", max_steps=1)
+    assert compiled == []
+    small_run(tmp_path / "out", max_steps=1, compile=True)
+    assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3Model", dict(dynamic=True))]
+
+
+def test_a_reward_that_fails_counts_zero_or_is_left_out():
+    samples = random_samples(4, 4)
+    for s, text in zip(samples, ("<think>1</think>7", "7", "8", "7"), strict=True):
+        s.text, s.prompt = text, Prompt([2], "", {"answer": "7"} if s is not samples[3] else {})
+    scorer = Scorer(load_rewards("answer"))
+    for failure, last in (("zero", 0.0), ("exclude", math.nan)):
+        cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
+        assert grpo.score(samples, scorer, cfg) == {"exception": 1}
+        rewards = [s.reward for s in samples]
+        assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
+        grpo.assign_advantages(samples, 1, cfg)
+        mean = 0.5 if failure == "zero" else 2 / 3
+        assert samples[0].advantage == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
+        metrics = grpo.sample_metrics(samples, [{"exception": 1}, {"exception": 2}], cfg)
+        assert metrics["reward"] == pytest.approx(mean) and metrics["reward_failed/exception"] == 3
+    scorer.close()
+
+
+def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text(
+        "import time\ndef f(completion, row):\n    time.sleep(3600 * (len(completion) % 2))\n    return 1\n"
+    )
+    options = dict(reward=f"overlong,{hangs}:f", reward_timeout=0.5, max_steps=1, num_prompts=2, num_generations=2)
+    [metrics] = small_run(tmp_path / "out", **options, num_minibatches=1)
+    assert metrics["reward_failed/timeout"] >= 1 and metrics["time_reward"] < 60 and "reward/f" in metrics
+    sizes = {}
+    for scale in ("group", "batch", "none"):
+        samples = random_samples(8, 4)
+        for i, s in enumerate(samples):
+            s.reward = float(i * i)
+        grpo.assign_advantages(samples, 1, Config(num_generations=4, scale_rewards=scale))
+        sizes[scale] = max(abs(s.advantage) for s in samples)
+    assert sizes["group"] != sizes["batch"] < sizes["none"] and sizes["group"] < 2
+
+
+def test_eval_every_eval_samples_and_log_completions(tmp_path):
+    out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
+    options = dict(train_data=data, reward="answer", eval_samples=2, eval_every=2, max_steps=3, log_completions=4)
+    small_run(out, max_steps=1)  # writes the five rows that eval takes
+    history = small_run(out, **(options | dict(eval_data=str(tmp_path / "rows.jsonl"))))
+    assert [m["step"] for m in history if "eval_accuracy" in m] == [0, 2, 3]
+    for m in history[::3]:
+        assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
+    assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
+    samples = random_samples(6, 3)
+    assert [len(view.completion_records(samples, 1, count)) for count in (-1, 0, 2)] == [6, 0, 2]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Checkpoints and resume
 
@@ -936,17 +1055,40 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best", "step_000005", "step_000006"]
 
 
-def forked_run(out, **options):
-    """A run in a forked child, which a test may kill: it starts in no time, everything is imported."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            small_run(out, **options)
-            code = 0
-        finally:
-            os._exit(code)
-    return child
+def forking_server():
+    """Runs each line of its input, [out, options], as small_run in a fork, which starts at once: all is imported."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        small_run(f"{folder}/out", max_steps=1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            out, options = json.loads(line)
+            try:
+                small_run(out, **options)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        print(child, flush=True)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
+@pytest.fixture(scope="module")
+def start():
+    """start(out, **options) -> pid, wait: a run that a test may kill. Not a fork of pytest, which has threads."""
+    command = [sys.executable, "-c", "import test_grpo\ntest_grpo.forking_server()"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE)
+    with subprocess.Popen(command, **pipes) as server:
+        assert server.stdout.readline() == "ready\n"
+
+        def begin(out, **options):
+            server.stdin.write(json.dumps([str(out), options]) + "\n")
+            server.stdin.flush()
+            return int(server.stdout.readline()), lambda: int(server.stdout.readline())
+
+        yield begin
+        server.stdin.close()
 
 
 def wait_for(condition, seconds=600):
@@ -956,38 +1098,44 @@ def wait_for(condition, seconds=600):
         time.sleep(0.005)
 
 
-def test_kill_9_at_random_moments_loses_nothing(undisturbed, tmp_path):
-    out, rng = tmp_path / "out", np.random.default_rng(0)
-    rows = str(undisturbed.parent / "rows.jsonl")
-    seconds = None
-    for attempt in range(5):
+def test_kill_9_at_25_random_moments_loses_nothing(start, tmp_path):
+    """In the rollout, the update, a save, a rename: resumed each time, the end is the undisturbed run's to the bit."""
+    options = dict(train_data=str(tmp_path / "rows.jsonl"), max_steps=12)
+    small_run(tmp_path / "whole", max_steps=12)
+    out, rng, kills, seconds = tmp_path / "out", np.random.default_rng(0), 0, None
+    while kills < 25:
         started = time.monotonic()
-        child = forked_run(out, train_data=rows, resume="latest")
-        if attempt == 0:  # the first kill comes while the second step runs; it tells how long a step takes here
+        pid, wait = start(out, **options, resume="latest")
+        if seconds is None:
             wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - started  # from the start to the end of the first step, here
         else:
-            time.sleep(rng.uniform(0.2, 1.2) * seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    child = forked_run(out, train_data=rows, resume="latest")
-    assert os.waitpid(child, 0)[1] == 0
-    assert state_of(out) == state_of(undisturbed)
+            time.sleep(rng.uniform(0.3, 1.2) * seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if wait() == signal.SIGKILL:
+            kills += 1
+        else:  # it came to its end first
+            seconds *= 0.8
+        for path in grpo.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
+            shutil.rmtree(path)
+    assert start(out, **options, resume="latest")[1]() == 0
+    assert state_of(out) == state_of(tmp_path / "whole")
 
 
 def lines_whole(path):
     return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
 
 
-def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(undisturbed, tmp_path):
+def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(start, undisturbed, tmp_path):
     out = tmp_path / "out"
     rows = str(undisturbed.parent / "rows.jsonl")
-    child = forked_run(out, train_data=rows, save_every=0)
+    pid, wait = start(out, train_data=rows, save_every=0)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
-    os.kill(child, signal.SIGUSR1)
+    os.kill(pid, signal.SIGUSR1)
     wait_for(lambda: len(grpo.checkpoints(str(out))) >= 1)
-    os.kill(child, signal.SIGTERM)
-    assert os.waitpid(child, 0)[1] == 0
+    os.kill(pid, signal.SIGTERM)
+    assert wait() == 0
     steps = len(lines(out / "metrics.jsonl"))
     assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
     small_run(out, train_data=rows, resume="latest")
@@ -1012,6 +1160,87 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
     assert "No space left on device" in capsys.readouterr().out
     log.write({"step": 3})
     assert lines(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A real, small file system: disk(options) mounts it, or mounts it again with others."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options):
+        how = ["-o", f"remount,{options}"] if os.path.ismount(folder) else ["-o", options, "-t", "tmpfs", "tmpfs"]
+        if subprocess.run(["mount", *how, str(folder)], capture_output=True).returncode:
+            pytest.skip("may not mount here")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+def at_step(monkeypatch, actions):
+    """Has something happen in the middle of a step of the runs that follow: {step: function}."""
+    honest = grpo.assign_advantages
+
+    def assign(samples, step, cfg):
+        actions.get(step, lambda: None)()
+        return honest(samples, step, cfg)
+
+    monkeypatch.setattr(grpo, "assign_advantages", assign)
+
+
+def test_a_full_disk_and_a_read_only_one(undisturbed, disk, monkeypatch, capsys):
+    out = disk("size=9m") / "out"  # room for one checkpoint of 6 MB, not for two
+    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), keep=1)
+    small_run(out, **options)
+    said = capsys.readouterr().out
+    assert [f"step {n}: could not save" in said for n in (1, 2, 3, 4)] == [False, True, True, True]
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000001"]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
+    disk("size=64m")
+    at_step(monkeypatch, {2: lambda: disk("ro"), 3: lambda: disk("rw")})
+    small_run(out, **options, resume="latest")
+    said = capsys.readouterr().out
+    assert "resumed from" in said and said.count("could not save") == 1 and "Read-only file system" in said
+    assert said.count("lines wait for the next try") == 2  # metrics and completions of step 2
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        grpo, "score", lambda samples, scorer, cfg: [setattr(s, "reward", 1e308) for s in samples] and {}
+    )
+    honest = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda *args: honest(*args) + math.inf)
+    with pytest.raises(grpo.TrainingError, match="no finite gradient in 5 steps in a row"):
+        small_run(tmp_path / "out", max_steps=9)
+    assert [m["skipped_steps"] for m in lines(tmp_path / "out" / "metrics.jsonl")] == [2] * 5
+    for path in grpo.checkpoints(str(tmp_path / "out")):
+        model = grpo.load_model(path, Config())
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
+    model = tiny_model()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = math.nan
+    cfg = Config(out_dir=str(tmp_path))
+    assert grpo.save_checkpoint(1, model, model.generation_config, None, None, {}, cfg, CPU) is None
+    assert os.listdir(tmp_path) == [] and "not saved, some parameters are not finite" in capsys.readouterr().out
+
+
+def test_a_bfloat16_checkpoint_resumes_in_full_precision(undisturbed, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), save_dtype="bfloat16")
+    small_run(tmp_path / "out", **options, max_steps=2)
+    small_run(tmp_path / "out", **options, resume="latest")
+    assert state_of(tmp_path / "out")[0] == state_of(undisturbed)[0]
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "step_000004", dtype="auto")
+    full = AutoModelForCausalLM.from_pretrained(undisturbed / "step_000004", dtype="auto")
+    assert half.dtype == torch.bfloat16 and full.dtype == torch.float32
+    for a, b in zip(half.parameters(), full.parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16())
 
 
 def test_a_failed_save_does_not_stop_the_run(undisturbed, tmp_path, monkeypatch, capsys):
@@ -1095,33 +1324,72 @@ PRIME = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97,
 PRIME += ["--max_completion_length", 29, "--max_steps", 3, "--save_every", 1, "--keep", 0, "--eval_data", ""]
 
 
-def two_rank_run(out, rollout):
+PLANTED = """
+import os, signal, sys, grpo
+honest = grpo.assign_advantages
+def assign(samples, step, cfg):
+    if step == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if {kill}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("planted on rank 1")
+    return honest(samples, step, cfg)
+grpo.assign_advantages = assign
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+def two_rank_run(out, rollout, resume=False):
+    done = run(*PRIME, "--rollout", rollout, "--out_dir", out, *(["--resume"] if resume else []), nproc=2)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
+    assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    return state_of(out)
+
+
+def resumed_on_two_ranks(whole, rollout):
+    """The run again from its first checkpoint: what it leaves."""
+    out = whole.parent / "resumed"
+    shutil.copytree(whole, out)
+    for step in (2, 3):
+        shutil.rmtree(out / f"step_00000{step}")
+    return two_rank_run(out, rollout, resume=True)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("two") / "whole"
+    return out, two_rank_run(out, "hf")
+
+
+def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, tmp_path):
     """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
-    for args in ([], ["--resume"]):
-        if args:
-            shutil.copytree(out, f"{out}.resumed")
-            for step in (2, 3):
-                shutil.rmtree(f"{out}.resumed/step_00000{step}")
-        folder = f"{out}.resumed" if args else out
-        done = run(*PRIME, "--rollout", rollout, "--out_dir", folder, *args, nproc=2)
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-        assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
-        assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
-    metrics, completions, weights = state_of(out)
+    out, (metrics, completions, weights) = two_ranks
     assert [m["step"] for m in metrics] == [1, 2, 3] and all(math.isfinite(m["loss"]) for m in metrics)
-    assert state_of(type(out)(f"{out}.resumed")) == (metrics, completions, weights)
-    return metrics, completions
-
-
-def test_two_ranks_divide_anything_and_resume_to_the_bit(tmp_path):
-    metrics, completions = two_rank_run(tmp_path / "out", "hf")
-    done = run(*PRIME, "--rollout", "hf", "--out_dir", tmp_path / "one", "--max_steps", 1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone = lines(tmp_path / "one" / "completions.jsonl")
-    assert [r for r in completions if r["step"] == 1] == alone  # the same samples for 1 and 2 ranks
-    one = lines(tmp_path / "one" / "metrics.jsonl")[0]
+    assert resumed_on_two_ranks(out, "hf") == (metrics, completions, weights)
+    one = dataclasses.replace(grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf")
+    [alone] = grpo.train(dataclasses.replace(one, max_steps=1))
+    assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
     for key in ("loss", "grad_norm", "reward", "kl_k3", "entropy", "tokens"):
-        assert metrics[0][key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+        assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_rank_that_raises_or_dies_is_named(two_ranks, kill, tmp_path):
+    """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED.format(kill=kill))
+    launch = ["--max_restarts", "1"] if kill else []
+    done = run(script, *PRIME, "--rollout", "hf", "--out_dir", tmp_path / "out", nproc=2, launch=launch)
+    if kill:
+        assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)
+        assert done.returncode == 0 and "step_000001 at step 1" in done.stdout, done.stderr[-3000:]
+        assert state_of(tmp_path / "out") == two_ranks[1]
+    else:
+        assert done.returncode == 1 and "ValueError: planted on rank 1" in done.stderr
+        assert re.search(r"rank\s*: 1 ", done.stderr) and [
+            m["step"] for m in lines(tmp_path / "out" / "metrics.jsonl")
+        ] == [1]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1316,7 +1584,8 @@ class TestEngine:
 
     def test_two_ranks_with_vllm(self, engine, tmp_path):
         """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
-        _, completions = two_rank_run(tmp_path / "out", "vllm")
+        metrics, completions, weights = two_rank_run(tmp_path / "whole", "vllm")
+        assert resumed_on_two_ranks(tmp_path / "whole", "vllm") == (metrics, completions, weights)
         assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
 
     def test_vllm_learns_like_hf(self, engine, default_run, tmp_path):

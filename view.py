@@ -391,6 +391,7 @@ class RunLog:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
             self.history = read_jsonl(self.metrics.path)
+            self.report = reporter(cfg)
         off = not (self.rank0 and sys.stderr.isatty())
         self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
         self.first, self.started = max(0, resumed_from), time.monotonic()
@@ -402,13 +403,14 @@ class RunLog:
             return
         self.metrics.write(metrics)
         self.completions.write(*completion_records(samples, metrics["step"], self.cfg.log_completions))
+        self.report(metrics["step"], trl_names(metrics))
         if metrics["step"] == 0:
             say(f"step 0: eval accuracy {accuracy(metrics)}")
             return
         if "eval_accuracy" in metrics:
             shown = samples[metrics["step"] % len(samples)]
             say(f"  sample: {shown.prompt.text!r} -> {shown.text!r} reward {shown.reward:g}")
-        self.bar.set_postfix(reward=f"{metrics['reward']:.3f}", refresh=False)
+        self.bar.set_postfix(reward=metrics["reward"], refresh=False)
         self.bar.update()
         if self.bar.disable or "eval_accuracy" in metrics:
             seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
@@ -428,6 +430,42 @@ class RunLog:
         values |= dict(steps=step, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
         values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=self.cfg.out_dir)
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
+
+
+def reporter(cfg):
+    """A function (step, values) that sends a step's values to a dashboard; imports its package only when asked."""
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(cfg.out_dir)
+        return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()] and writer.flush()
+    if cfg.report_to == "wandb":
+        import wandb
+
+        run = wandb.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), dir=cfg.out_dir)
+        return lambda step, values: run.log(values, step=step)
+    return lambda step, values: None
+
+
+def trl_names(metrics):
+    """The metrics under the names that TRL's GRPOTrainer gives them, where it has them: dashboards carry over."""
+    names = dict(
+        lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean"
+    )
+    names |= dict(completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio")
+    names |= dict(sampler_gap="sampling/sampling_logp_difference/mean")
+    names |= dict(sampler_gap_max="sampling/sampling_logp_difference/max")
+    values = {}
+    for key, value in metrics.items():
+        if key.startswith("eval_"):
+            key = "eval/" + key.removeprefix("eval_")
+        elif key.startswith("reward/"):
+            key = f"train/rewards/{key.removeprefix('reward/')}/mean"
+        else:
+            key = "train/" + names.get(key, key)
+        if is_number(value):
+            values[key] = value
+    return values
 
 
 def accuracy(metrics):
