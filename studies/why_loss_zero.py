@@ -1,0 +1,99 @@
+"""Why is the loss 0, and does it learn?   python studies/why_loss_zero.py
+
+With one update per rollout the ratio is 1 and every group's advantages sum to 0. So the loss VALUE is predicted here
+from the samples alone, without looking at the loss: beta * KL under `sequence` reduction, that minus the covariance of
+advantage and length (over the mean length) under `token`. A planted bug, a reward that is always 1, is the contrast.
+"""
+
+import numpy as np
+import torch
+from common import CPU, arguments, band, grid, plt, save, scan, train
+
+import grpo
+
+BETA = 0.04
+CASES = {
+    "sequence": ("sequence reduction", "tab:blue"),
+    "token": ("token reduction", "tab:orange"),
+    "bug": ("bug: the reward is always 1", "tab:red"),
+}
+
+
+def run(case, seed, steps):
+    reduction = "token" if case == "token" else "sequence"
+    start = {}
+
+    def before(run, step, samples):
+        if case == "bug":
+            for sample in samples:
+                sample.reward = 1.0
+            run.frac_zero_std = grpo.assign_advantages(samples, step, run.cfg)
+        start.setdefault("parameters", torch.cat([p.detach().flatten() for p in run.policy.parameters()]).clone())
+        grpo.compute_logps(run.policy, samples, "old_logps", run.cfg, CPU)
+
+    def after(run, step, samples):
+        lengths = np.array([len(s.completion_ids) for s in samples])
+        advantages = np.array([s.advantage for s in samples])
+        d = [(s.old_logps - s.ref_logps).astype(float) for s in samples]
+        k3 = [np.expm1(-x) + x for x in d]  # the estimator's value at ratio 1
+        kl = np.concatenate(k3).mean() if reduction == "token" else np.mean([x.mean() for x in k3])
+        covariance = np.cov(advantages, lengths, ddof=0)[0, 1] / lengths.mean() if reduction == "token" else 0.0
+        now = torch.cat([p.detach().flatten() for p in run.policy.parameters()])
+        moved = (now - start["parameters"]).norm().item()
+        return dict(beta_kl=BETA * kl, predicted=BETA * kl - covariance, moved=moved)
+
+    return train(before, after, seed=seed, max_steps=steps, beta=BETA, loss_reduction=reduction)
+
+
+def check(case, history):
+    """The claim, deterministic for a seed."""
+    assert all(abs(m["loss"] - m["predicted"]) < 1e-5 for m in history), f"{case}: the value is not the predicted one"
+    if case == "bug":
+        # the reference's log-probabilities come from other micro-batches and differ by rounding
+        assert all(abs(m["loss"]) < 1e-9 and m["grad_norm"] < 1e-6 for m in history), "the bug has a gradient"
+        assert all(m["moved"] == m["advantage_abs"] == 0 and m["frac_zero_std"] == 1 for m in history)
+    else:
+        assert all(m["grad_norm"] > 0.01 for m in history) and history[-1]["moved"] > 0, f"{case}: no gradient"
+        assert case == "token" or abs(history[0]["loss"]) < 1e-6, "first value is not 0"
+
+
+def main():
+    args = arguments(__doc__)
+    seeds, steps = (range(1), 3) if args.quick else (range(5), 30)
+    found = scan(run, grid(CASES, seeds, [steps]), args.jobs)
+    for (case, *_), history in found.items():
+        check(case, history)
+
+    figure, axes = plt.subplots(2, 3, figsize=(11, 5.6), layout="constrained")
+    panels = {
+        "loss": "loss (value)",
+        "beta_kl": "beta * KL",
+        "grad_norm": "gradient norm, before clipping",
+        "reward": "reward (mean of the step)",
+        "moved": "parameter change, |theta - theta_0|",
+        "advantage_abs": "mean |advantage|",
+    }
+    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
+        for case, (label, colour) in CASES.items():
+            band(axis, [found[case, s, steps] for s in seeds], key, label=label, color=colour)
+        axis.set(title=title, xlabel="step")
+    axes[0, 0].legend()
+    rows = []
+    for case, (label, _) in CASES.items():
+        runs = [found[case, s, steps] for s in seeds]
+        column = {k: np.array([[m[k] for m in h] for h in runs]) for k in (*panels, "predicted", "frac_zero_std")}
+        rows.append([
+            label, f"{np.abs(column['loss'][:, 0]).max():.1e}",
+            f"{column['loss'].min():.3f} to {column['loss'].max():.3f}",
+            f"{np.abs(column['loss'] - column['predicted']).max():.1e}",
+            f"{column['grad_norm'].min():.2g} to {column['grad_norm'].max():.2g}",
+            *(f"{column[k][:, -1].mean():.2f}" for k in ("moved", "frac_zero_std")),
+            f"{column['reward'][:, 0].mean():.2f} -> {column['reward'][:, -3:].mean():.2f}",
+        ])  # fmt: skip
+    header = ["case", "largest loss at step 1", "loss, range", "largest difference from the prediction"]
+    header += ["gradient norm, range", "parameter change", "frac_zero_std, last", "reward, first -> last 3 steps"]
+    save(args, "why_loss_zero", figure, [header, *rows])
+
+
+if __name__ == "__main__":
+    main()
