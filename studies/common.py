@@ -150,6 +150,28 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
     return history
 
 
+class Recorder:
+    """Stands in for the optimiser: keeps the gradient that grpo.update computed."""
+
+    def __init__(self, policy):
+        self.policy, self.param_groups = policy, [{"lr": 0.0}]
+
+    def step(self):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+
+    def zero_grad(self):
+        for p in self.policy.parameters():
+            p.grad = None
+
+
+def update_gradient(run: Run, samples: list, **options):
+    """The gradient [P] of one optimiser step, unclipped, through grpo.update itself."""
+    recorder = Recorder(run.policy)
+    cfg = Config(beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, **options)
+    grpo.update(run.policy, run.policy, recorder, samples, 1, True, cfg, CPU)
+    return recorder.gradient
+
+
 def scan(function, settings: list[tuple], jobs: int) -> dict:
     """{setting: function(*setting)}, `jobs` at a time. Results do not depend on how many or in which order."""
     if jobs == 1:
@@ -166,9 +188,11 @@ def grid(*axes) -> list[tuple]:
 # Statistics and curves
 
 
-def steps_to(threshold: float, window: int = 3):
-    """stop(history): the mean reward of the last `window` steps has reached the threshold."""
-    return lambda history: len(history) >= window and np.mean([m["reward"] for m in history[-window:]]) >= threshold
+def steps_to(threshold: float, history: list[dict], window: int = 3) -> float:
+    """The first step at which the mean reward of the last `window` steps has reached the threshold; inf: never."""
+    rewards = [m["reward"] for m in history]
+    reached = (n for n in range(window, len(rewards) + 1) if np.mean(rewards[n - window : n]) >= threshold)
+    return next(reached, np.inf)
 
 
 def interval(values, n: int = 10_000) -> tuple[float, float, float]:
@@ -190,6 +214,6 @@ def band(axis, histories: list, key: str, **style) -> None:
     """Mean over runs against the step, with the standard error as a band."""
     there = [m["step"] for m in histories[0] if key in m]
     values = np.array([[m[key] for m in h if key in m] for h in histories])  # [runs, steps]
-    mean, error = values.mean(0), values.std(0, ddof=min(1, len(values) - 1)) / np.sqrt(len(values))
+    mean, error = np.nanmean(values, 0), np.nanstd(values, 0) / np.sqrt(max(1, len(values) - 1))
     (line,) = axis.plot(there, mean, **style)
     axis.fill_between(there, mean - error, mean + error, color=line.get_color(), alpha=0.2, lw=0)
