@@ -1,0 +1,112 @@
+"""Off-policy: many updates per rollout, and a sampler that is not the policy.   python studies/off_policy.py
+
+(a) 1, 2, 4, 8 passes over each rollout, with clipping (0.2 / 0.28) and without: clip fraction, ratio, reward.
+(b) One pass, but the samples come from bf16 arithmetic or from weights that are k steps old, with and without
+    truncated importance weights (cap 2) for the difference.
+"""
+
+import copy
+import dataclasses
+
+import numpy as np
+from common import CPU, arguments, band, grid, interval, permutation_test, plt, save, scan, train
+
+import grpo
+
+EPOCHS = (1, 2, 4, 8)
+SAMPLERS = ("same", "bf16", "4 steps old")
+
+
+def reuse(epochs, clip, seed, steps):
+    def after(run, step, samples):
+        grpo.compute_logps(run.policy, samples, "new_logps", run.cfg, CPU)
+        if epochs == 1:  # there update() keeps no old log-probabilities: the sampler's are the same but for rounding
+            log_ratio = np.concatenate([s.new_logps - s.sampler_logps for s in samples])
+        else:
+            log_ratio = np.concatenate([s.new_logps - s.old_logps for s in samples])
+        return dict(log_ratio=float(np.abs(log_ratio).mean()), ratio_q99=float(np.exp(np.quantile(log_ratio, 0.99))))
+
+    options = {} if clip else dict(clip_low=1.0, clip_high=1e6)
+    return train(after=after, evals=(steps,), num_epochs=epochs, seed=seed, max_steps=steps, **options)
+
+
+def mismatch(sampler, cap, seed, steps):
+    weights = []  # before step 1, 2, ...
+
+    def before(run, step, samples):
+        if step == 1 and sampler == "bf16":
+            cfg = dataclasses.replace(run.cfg, dtype="bfloat16")
+            run.sampler = grpo.HFSampler(run.model, run.sampler.eos_ids, run.sampler.pad_id, cfg)
+        elif step == 1 and sampler != "same":
+            stale = copy.deepcopy(run.model)
+            run.sampler = grpo.HFSampler(stale, run.sampler.eos_ids, run.sampler.pad_id, run.cfg)
+        weights.append(copy.deepcopy(run.model.state_dict()))
+
+    def after(run, step, samples):
+        if "old" in sampler:
+            delay = int(sampler.split()[0])
+            weights[: -delay - 1] = []
+            run.sampler.model.load_state_dict(weights[max(0, len(weights) - delay)])
+        if step == steps:  # the policy itself is evaluated
+            run.sampler = grpo.HFSampler(run.model, run.sampler.eos_ids, run.sampler.pad_id, run.cfg)
+        return {}
+
+    return train(before, after, evals=(steps,), tis_cap=cap, seed=seed, max_steps=steps)
+
+
+def summary(histories):
+    """Reward over all steps, at the end, and accuracy, each with its interval."""
+    rewards = np.array([[m["reward"] for m in h] for h in histories])  # [seeds, steps]
+    values = rewards.mean(1), rewards[:, -3:].mean(1), [h[-1]["eval_accuracy"] for h in histories]
+    return rewards.mean(1), ["{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in values]
+
+
+def main():
+    args = arguments(__doc__)
+    seeds, steps, late, epochs_, samplers = range(5), 9, 14, EPOCHS, SAMPLERS
+    if args.quick:
+        seeds, steps, late, epochs_, samplers = range(1), 1, 1, (2,), ("4 steps old",)
+    reused = scan(reuse, grid(epochs_, (True, False), seeds, [steps]), args.jobs)
+    stale = scan(mismatch, grid(samplers, (0.0, 2.0), seeds, [late]), args.jobs)
+
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
+    head = ["reward, mean of all steps (95 %)", "reward, last 3 steps (95 %)", "accuracy (95 %)", "p of the first"]
+    first = [["updates per rollout", "clipping", "clip fraction", "mean abs(log ratio)", "ratio, 99 % quantile", *head]]
+    for i, epochs in enumerate(epochs_):
+        areas = {}
+        for clip in (True, False):
+            histories = [reused[epochs, clip, s, steps] for s in seeds]
+            style = dict(color=f"C{i}", ls="-" if clip else ":", label=f"{epochs}" + ("" if clip else ", no clipping"))
+            for axis, key in zip(axes[0], ("clip_frac", "log_ratio", "reward"), strict=True):
+                if key != "clip_frac" or clip:
+                    band(axis, histories, key, **style)
+            areas[clip], text = summary(histories)
+            keys = ("clip_frac", "log_ratio", "ratio_q99")
+            means = [f"{np.mean([[m[k] for m in h] for h in histories]):.3f}" for k in keys]
+            p = "" if clip else f"{permutation_test(areas[True], areas[False]):.2f}"
+            first.append([epochs, "yes" if clip else "no", *means, *text, p])
+    for axis, title in zip(axes[0], ("clip fraction", "mean |log ratio| after the updates", "reward"), strict=True):
+        axis.set(title=f"(a) {title}", xlabel="rollout")
+    axes[0, 2].legend(title="updates per rollout", fontsize=7, ncols=2)
+    second = [["sampler", "importance weights", "mean abs(log-probability gap)", *head]]
+    for i, sampler in enumerate(samplers):
+        areas = {}
+        for cap, axis in ((0.0, axes[1, 0]), (2.0, axes[1, 1])):
+            histories = [stale[sampler, cap, s, late] for s in seeds]
+            band(axis, histories, "reward", color=f"C{i}", label=sampler)
+            axis.set(title=f"(b) reward, {'truncated weights' if cap else 'no weights'}", xlabel="rollout", ylim=(0, 1))
+            areas[cap], text = summary(histories)
+            gap = np.mean([[m["sampler_gap"] for m in h] for h in histories])
+            p = f"{permutation_test(areas[0.0], areas[2.0]):.2f}" if cap else ""
+            second.append([sampler, "cap 2" if cap else "none", f"{gap:.1e}", *text, p])
+            mean, low, high = interval(areas[cap])
+            style = dict(fmt="o" if cap else "s", mfc=None if cap else "white", capsize=3, color=f"C{i}")
+            axes[1, 2].errorbar(i + (0.12 if cap else -0.12), mean, [[mean - low], [high - mean]], **style)
+    axes[1, 0].legend(fontsize=7, title="samples from weights that are")
+    axes[1, 2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers], fontsize=8)
+    axes[1, 2].set(title="(b) mean reward of all steps, 95 %: hollow no weights")
+    save(args, "off_policy", figure, first, second)
+
+
+if __name__ == "__main__":
+    main()
