@@ -39,6 +39,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -240,7 +241,10 @@ def join_world(device: torch.device) -> World:
         return World(0, 1, device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        store, rank, size = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun --max_restarts keeps the addresses of the dead
+            store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -1267,6 +1267,33 @@ def test_the_readme_matches_the_file():
         assert code[int(number) - 1].startswith(f"# {title}")
     for f in dataclasses.fields(Config):
         assert f"| `--{f.name}` |" in text
+    for link in re.findall(r"\]\(((?:studies|sample_data)/[^)#]+)", text):
+        assert os.path.exists(os.path.join(HERE, link)), link
+    with open(__file__) as tests:
+        names = re.findall(r"def (test_\w+)", tests.read())
+    for name in re.findall(r"`(test_\w+)\*?`", text):
+        assert any(known.startswith(name) for known in names), name
+    for flag in re.findall(r"(?<![\w-])--([a-z_]+)", text.replace("--extra-index-url", "").replace("--no-deps", "")):
+        known = [f.name for f in dataclasses.fields(Config)]
+        assert flag in [*known, "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"] + [
+            "step", "html", "seed", "pid",
+        ], flag  # fmt: skip
+
+
+def test_the_readmes_worked_example():
+    with open(os.path.join(HERE, "README.md")) as readme:
+        text = readme.read()
+    a = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+    assert ", ".join(f"{x:+.4f}" for x in a) in text
+    mask = torch.arange(6) < torch.tensor([[4], [2], [2], [6]])
+    for reduction in REDUCTIONS:
+        logps = torch.full((4, 6), -1.0, requires_grad=True)
+        cfg = Config(loss_reduction=reduction, max_completion_length=8)
+        loss, _ = grpo_loss(logps, logps.detach(), logps.detach(), None, a, mask, cfg, 14, 4)
+        (grad,) = torch.autograd.grad(loss, logps)
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{reduction}`: "))
+        assert f"**{loss.item() + 0.0:.4f}**".replace("-0.0000", "0.0000") in row
+        assert ", ".join(f"{x:+.4f}" for x in grad[:, 0]) in row
 
 
 # ----------------------------------------------------------------------------------------------------------------
