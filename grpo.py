@@ -348,7 +348,7 @@ def encode_prompts(rows: list[dict], columns: set[str], tokenizer, cfg: Config, 
     for number, row in enumerate(rows, 1):
         for column in sorted(columns | (fields if template else {"prompt"})):
             if column not in row:
-                why = f", which --reward {cfg.reward} reads" if column in columns else ""
+                why = f", which --reward {cfg.reward} reads" if column in columns else "; see --prompt_template"
                 raise ConfigError(f"--{name} {path} row {number}: no column '{column}'{why}")
         prompt = template.format_map(row) if template else row["prompt"]
         messages = [{"role": "user", "content": prompt}] if cfg.system_prompt and isinstance(prompt, str) else prompt

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -547,12 +548,19 @@ def logps_of(policy, samples):
     return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"])
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # Gemma 2 soft-caps its logits after the head
+MODELS = [
+    ("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3", {}), ("llama", {}), ("gemma", {}),
+    ("gemma2", {}),  # soft-caps its logits after the head
+    ("gemma3", {}), ("mistral", dict(sliding_window=4)), ("mixtral", {}), ("qwen2", dict(vocab_size=64)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logps_are_the_models_own(kind, temperature):
-    model = tiny_model(kind)
+@pytest.mark.parametrize("kind, options", MODELS)
+def test_logps_are_the_models_own(kind, options, temperature):
+    model = tiny_model(kind, **options)
     policy = Policy(model, temperature)
-    assert policy.plain_head is (kind == "qwen2")
+    assert policy.plain_head is (kind != "gemma2")
     samples = random_samples(7, 7)
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
@@ -564,6 +572,40 @@ def test_logps_are_the_models_own(kind, temperature):
         alone, _ = logps_of(policy, [s])
         assert torch.allclose(alone[0], together[i, :n], atol=1e-5)
         assert (together[i, n:] == 0).all()
+
+
+@pytest.mark.parametrize("kind, options", MODELS)
+def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    if kind == "mixtral":
+        options = dict(num_experts_per_tok=4)  # so that every expert is used
+    model, tokenizer = tiny_model(kind, **options), grpo.load_tokenizer(Config())
+    policy, cfg = Policy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    samples = random_samples(24, 4)
+    for s in samples[::3]:  # every token of the vocabulary is used
+        s.completion_ids[:] = (np.arange(len(s.completion_ids)) + len(s.prompt.ids) * 3) % 32
+    optimizer = grpo.make_optimizer(policy, cfg)
+    grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+    assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
+    path = grpo.save_checkpoint(1, model, model.generation_config, tokenizer, optimizer, {}, cfg, CPU)
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.arange(2, 20)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_end_and_padding_tokens_from_everywhere():
+    tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None)
+    for eos, expected in ((None, [2]), (7, [7, 2]), ([7, 2], [7, 2])):
+        config = types.SimpleNamespace(eos_token_id=eos)
+        assert grpo.special_ids(config, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
+    tokenizer.pad_token_id, tokenizer.eos_token_id = 0, None
+    assert grpo.special_ids(types.SimpleNamespace(eos_token_id=[7]), tokenizer, Config()) == ([7], 0)
+    with pytest.raises(ConfigError, match="names an EOS token"):
+        grpo.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
+    assert grpo.decode(grpo.load_tokenizer(Config()), [8, 10**6]) == "3"  # ids of a padded vocabulary have no text
 
 
 def test_the_head_is_chunked_and_the_chunks_change_nothing(monkeypatch):
@@ -863,6 +905,50 @@ def test_prompt_template_and_show_prompt(tmp_path, capsys):
     assert grpo.train(Config(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))) == []
     text, ids = capsys.readouterr().out.splitlines()
     assert text.endswith("+1=") and tokenizer.decode(json.loads(ids)) == text and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "data, options",
+    [
+        ("gsm8k_train.jsonl", dict(reward="gsm8k", prompt_template="{question}", system_prompt="Think.")),
+        (
+            "gsm8k_train.jsonl",
+            dict(
+                reward="gsm8k,overlong",
+                prompt_template="{question}",
+                scale_rewards="none",
+                loss_reduction="constant",
+                beta=0,
+            ),
+        ),
+        (
+            "gsm8k_train.jsonl",
+            dict(
+                reward="math",
+                prompt_template="{question}",
+                ratio_level="sequence",
+                loss_reduction="sequence",
+                clip_low=3e-4,
+            ),
+        ),
+        ("countdown.jsonl", dict(reward="countdown,format:0.1")),
+    ],
+)
+def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monkeypatch):
+    if options["reward"] == "math":
+        pytest.importorskip("math_verify")
+    load = grpo.load_tokenizer
+
+    def with_template(cfg):
+        tokenizer = load(cfg)
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+        return tokenizer
+
+    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    path = os.path.join(HERE, "sample_data", data)
+    options = dict(max_steps=1, max_prompt_length=5000, num_minibatches=1, train_data=path) | options
+    [metrics] = small_run(tmp_path / "out", **options)
+    assert not [key for key in metrics if key.startswith("reward_failed")] and metrics["tokens"] > 0
 
 
 def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
@@ -1399,6 +1485,25 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, tmp_path):
     assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
     for key in ("loss", "grad_norm", "reward", "kl_k3", "entropy", "tokens"):
         assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+
+
+def test_two_machines(two_ranks, tmp_path):
+    """Two torchrun agents that meet over the network: the same run, and only rank 0 writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    command += [f"--rdzv_endpoint={meet}", os.path.join(HERE, "grpo.py"), *map(str, PRIME), "--rollout", "hf"]
+    agents = []
+    for node in (0, 1):  # not a shared directory: the second machine's stays empty
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        options |= dict(env=os.environ | {"OMP_NUM_THREADS": "1"})
+        agents.append(subprocess.Popen([*command, "--out_dir", str(tmp_path / f"node{node}")], **options))
+    outputs = [agent.communicate(timeout=600)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    written = [node for node in (0, 1) if (tmp_path / f"node{node}" / "metrics.jsonl").exists()]
+    assert len(written) == 1 and sum("watch reward" in text for text in outputs) == 1
+    assert state_of(tmp_path / f"node{written[0]}") == two_ranks[1]
 
 
 @pytest.mark.parametrize("kill", [False, True])
