@@ -980,6 +980,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
         n_sequences = max(1, len(counted))
         n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
 
+        if not cfg.beta:  # without a KL term a sample without advantage has no gradient: its passes are saved
+            minibatch = [s for s in minibatch if s.advantage != 0] or minibatch[:1]
         shares = [pack(share, cfg.micro_batch_tokens) for share in deal(minibatch, world.size)]
         rounds = max(len(share) for share in shares)  # a rank with fewer joins in with weight zero: none waits
         stats, log_ratios = {"loss": 0.0}, np.zeros(0, np.float32)

@@ -760,6 +760,25 @@ def test_no_step_without_a_signal():
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
+def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
+    """Same gradient and loss, fewer passes; with a KL term they stay in."""
+    samples = random_samples(12, 4)
+    for s in samples[::3]:
+        s.advantage = 0.0
+
+    def passes(beta, only):
+        policy, seen = Policy(tiny_model(), 1.0), []
+        policy.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        cfg = Config(beta=beta, max_grad_norm=0, loss_reduction="sequence", micro_batch_tokens=1)
+        rows = [dataclasses.replace(s, advantage=s.advantage if only else s.advantage or 1e-30) for s in samples]
+        grad, metrics = update_gradient(cfg, rows, policy=policy)
+        return len(seen), grad, metrics["loss"]
+
+    (few, grad, loss), (all_, whole, loss_whole) = passes(0.0, True), passes(0.0, False)
+    assert (few, all_) == (8, 12) and relative(grad, whole) < 1e-6 and loss == pytest.approx(loss_whole, rel=1e-6)
+    assert passes(0.1, True)[0] == 12
+
+
 def test_gradient_is_clipped_once_and_logged_before_clipping():
     samples = random_samples(6, 3)
     free, metrics = update_gradient(Config(max_grad_norm=0), samples)
@@ -1572,6 +1591,15 @@ def fault_run(out, sampler, fault, monkeypatch):
     return [m["sampler_gap"] for m in lines(os.path.join(out, "metrics.jsonl"))], end
 
 
+QUESTIONS = ["520+773=", "111+222=", "989+898="]
+
+
+def greedy_params():
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=20)
+
+
 def vllm_worker(folder):
     """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
@@ -1630,6 +1658,10 @@ def vllm_worker(folder):
         sampler = grpo.VLLMSampler([1], 150, Config(temperature=0.7, **bundled), CPU)
         results["fault raw"] = fault_run(f"{folder}/raw", sampler, "raw", monkeypatch)
     sampler.close()
+    checkpoint = f"{folder}/whole/step_000003"  # as users load it: by path, with its tokenizer, no push
+    llm = LLM(checkpoint, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**26, enforce_eager=True)
+    results["texts"] = [o.outputs[0].text for o in llm.generate(QUESTIONS, greedy_params(), use_tqdm=False)]
+    llm.llm_engine.engine_core.shutdown()
     half = Config(dtype="bfloat16", **bundled)
     sampler = grpo.VLLMSampler([1], 150, half, CPU)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -1713,6 +1745,20 @@ class TestEngine:
         assert state_of(engine[0] / "resumed") == state_of(engine[0] / "whole")
         for m in lines(engine[0] / "off_policy" / "metrics.jsonl"):  # two updates a rollout: against the old policy
             assert m["sampler_gap"] < 1e-5
+
+    def test_vllm_and_transformers_load_a_checkpoint_and_answer_like_the_eval(self, engine):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        path = engine[0] / "whole" / "step_000003"
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        prompts = [tokenizer(text)["input_ids"] for text in QUESTIONS]
+        sampler = sampler_of(grpo.load_model(str(path), Config()), max_completion_length=20)
+        evaluated = [
+            tokenizer.decode(c.ids, skip_special_tokens=True) for [c] in sampler.generate(prompts, 1, [0] * 3, 0)
+        ]
+        for ids, expected, served in zip(prompts, evaluated, engine[1]["texts"], strict=True):
+            out = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
+            assert tokenizer.decode(out, skip_special_tokens=True) == expected == served
 
     def test_two_ranks_with_vllm(self, engine, tmp_path):
         """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
