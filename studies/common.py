@@ -138,7 +138,7 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
     for step in range(1, run.cfg.max_steps + 1):
         samples = run.rollout(step)
         metrics = dict(step=step) | (before(run, step, samples) or {} if before else {})
-        metrics |= dict(frac_zero_std=run.frac_zero_std) | grpo.sample_metrics(samples, run.cfg)
+        metrics |= dict(frac_zero_std=run.frac_zero_std) | grpo.sample_metrics(samples, [], run.cfg)
         metrics |= run.update(samples, step)
         if after:
             metrics |= after(run, step, samples)
