@@ -1,0 +1,155 @@
+"""The checks of check.py, one for each variant: each runs the patched copy, then proves what its patch is for."""
+
+import importlib.util
+import json
+
+import torch
+from safetensors.torch import load_file
+
+# a few tokens: probability before, after, advantage -> d(loss)/d(log-probability), clipped or masked tokens
+OBJECTIVES = {
+    "cispo": ([0.1, 0.2, 0.8], [0.8, 0.2, 0.04], [1, 1, -1], [-5, -1, 0.05], 1, "ratio 8 still learns, with weight 5"),
+    "dual_clip": ([0.1, 0.1, 0.1], [0.8, 0.2, 0.8], [-1, -1, 1], [0, 2, 0], 2, "A < 0: ratio 8 is cut, 2 is not"),
+    "dppo": ([0.001, 0.5, 0.9, 0.5], [0.01, 0.9, 0.5, 0.9], [1, 1, -1, -1], [-10, 0, 0, 1.8], 2,
+             "0.001 to 0.01 is kept, 0.5 to 0.9 is masked, but not where it moves back"),
+}  # fmt: skip
+
+
+def near(found, expected, atol=1e-9) -> bool:
+    return torch.allclose(torch.as_tensor(found).double(), torch.as_tensor(expected).double(), rtol=0, atol=atol)
+
+
+def check_objective(copy):
+    copy.run(*"--num_epochs 2 --num_minibatches 2 --learning_rate 3e-3".split())  # so that ratios leave 1
+    before, after, advantages, gradient, clipped, shown = OBJECTIVES[copy.name]
+    old, logps = (torch.tensor(p, dtype=torch.float64).log()[:, None] for p in (before, after))
+    cfg, A = copy.grpo.Config(beta=0.0, tis_cap=0.0), torch.tensor(advantages).double()
+    everything = (logps.requires_grad_(), old, None, None, A, torch.ones_like(old), cfg, 1, len(A))
+    loss, stats = copy.grpo.grpo_loss(*everything)
+    loss.backward()
+    assert near(logps.grad[:, 0], gradient) and stats["clip_frac"] == clipped, (logps.grad, stats)
+    return shown
+
+
+check_cispo = check_dual_clip = check_dppo = check_objective
+
+
+def check_rloo(copy):
+    copy.run()
+    rewards = torch.rand(3, 5, dtype=torch.float64)
+    expected = [r - (sum(group) - r) / 4 for group in rewards.tolist() for r in group]
+    assert near(copy.grpo.group_advantages(rewards.flatten(), 5, "loo"), expected)
+    return "advantages are r minus the mean of the others"
+
+
+def check_maxrl(copy):
+    copy.run()
+    rewards, scores = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0]).double(), torch.rand(4, dtype=torch.float64)
+    advantages = copy.grpo.group_advantages(rewards, 4, "mean")
+    assert near(advantages[:4] @ scores / 4, scores[[0, 3]].mean() - scores.mean()) and near(advantages[4:], 0.0)
+    return "mean score of the successes minus mean score of all; 0 without a success"
+
+
+def check_entropy_bonus(copy):
+    copy.run()
+    policy, cfg = copy.policy(), copy.grpo.Config(entropy_coef=0.5, beta=0.0)
+
+    def bonus():
+        logps, entropy = policy(torch.arange(5, 13)[None], torch.tensor([3]), torch.tensor([5]))
+        same = (logps, logps.detach(), None, None, torch.zeros(1), torch.ones_like(logps), cfg, 5, 1)
+        return copy.grpo.grpo_loss(*same, entropy=entropy)[0], -0.5 * entropy.mean().item()
+
+    loss, expected = bonus()
+    assert near(loss.item(), expected), "the bonus does not go through the token reduction"
+    loss.backward()
+    square = sum(p.grad.square().sum().item() for p in policy.parameters())
+    for p in policy.parameters():
+        p.data -= 1e-6 * p.grad
+    slope = (expected - bonus()[1]) / 1e-6
+    assert square > 0 and abs(slope / square - 1) < 0.01, f"slope {slope}, gradient squared {square}"
+    return "a step along the bonus raises the entropy by what its gradient says"
+
+
+def check_moving_reference(copy):
+    kl = [step["kl_k3"] for step in copy.run("--ref_sync_every", 2, "--max_steps", 4)]
+    assert max(kl[0], kl[2]) < 1e-9 < 1e-6 < min(kl[1], kl[3]), kl
+    copy.run("--ref_sync_every", 2, "--max_steps", 3, out="again")
+    again = copy.run("--ref_sync_every", 2, "--max_steps", 4, "--resume", out="again")
+    assert again[-1]["kl_k3"] == kl[3], "a resume loses the reference"
+    return "KL 0 after each sync and only then; a resume is exact"
+
+
+def check_dynamic_resampling(copy):
+    once, more = (copy.run("--max_steps", 3, "--seed", 1, "--max_draws", n, out=f"out{n}") for n in (1, 8))
+    empty = sum(step["frac_zero_std"] for step in once) / 3
+    assert empty > 0 and all(step["frac_zero_std"] == 0 for step in more) and any(step["draws"] > 1 for step in more)
+    return f"groups without a signal: {empty:.0%} before, none after"
+
+
+def check_lora(copy):
+    flags = ["--learning_rate", "3e-3", "--beta", 0]
+    straight = copy.run(*flags, "--max_steps", 3, "--save_every", 2)
+    (saved, state), base = copy.saved(), load_file(copy.directory / "sample_data" / "model" / "model.safetensors")
+    state, trained = state["parameters"], 0
+    for name, weight in base.items():
+        layer = name.removesuffix(".weight")
+        assert torch.equal(state.get(f"{layer}.base_layer.weight", state.get(name)), weight), f"{name} has changed"
+        if f"{layer}.lora_B.default.weight" in state:
+            A, B = (state[f"{layer}.lora_{x}.default.weight"] for x in "AB")
+            weight, trained = weight + 32 / 16 * (B @ A), trained + bool(B.any())
+        assert near(saved[name], weight, 1e-6), f"{name} is not base plus adapter"
+    assert trained == 21 and saved.keys() == base.keys(), (trained, saved.keys() ^ base.keys())
+    copy.run(*flags, out="again")
+    again = copy.run(*flags, "--max_steps", 3, "--resume", out="again")
+    assert again[-1]["grad_norm"] == straight[-1]["grad_norm"], "a resume is not exact"
+    engine = "vllm" if importlib.util.find_spec("vllm") else "hf"
+    gap = max(step["sampler_gap"] for step in copy.run(*flags, "--rollout", engine, out="engine"))
+    assert gap < 1e-4, f"{engine} samples from other weights: gap {gap}"
+    return f"base unchanged, 21 adapters trained, checkpoint merged, a resume is exact, gap to {engine} {gap:.0e}"
+
+
+PROBE = """
+import grpo
+
+make_optimizer, made = grpo.make_optimizer, []
+grpo.make_optimizer = lambda *arguments: made.append(make_optimizer(*arguments)) or made[0]
+grpo.train(grpo.parse_args())
+held = sum(moment.numel() for state in made[0].optim.state.values() for moment in state.values())
+everything = sum(2 * p.numel() for group in made[0].param_groups for p in group["params"])
+assert 0 < held < 0.7 * everything, f"this rank holds {held} of {everything}"
+"""
+
+
+def check_zero1(copy):
+    (copy.directory / "probe.py").write_text(PROBE)
+    copy.run(ranks=2, program="probe.py")
+    copy.run(ranks=2, program="plain.py", out="plain")
+    (found, state), (expected, plain) = copy.saved(), copy.saved("plain")
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "other weights than AdamW's"
+    moments = [(state["optimizer"]["state"][i], plain["optimizer"]["state"][i]) for i in plain["optimizer"]["state"]]
+    assert all(torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"]) for mine, theirs in moments)
+    return "weights and gathered moments are those of AdamW to the bit, a rank holds less than 70 % of them"
+
+
+def check_guess_number(copy):
+    grpo, file = copy.grpo, copy.directory / "guess.jsonl"
+    rows = [dict(prompt=f"{n:03d}+000=", answer=str(n % 7 * 100)) for n in range(100, 200)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    gap = max(step["sampler_gap"] for step in copy.run("--train_data", file, "--max_turns", 3))
+    assert gap < 1e-4, f"gap {gap}: a turn does not see the turns before it"
+    cfg, world, hints = grpo.Config(train_data=str(file), max_turns=3), grpo.World(0, 1, torch.device("cpu")), 0
+    tokenizer = grpo.load_tokenizer(cfg)
+    prompts, _ = grpo.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
+    sampler = grpo.HFSampler(copy.policy().model, [tokenizer.eos_token_id], tokenizer.pad_token_id, cfg)
+    for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
+        guess = []
+        for token, in_loss in zip(s.completion_ids, grpo.collate([s], world.device)["mask"][0], strict=True):
+            if in_loss:
+                guess.append(token)
+                continue
+            higher = int(grpo.decode(tokenizer, guess)) < int(s.prompt.row["answer"])
+            assert grpo.decode(tokenizer, [token]) == ("+" if higher else "="), "a token that is no hint is masked"
+            guess, hints = [], hints + 1
+        assert grpo.decode(tokenizer, guess) == s.text, "the reward does not see the last guess"
+    assert hints > 8
+    return f"{hints} hints are right and out of the loss, later turns see them (gap {gap:.0e})"
