@@ -131,6 +131,25 @@ def check_zero1(copy):
     return "weights and gathered moments are those of AdamW to the bit, a rank holds less than 70 % of them"
 
 
+def check_fsdp2(copy):
+    flags, held = ["--save_every", 2, "--micro_batch_tokens", 200], {}
+    for out, program in (("out", "grpo.py"), ("plain", "plain.py")):
+        held[out] = copy.run(*flags, "--max_steps", 3, program=program, out=out, ranks=2)
+    for ours, plain in zip(held["out"], held["plain"], strict=True):
+        assert abs(ours["grad_norm"] / plain["grad_norm"] - 1) < 1e-3, f"{ours['grad_norm']} {plain['grad_norm']}"
+    assert max(step["sampler_gap"] for step in held["out"]) < 1e-4, "the sampler has other weights"
+    (found, state), (expected, plain) = copy.saved(), copy.saved("plain")
+    assert all(near(found[name], expected[name], 1e-5) for name in expected), "other weights than DDP's"
+    moments = {name.removeprefix("model."): value["exp_avg"] for name, value in state["optimizer"]["state"].items()}
+    assert sum(m.numel() for m in moments.values()) == sum(w.numel() for w in expected.values()), (
+        "moments in part"
+    )
+    copy.run(*flags, out="again", ranks=2)
+    again = copy.run(*flags, "--max_steps", 3, "--resume", out="again", ranks=2)
+    assert again[-1]["grad_norm"] == held["out"][-1]["grad_norm"], "a resume is not exact"
+    return "gradient norms and weights are DDP's, moments are saved whole, a resume is exact"
+
+
 def check_guess_number(copy):
     grpo, file = copy.grpo, copy.directory / "guess.jsonl"
     rows = [dict(prompt=f"{n:03d}+000=", answer=str(n % 7 * 100)) for n in range(100, 200)]
