@@ -1417,7 +1417,8 @@ def train(cfg: Config) -> list[dict]:
         signals.save = False
         stop = any(stop for stop, _ in asked)
         due = cfg.save_every and step % cfg.save_every == 0
-        if rank0 and (due or last or better or stop or any(save for _, save in asked)):
+        saving = due or last or better or stop or any(save for _, save in asked)
+        if rank0 and saving:
             saved = save_checkpoint(step, model, generation_config, tokenizer, optimizer, best, cfg, world)
             if stop and saved:
                 say(f"signal: stopped after step {step}, saved in {saved}; go on with --resume")

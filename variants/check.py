@@ -36,7 +36,7 @@ class Copy:
         patch = HERE / f"{name}.patch"
         self.lines = sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2  # two name the file
         assert self.lines <= MOST_LINES, f"{self.lines} changed lines, more than {MOST_LINES}"
-        self.execute("patch", "-p1", "--fuzz=0", "--input", str(patch))
+        self.execute("git", "apply", str(patch))
         spec = importlib.util.spec_from_file_location(f"grpo_{name}", self.directory / "grpo.py")
         sys.path.insert(0, directory)
         self.grpo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
