@@ -1367,6 +1367,8 @@ def train(cfg: Config) -> list[dict]:
         "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
         "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
     )
+    if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
+        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
     signals, clock = Signals(), Clock(device)
     step, tokens_seen, bad, loop_started = first, 0, 0, time.monotonic()
     with clock("sync"):

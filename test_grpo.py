@@ -508,6 +508,24 @@ def test_truncated_importance_weights():
         assert torch.allclose(torch.autograd.grad(loss, logps)[0], plain * torch.tensor([weights], dtype=F64))
 
 
+def test_importance_weights_keep_the_expected_gradient():
+    """Samples of another distribution (a sampler in bfloat16, say), exactly, by enumeration of a small vocabulary."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=g, dtype=F64, requires_grad=True)
+    sampler = (logits.detach() + 0.5 * torch.randn(6, generator=g, dtype=F64)).log_softmax(0)
+    value = torch.randn(6, generator=g, dtype=F64)  # the advantage of each token
+    (exact,) = torch.autograd.grad(-(logits.softmax(0) * value).sum(), logits)
+
+    def expected(cap):
+        logps = logits.log_softmax(0)[:, None]  # [N = 6, T = 1]: every token once, weighed by how often it is sampled
+        args = (logps, logps.detach(), None, sampler[:, None], value * sampler.exp(), torch.ones(6, 1))
+        return torch.autograd.grad(grpo_loss(*args, Config(beta=0, tis_cap=cap), 1, 6)[0], logits)[0]
+
+    assert relative(expected(1e9), exact) < 1e-12
+    assert relative(expected(0), exact) > 0.05  # without the weights it points elsewhere
+    assert relative(expected(2.0), exact) < relative(expected(0), exact)
+
+
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
 def test_padding_may_hold_anything(rubbish, options):
@@ -989,6 +1007,12 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
         grpo.read_rows("org/name", "train_data")
 
 
+def test_k1_as_a_loss_warns(tmp_path, capsys):
+    for options, warned in ((dict(kl_estimator="k1"), True), (dict(), False), (dict(kl_estimator="k1", beta=0), False)):
+        small_run(tmp_path / "out", max_steps=0, **options)
+        assert ("expected gradient of zero" in capsys.readouterr().out) is warned
+
+
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
     sent = {}
@@ -1245,6 +1269,21 @@ def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(start, undisturbed, tmp_p
     assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
     small_run(out, train_data=rows, resume="latest")
     assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_second_signal_ends_the_run_at_once(start, undisturbed, tmp_path):
+    """In the middle of a step that would take an hour; what was saved stays."""
+    out, slow = tmp_path / "out", tmp_path / "slow.py"
+    slow.write_text("import time\ndef f(completion, row):\n    open(__file__ + '.on', 'w')\n    time.sleep(3600)\n")
+    shutil.copytree(undisturbed, out)
+    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=9)
+    pid, wait = start(out, **options, reward=f"overlong,{slow}:f", reward_timeout=3600)
+    wait_for(lambda: os.path.exists(f"{slow}.on"))
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(1.5)  # less: the same Ctrl-C, passed on by torchrun
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(wait()) == 128 + signal.SIGTERM
+    assert state_of(out)[2] == state_of(undisturbed)[2]
 
 
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
