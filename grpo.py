@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import gc
 import importlib.util
 import json
 import math
@@ -1431,6 +1432,8 @@ def train(cfg: Config) -> list[dict]:
     scorer.close()
     if world.size > 1:
         dist.barrier()  # nobody leaves while rank 0 still writes
+        del ddp  # before its group: freed after it, it can wait for gloo's thread while that waits for the GIL
+        gc.collect()
     sampler.close()
     if "RANK" in os.environ and dist.is_initialized():  # an engine that closes may have ended it
         dist.destroy_process_group()

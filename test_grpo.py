@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import html.parser
 import importlib.util
 import itertools
@@ -150,6 +151,8 @@ def torchrun_worker(out):
     if world.rank == 0:
         torch.save(results, out)
     torch.distributed.barrier()
+    del ddp
+    gc.collect()  # as train() does, and why: there
     torch.distributed.destroy_process_group()
 
 
