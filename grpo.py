@@ -1343,6 +1343,10 @@ def train(cfg: Config) -> list[dict]:
         prepare_out_dir(cfg)
 
     world = join_world(device)
+    if len(set(world.gather([state["step"] if state else 0]))) > 1:
+        raise TrainingError(
+            f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it, or copy them"
+        )
     policy = Policy(model, cfg.temperature)
     reference = Policy(reference_model, cfg.temperature) if reference_model else None
     if cfg.gradient_checkpointing:

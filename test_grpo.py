@@ -1165,6 +1165,19 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, ca
         small_run(out, resume=str(out / "step_000003.stale"))
 
 
+def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(undisturbed, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    state = torch.load(out / "step_000004" / "trainer_state.pt", weights_only=True)
+    torch.save(state | dict(world_size=2), out / "step_000004" / "trainer_state.pt")
+    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=5)
+    assert [m["step"] for m in small_run(out, **options)] == [1, 2, 3, 4, 5]
+    assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
+    monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
+    with pytest.raises(grpo.TrainingError, match="the machines hold different checkpoints"):
+        small_run(out, **options)
+
+
 def test_an_earlier_run_is_moved_aside_and_nothing_to_resume_is_said(tmp_path, capsys):
     out = tmp_path / "out"
     small_run(out, max_steps=1)
@@ -1259,14 +1272,15 @@ def lines_whole(path):
     return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
 
 
-def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(start, undisturbed, tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(start, undisturbed, tmp_path, stop):
     out = tmp_path / "out"
     rows = str(undisturbed.parent / "rows.jsonl")
     pid, wait = start(out, train_data=rows, save_every=0)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
     os.kill(pid, signal.SIGUSR1)
     wait_for(lambda: len(grpo.checkpoints(str(out))) >= 1)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, stop)
     assert wait() == 0
     steps = len(lines(out / "metrics.jsonl"))
     assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
