@@ -77,7 +77,7 @@ class Run:
             self.model, *grpo.special_ids(self.model.generation_config, self.tokenizer, cfg), cfg
         )
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = reward.Scorer(reward.load_rewards(cfg.reward))
+        self.scorer = reward.Scorer(grpo.load_rewards(cfg))
 
     def rollout(self, step: int, prompts=None) -> list:
         """Scored samples with advantages, groups consecutive."""
@@ -120,15 +120,12 @@ class Run:
         return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
-SETS = ("train_data", "eval_data")
-
-
 @functools.cache
 def data():
     cfg = Config()
-    tokenizer = grpo.load_tokenizer(cfg)
-    read = (grpo.encode_prompts(grpo.read_rows(getattr(cfg, n), n), {"answer"}, tokenizer, cfg, n) for n in SETS)
-    return tokenizer, *read
+    tokenizer, rewards = grpo.load_tokenizer(cfg), grpo.load_rewards(cfg)
+    sets = (grpo.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
+    return tokenizer, *(prompts for prompts, _ in sets)
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
@@ -217,3 +214,11 @@ def band(axis, histories: list, key: str, **style) -> None:
     mean, error = np.nanmean(values, 0), np.nanstd(values, 0) / np.sqrt(max(1, len(values) - 1))
     (line,) = axis.plot(there, mean, **style)
     axis.fill_between(there, mean - error, mean + error, color=line.get_color(), alpha=0.2, lw=0)
+
+
+def bands(axes, panels: dict, runs: list[tuple], xlabel: str) -> None:
+    """A panel for each {key: title}, with a band for each (histories, style) of `runs`."""
+    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
+        for histories, style in runs:
+            band(axis, histories, key, **style)
+        axis.set(title=title, xlabel=xlabel)

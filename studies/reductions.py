@@ -6,7 +6,7 @@ wrong answers grow longer over training.
 """
 
 import numpy as np
-from common import arguments, band, grid, interval, permutation_test, plt, save, scan, train
+from common import arguments, bands, grid, interval, permutation_test, plt, save, scan, train
 
 METHODS = {  # name: loss_reduction, scale_rewards, ratio_level
     "GRPO: sequence, group std": ("sequence", "group", "token"),
@@ -55,10 +55,8 @@ def main():
     }
     table = [["method", "accuracy, step 5 (95 %)", "accuracy, last", "reward, mean of all steps (95 %)", "p (GRPO)"]]
     table[0] += ["length, last 5 steps", "wrong answers: first step", "last 5 steps", "push per token, long / short"]
-    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
-        for i, name in enumerate(names):
-            band(axis, runs[name], key, label=name, color=f"C{i}", ls="-" if ":" in name else "--")
-        axis.set(title=title, xlabel="rollout")
+    styles = [dict(label=name, color=f"C{i}", ls="-" if ":" in name else "--") for i, name in enumerate(names)]
+    bands(axes, panels, [(runs[name], style) for name, style in zip(names, styles, strict=True)], "rollout")
     axes[0, 0].legend(fontsize=7.5)
 
     def area(name):

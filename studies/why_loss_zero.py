@@ -7,7 +7,7 @@ advantage and length (over the mean length) under `token`. A planted bug, a rewa
 
 import numpy as np
 import torch
-from common import CPU, arguments, band, grid, plt, save, scan, train
+from common import CPU, arguments, bands, grid, plt, save, scan, train
 
 import grpo
 
@@ -73,14 +73,13 @@ def main():
         "moved": "parameter change, |theta - theta_0|",
         "advantage_abs": "mean |advantage|",
     }
-    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
-        for case, (label, colour) in CASES.items():
-            band(axis, [found[case, s, steps] for s in seeds], key, label=label, color=colour)
-        axis.set(title=title, xlabel="step")
+    histories = {case: [found[case, s, steps] for s in seeds] for case in CASES}
+    styles = {case: dict(label=label, color=colour) for case, (label, colour) in CASES.items()}
+    bands(axes, panels, [(histories[case], styles[case]) for case in CASES], "step")
     axes[0, 0].legend()
     rows = []
     for case, (label, _) in CASES.items():
-        runs = [found[case, s, steps] for s in seeds]
+        runs = histories[case]
         column = {k: np.array([[m[k] for m in h] for h in runs]) for k in (*panels, "predicted", "frac_zero_std")}
         rows.append([
             label, f"{np.abs(column['loss'][:, 0]).max():.1e}",
