@@ -62,6 +62,10 @@ class TrainingError(Exception):
     """The run cannot go on: a message that says why. Exit code 1."""
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Config: every field is a flag
 
@@ -149,10 +153,8 @@ def parse_args(argv=None) -> Config:
     def boolean(text):
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
 
-    parser = argparse.ArgumentParser(
-        "grpo.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.exit_on_error = False
+    parser = argparse.ArgumentParser(prog="grpo.py", description=__doc__, allow_abbrev=False, exit_on_error=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for f in dataclasses.fields(Config):
         shown = os.path.relpath(f.default, HERE) if str(f.default).startswith(HERE) else f.default
         about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
@@ -288,37 +290,39 @@ def load_tokenizer(cfg: Config):
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--{name} {path}: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"--{name} {path}: {first_line(error)}") from None
 
 
 def read_rows(path: str, name: str) -> list[dict]:
     """Rows of a JSONL file, of a JSON file that holds a list, or of what `datasets` loads. Errors name flag and row."""
-    if path.endswith(".parquet") or (
-        re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) and not os.path.exists(path)
-    ):
-        return dataset_rows(path, name)
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--{name} {path}: {getattr(error, 'strerror', None) or error}") from None
-    rows = []
-    try:
-        if path.endswith(".json"):
-            rows = json.loads(text)
-        else:
-            for number, line in enumerate(text.split("\n"), 1):  # noqa: B007
-                if line.strip():
-                    rows.append(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        where = "" if path.endswith(".json") else f" row {number}"
-        raise ConfigError(f"--{name} {path}{where}: not valid JSON ({error})") from None
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) and not os.path.exists(path)
+    rows = dataset_rows(path, name) if hub or path.endswith(".parquet") else json_rows(path, name)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         bad = next((i for i, row in enumerate(rows, 1) if not isinstance(row, dict)), 1)
         raise ConfigError(f"--{name} {path} row {bad}: must be a JSON object")
     if not rows:
         raise ConfigError(f"--{name} {path}: no rows")
     return rows
+
+
+def json_rows(path: str, name: str) -> list:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--{name} {path}: {getattr(error, 'strerror', None) or error}") from None
+    where = ""
+    try:
+        if path.endswith(".json"):
+            return json.loads(text)
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):
+            where = f" row {number}"
+            if line.strip():
+                rows.append(json.loads(line))
+        return rows
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--{name} {path}{where}: not valid JSON ({error})") from None
 
 
 def dataset_rows(path: str, name: str) -> list[dict]:
@@ -335,7 +339,7 @@ def dataset_rows(path: str, name: str) -> list[dict]:
         repository, config, split = (path.split(":") + ["", ""])[:3]
         return list(load_dataset(repository, config or None, split=split or "train"))
     except Exception as error:
-        raise ConfigError(f"--{name} {path}: {(str(error).strip() or repr(error)).splitlines()[0]}") from None
+        raise ConfigError(f"--{name} {path}: {first_line(error)}") from None
 
 
 def encode_prompts(rows: list[dict], columns: set[str], tokenizer, cfg: Config, name: str) -> list[Prompt]:
@@ -412,7 +416,7 @@ def load_model(path: str, cfg: Config):
         dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {path}: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"--model {path}: {first_line(error)}") from None
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -702,7 +706,7 @@ def make_sampler(kind: str, why: str, model, eos_ids, pad_id, longest_prompt: in
         try:
             sampler = VLLMSampler(eos_ids, longest_prompt, cfg, world)
         except Exception as error:
-            problem = f"vllm did not start: {(str(error).strip() or repr(error)).splitlines()[0]}"
+            problem = f"vllm did not start: {first_line(error)}"
             if cfg.rollout == "vllm":
                 raise TrainingError(f"{problem} (--verbose shows more)") from error
     problem = next((p for p in world.gather([problem]) if p), None)
@@ -864,9 +868,8 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
     if cfg.loss_reduction == "token":
         weight = 1 / n_tokens  # every token of the step weighs the same (DAPO, arXiv 2503.14476)
     elif cfg.loss_reduction == "sequence":
-        weight = 1 / (lengths * n_sequences).to(
-            logps.dtype
-        )  # every completion weighs the same, whatever its length (GRPO)
+        # every completion weighs the same, whatever its length (GRPO)
+        weight = 1 / (lengths * n_sequences).to(logps.dtype)
     else:
         weight = 1 / (n_sequences * cfg.max_completion_length)  # a constant: no length bias (Dr. GRPO)
     loss = (real(per_token) * weight).sum()
@@ -1007,13 +1010,14 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
             log_ratio = (old_logps - batch["sampler_logps"])[mask].float().cpu().numpy()
             log_ratios = np.concatenate([log_ratios, log_ratio])
 
-        for rank_stats, rank_ratios in world.gather([(stats, log_ratios)]):  # sums and counts, never means of means
+        gathered = world.gather([(stats, log_ratios)])
+        for rank_stats, _ in gathered:  # sums and counts, never means of means
             for name, value in rank_stats.items():
                 totals[name] = totals.get(name, 0.0) + value
-            if number < cfg.num_minibatches:  # the first pass covers every sample
-                all_ratios.append(rank_ratios)
         losses.append(totals.pop("loss"))
-        mismatch = mismatch_metrics(np.concatenate(all_ratios), cfg, world.device)  # may stop the run: before the step
+        if number < cfg.num_minibatches:  # the first pass covers every sample; may stop the run: before the step
+            all_ratios += [rank_ratios for _, rank_ratios in gathered]
+            mismatch = mismatch_metrics(np.concatenate(all_ratios), cfg, world.device)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
@@ -1163,7 +1167,7 @@ def load_checkpoint(path: str) -> dict:
             if found != size:
                 raise OSError(f"{name} has {found} bytes, not {size}")
     except Exception as error:  # torch.load raises half a dozen types on a torn file
-        raise OSError(str(error).strip().splitlines()[0]) from None
+        raise OSError(first_line(error)) from None
     return state
 
 
@@ -1293,20 +1297,20 @@ def memory_plan(model, reference, longest: int, kind: str, cfg: Config, device: 
     # bytes a token, hidden unit and layer: Korthikanti et al. (arXiv 2205.05198, eq. 2) without the attention matrix
     kept = (2 if cfg.gradient_checkpointing else 34) * (1 if half else 2)
     tokens = max(cfg.micro_batch_tokens, longest)
+    activations, engine = tokens * sizes.hidden_size * sizes.num_hidden_layers * kept + 3 * 4 * HEAD_CHUNK, 0
+    if kind == "vllm" and device.type == "cuda":
+        engine = cfg.vllm_gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory
     parts = {
         "parameters": weights,
         "gradients": weights,
         "Adam": 2 * weights,
         "reference (--beta)": weights if reference else 0,
-        "activations (--micro_batch_tokens, --gradient_checkpointing)": (
-            tokens * sizes.hidden_size * sizes.num_hidden_layers * kept + 3 * 4 * HEAD_CHUNK
-        ),
+        "activations (--micro_batch_tokens, --gradient_checkpointing)": activations,
+        "engine while it samples (--vllm_gpu_memory_utilization)": engine,
     }
-    if kind == "vllm" and device.type == "cuda":  # asleep during the update: its share and the update's never add up
-        engine = cfg.vllm_gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory
-        parts["engine while it samples (--vllm_gpu_memory_utilization)"] = engine
+    together = sum(parts.values()) - min(engine, activations)  # the engine sleeps during the update
     shown = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in parts.items() if size)
-    return f"memory plan in GB: {shown}; together {sum(parts.values()) / 1e9:.2g}"
+    return f"memory plan in GB: {shown}; together {together / 1e9:.2g}"
 
 
 def train(cfg: Config) -> list[dict]:
@@ -1319,7 +1323,7 @@ def train(cfg: Config) -> list[dict]:
         logging.set_verbosity_error()
 
     # what can be wrong with the flags and files is found first, by every rank by itself
-    device, rank0 = pick_device(validate(cfg)), int(os.environ.get("RANK", 0)) == 0
+    device, rank0 = pick_device(validate(cfg)), view.is_rank0()
     rewards = load_rewards(cfg)
     tokenizer = load_tokenizer(cfg)
     train_prompts, dropped = load_prompts("train_data", rewards, tokenizer, cfg)
@@ -1375,7 +1379,7 @@ def train(cfg: Config) -> list[dict]:
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
         say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
     signals, clock = Signals(), Clock(device)
-    step, tokens_seen, bad, loop_started = first, 0, 0, time.monotonic()
+    bad = 0
     with clock("sync"):
         sampler.wake()
         sampler.push(model)
@@ -1403,7 +1407,6 @@ def train(cfg: Config) -> list[dict]:
             sampler.wake()
             sampler.push(model)
         tokens = sum(map(len, samples))
-        tokens_seen += tokens
         metrics = dict(step=step) | metrics | sample_metrics(samples, failures, cfg) | clock.seconds
         metrics |= dict(frac_zero_std=frac_zero_std, tokens=tokens, tokens_per_s=tokens / sum(clock.seconds.values()))
         last = step == cfg.max_steps
@@ -1432,7 +1435,7 @@ def train(cfg: Config) -> list[dict]:
         if stop:
             break
     signals.restore()
-    log.close(step, time.monotonic() - loop_started, time.monotonic() - started, tokens_seen)
+    log.close(time.monotonic() - started)
     scorer.close()
     if world.size > 1:
         dist.barrier()  # nobody leaves while rank 0 still writes
@@ -1463,7 +1466,7 @@ def main() -> int:
         return fail(1, f"stopped: {error}", wait=10)
     except torch.OutOfMemoryError as error:
         turn = "turn down --micro_batch_tokens or --vllm_gpu_memory_utilization, or set --gradient_checkpointing"
-        return fail(1, f"stopped: {str(error).splitlines()[0]} To need less: {turn}")
+        return fail(1, f"stopped: {first_line(error)} To need less: {turn}")
     except RuntimeError as error:
         if dist.is_initialized() and re.search("onnection (closed|reset)|gloo|NCCL", str(error)):
             return fail(1, "stopped: another rank is gone; torchrun's report names it")

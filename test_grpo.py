@@ -854,6 +854,7 @@ def test_pass_at_k_is_unbiased():
         (["--clip_low", "2"], "--clip_low 2.0"),
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),
+        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the number of ranks, 1"),
     ],
 )
 def test_impossible_flags_are_refused(args, message):
@@ -1002,6 +1003,9 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
     assert asked[:2] == [(("openai/gsm8k", "main"), dict(split="test")), (("org/name", None), dict(split="train"))]
     assert asked[2:] == [(("org/name", None), dict(split="dev")), (("parquet",), parquet)]
+    fake.load_dataset = lambda *_, **__: []
+    with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
+        grpo.read_rows("org/name", "train_data")
     fake.load_dataset = lambda *_, **__: 1 / 0
     with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
         grpo.read_rows("org/name", "train_data")
@@ -1041,6 +1045,29 @@ def test_quiet_and_verbose(capfd):
         with grpo.quiet(Config(verbose=verbose)):
             os.write(1, b"engine")
         assert ("engine" in capfd.readouterr().out) is verbose
+
+
+def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbed, monkeypatch):
+    import transformers
+
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    shutil.copytree(Config().model, model)
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(model / name, tokenizer)
+    rows = str(undisturbed.parent / "rows.jsonl")
+    enabled, honest = [], transformers.PreTrainedModel.gradient_checkpointing_enable
+
+    def enable(self, **options):
+        enabled.append(options)
+        return honest(self, **options)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "gradient_checkpointing_enable", enable)
+    options = dict(model=str(model), tokenizer=str(tokenizer), train_data=rows, gradient_checkpointing=True)
+    [metrics] = small_run(tmp_path / "out", **options, max_steps=1)
+    assert enabled == [dict(gradient_checkpointing_kwargs=dict(use_reentrant=False))]
+    plain = lines(undisturbed / "metrics.jsonl")[0]
+    assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5) and metrics["reward"] == plain["reward"]
 
 
 def test_compile_compiles_the_body(tmp_path, monkeypatch):
@@ -1133,12 +1160,17 @@ def undisturbed(tmp_path_factory):
     return out
 
 
+def copy_cut_back(run, out, saved):
+    """A copy of a run that kept every checkpoint, as if it had been killed after its first `saved` ones."""
+    shutil.copytree(run, out)
+    for path in grpo.checkpoints(str(out))[saved:]:
+        shutil.rmtree(path)
+
+
 def test_resume_to_the_bit(undisturbed, tmp_path, capsys):
     for saved in (1, 3):
         out = tmp_path / str(saved)
-        shutil.copytree(undisturbed, out)
-        for path in grpo.checkpoints(str(out))[saved:]:
-            shutil.rmtree(path)
+        copy_cut_back(undisturbed, out, saved)
         history = small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
         assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
         assert [m["step"] for m in history] == [1, 2, 3, 4]
@@ -1538,9 +1570,7 @@ def two_rank_run(out, rollout, resume=False):
 def resumed_on_two_ranks(whole, rollout):
     """The run again from its first checkpoint: what it leaves."""
     out = whole.parent / "resumed"
-    shutil.copytree(whole, out)
-    for step in (2, 3):
-        shutil.rmtree(out / f"step_00000{step}")
+    copy_cut_back(whole, out, 1)
     return two_rank_run(out, rollout, resume=True)
 
 
@@ -1650,12 +1680,6 @@ def fault_run(out, sampler, fault, monkeypatch):
 QUESTIONS = ["520+773=", "111+222=", "989+898="]
 
 
-def greedy_params():
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=20)
-
-
 def vllm_worker(folder):
     """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
@@ -1697,15 +1721,14 @@ def vllm_worker(folder):
         monkeypatch.setattr(sampler, "close", lambda: None)
         for name, options in runs.items():
             if name == "resumed":
-                shutil.copytree(f"{folder}/whole", f"{folder}/resumed")
-                shutil.rmtree(f"{folder}/resumed/step_000003"), shutil.rmtree(f"{folder}/resumed/step_000002")
+                copy_cut_back(f"{folder}/whole", f"{folder}/resumed", 1)
                 options = dict(resume="latest")
             small_run(f"{folder}/{name}", max_steps=3, **(dict(num_minibatches=1) | options))
         prime = grpo.parse_args([str(arg) for arg in [*PRIME, "--max_steps", 1, "--out_dir", f"{folder}/prime"]])
         sampler.cfg = prime  # 29 tokens
         grpo.train(prime)
     sampler.close()
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         start = LLM.__init__
@@ -1716,7 +1739,8 @@ def vllm_worker(folder):
     sampler.close()
     checkpoint = f"{folder}/whole/step_000003"  # as users load it: by path, with its tokenizer, no push
     llm = LLM(checkpoint, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**26, enforce_eager=True)
-    results["texts"] = [o.outputs[0].text for o in llm.generate(QUESTIONS, greedy_params(), use_tqdm=False)]
+    served = llm.generate(QUESTIONS, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    results["texts"] = [request.outputs[0].text for request in served]
     llm.llm_engine.engine_core.shutdown()
     half = Config(dtype="bfloat16", **bundled)
     sampler = grpo.VLLMSampler([1], 150, half, CPU)
@@ -1933,7 +1957,7 @@ def test_a_token_without_its_log_probability_is_an_error():
             sampler.completion(types.SimpleNamespace(**(vars(fine) | change)))
 
 
-def test_memory_plan_counts_what_is_there_and_names_the_flags():
+def test_memory_plan_counts_what_is_there_and_names_the_flags(monkeypatch):
     model, cfg = tiny_model(), Config(micro_batch_tokens=10**6)
     weights = 4 * sum(p.numel() for p in model.parameters())
 
@@ -1948,6 +1972,15 @@ def test_memory_plan_counts_what_is_there_and_names_the_flags():
     assert "reference (--beta)" in parts and "reference (--beta)" not in plan(None)
     assert parts["together"] > 1.5 * plan(gradient_checkpointing=True)["together"]
     assert parts["together"] > 1.5 * plan(micro_batch_tokens=10**5)["together"]
+    # the engine sleeps while activations are there: the larger of the two counts
+    card = types.SimpleNamespace(total_memory=10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for share in (0.01, 0.9):
+        small = Config(micro_batch_tokens=1, vllm_gpu_memory_utilization=share)
+        gpu = grpo.memory_plan(model, None, 50, "vllm", small, torch.device("cuda"))
+        cpu = grpo.memory_plan(model, None, 50, "hf", dataclasses.replace(small, dtype="bfloat16"), CPU.device)
+        engine, together, alone = (float(line.split(" ")[-1]) for line in (gpu.split(";")[0], gpu, cpu))
+        assert engine == share and together == pytest.approx(max(alone, share), rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -328,9 +328,14 @@ def page(out_dir, step, rows):
 # the log of a run, while it runs
 
 
+def is_rank0():
+    """Known from torchrun's environment, before the ranks have met."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def say(text):
     """One line of the log, from rank 0; above the progress bar where there is one."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_rank0():
         from tqdm import tqdm
 
         tqdm.write(text, file=sys.stdout)
@@ -385,8 +390,7 @@ class RunLog:
         """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
         from tqdm import tqdm
 
-        self.cfg, self.history = cfg, []
-        self.rank0 = int(os.environ.get("RANK", 0)) == 0
+        self.cfg, self.history, self.rank0 = cfg, [], is_rank0()
         if self.rank0:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
@@ -416,8 +420,9 @@ class RunLog:
             seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
             say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
 
-    def close(self, step, train_seconds, total_seconds, tokens):
+    def close(self, total_seconds):
         """Draws the curves and says the greppable end of the log."""
+        train_seconds = time.monotonic() - self.started
         self.bar.close()
         if not self.rank0:
             return
@@ -427,7 +432,9 @@ class RunLog:
             say(f"no curves.png: {error}")
         evals = [m for m in self.history if "eval_accuracy" in m]
         values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
-        values |= dict(steps=step, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
+        steps = max([self.first, *(m["step"] for m in self.history)])
+        tokens = sum(m["tokens"] for m in self.history if m["step"] > self.first)  # of this run, not of the resumed one
+        values |= dict(steps=steps, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
         values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=self.cfg.out_dir)
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
 
