@@ -598,10 +598,13 @@ class VLLMSampler:
         self.llm.apply_model(lambda model: [p.data.fill_(math.nan) for p in model.parameters()] and None)
 
     def push(self, model):
-        """In memory: reload, repack a tied head (reload leaves its old copy on CPU), forget cached prefixes."""
-        weights = ((name, p.detach()) for name, p in model.named_parameters())  # a tied head is in it once
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        self.llm.apply_model(repack_head)
+        """In memory: reload, repack, forget cached prefixes."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
+        weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
+        self.llm.apply_model(repack)
         self.llm.reset_prefix_cache()  # its keys and values are the old policy's
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -648,10 +651,15 @@ class VLLMSampler:
         return Completion(list(output.token_ids), logps, output.finish_reason)
 
 
-def repack_head(model) -> None:
+def repack(model) -> None:
+    """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
     head = getattr(model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w2_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager
