@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 import unicodedata
 import warnings
@@ -62,7 +63,7 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
         if kind not in ("qwen2", "mixtral"):
             sizes |= dict(head_dim=32)
         if kind == "mixtral":
-            sizes |= dict(num_local_experts=4)
+            sizes |= dict(num_local_experts=4, intermediate_size=64)  # vLLM pads others, and cannot reload them then
         names = dict(qwen2="Qwen2", qwen3="Qwen3", llama="Llama", gemma="Gemma", gemma2="Gemma2", gemma3="Gemma3Text")
         names |= dict(mistral="Mistral", mixtral="Mixtral")
         config = getattr(transformers, names[kind] + "Config")(**(sizes | ids | options))
@@ -125,17 +126,114 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     )
 
 
+# A launch takes seconds of imports, a fork none: most runs of the tests are forks of one server, which is no fork of
+# pytest's process, because that has threads. What only a launch shows is tested by a launch: run().
+
+
+def forking_server():
+    """Each line of its input is a call: [name, args, options, ranks, file for the output]. It is made in a fork, or in
+    one for each rank; the server answers with their pids and, at the end, with their exit codes."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as choose_sampler does, but before transformers imports dynamo
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        small_run(f"{folder}/out", max_steps=1)
+    for line in sys.stdin:
+        name, args, options, ranks, output = json.loads(line)
+        if name == "vllm_worker" or "vllm" in args:  # for this fork and the later ones
+            grpo.choose_sampler(Config(rollout="vllm"), CPU.device, False)
+            from vllm import LLM  # noqa: F401
+            from vllm.v1.worker import cpu_worker  # noqa: F401
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meet = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(ranks))
+        pids = []
+        for rank in range(ranks or 1):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os.environ.update(meet | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks else {})
+                forked_call(globals()[name], args, options, output)
+        print(json.dumps(pids), flush=True)
+        codes = {}
+        while len(codes) < len(pids):
+            pid, status = os.wait()
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            for other in set(pids) - set(codes) if codes[pid] else ():
+                os.kill(other, signal.SIGTERM)  # as torchrun ends the others
+        print(json.dumps([codes[pid] for pid in pids]), flush=True)
+
+
+def forked_call(function, args, options, output):
+    code = 1
+    try:
+        for target, name in ((1, f"{output}.out"), (2, f"{output}.err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
+        function(*args, **options)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def command_line(*args):
+    sys.argv = ["grpo.py", *args]
+    sys.exit(grpo.main())
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory):
+    """fork(name, *args, ranks=0, **options) -> pids, wait; wait() -> exit codes, stdout, stderr."""
+    command = [sys.executable, "-c", "import test_grpo\ntest_grpo.forking_server()"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE)
+    folder, number = tmp_path_factory.mktemp("forks"), itertools.count()
+    with subprocess.Popen(command, **pipes) as server:
+
+        def start(name, *args, ranks=0, **options):
+            output = folder / str(next(number))
+            server.stdin.write(json.dumps([name, list(map(str, args)), options, ranks, str(output)]) + "\n")
+            server.stdin.flush()
+
+            def wait():
+                codes = json.loads(server.stdout.readline())
+                return types.SimpleNamespace(
+                    returncode=max(codes, key=abs), stdout=read(f"{output}.out"), stderr=read(f"{output}.err")
+                )
+
+            return json.loads(server.stdout.readline()), wait
+
+        yield start
+        server.stdin.close()
+
+
+def read(path):
+    with open(path) as file:
+        return file.read()
+
+
 def lines(path):
     with open(path) as file:
         return [json.loads(line) for line in file]
+
+
+def small_run(out, **options):
+    """A run of seconds whose reward (short completions) has a signal from the first step."""
+    rows = os.path.join(os.path.dirname(out), "rows.jsonl")
+    if not os.path.exists(rows):
+        with open(os.path.join(HERE, "sample_data", "train.jsonl")) as source, open(rows, "w") as target:
+            target.writelines(itertools.islice(source, 5))  # an epoch ends in the middle of the second step
+    settings_ = dict(reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5)
+    settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
+    return grpo.train(Config(**(settings_ | options)))
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Exactness: the same gradient for every split
 
 
-def torchrun_worker(out):
-    """Run under torchrun: rank 0 writes the gradient of every reduction, and what a zero-signal step did."""
+def gradients_of_ranks(out):
+    """Run by every rank: rank 0 writes the gradient of every reduction, and what a zero-signal step did."""
     world = grpo.join_world(torch.device("cpu"))
     results = {}
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
@@ -195,13 +293,11 @@ def test_loss_of_the_parts_sums_to_the_whole(reduction, size):
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    script = folder / "worker.py"
-    script.write_text(f"import test_grpo\ntest_grpo.torchrun_worker({str(folder / 'out.pt')!r})\n")
-    done = run(script, nproc=request.param)
+def ranks(request, fork, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "out.pt"
+    done = fork("gradients_of_ranks", out, ranks=request.param)[1]()
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "out.pt")
+    return torch.load(out)
 
 
 def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
@@ -966,6 +1062,7 @@ def test_prompt_template_and_show_prompt(tmp_path, capsys):
             "gsm8k_train.jsonl",
             dict(
                 reward="math",
+                reward_timeout=100,
                 prompt_template="{question}",
                 ratio_level="sequence",
                 loss_reduction="sequence",
@@ -1132,17 +1229,6 @@ def test_eval_every_eval_samples_and_log_completions(tmp_path):
 # Checkpoints and resume
 
 
-def small_run(out, **options):
-    """A run of seconds whose reward (short completions) has a signal from the first step."""
-    rows = os.path.join(os.path.dirname(out), "rows.jsonl")
-    if not os.path.exists(rows):
-        with open(os.path.join(HERE, "sample_data", "train.jsonl")) as source, open(rows, "w") as target:
-            target.writelines(itertools.islice(source, 5))  # an epoch ends in the middle of the second step
-    settings_ = dict(reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5)
-    settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
-    return grpo.train(Config(**(settings_ | options)))
-
-
 def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
     timing = ("time_", "tokens_per_s")
@@ -1232,42 +1318,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best", "step_000005", "step_000006"]
 
 
-def forking_server():
-    """Runs each line of its input, [out, options], as small_run in a fork, which starts at once: all is imported."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        small_run(f"{folder}/out", max_steps=1)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            out, options = json.loads(line)
-            try:
-                small_run(out, **options)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        print(child, flush=True)
-        print(os.waitpid(child, 0)[1], flush=True)
-
-
-@pytest.fixture(scope="module")
-def start():
-    """start(out, **options) -> pid, wait: a run that a test may kill. Not a fork of pytest, which has threads."""
-    command = [sys.executable, "-c", "import test_grpo\ntest_grpo.forking_server()"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE)
-    with subprocess.Popen(command, **pipes) as server:
-        assert server.stdout.readline() == "ready\n"
-
-        def begin(out, **options):
-            server.stdin.write(json.dumps([str(out), options]) + "\n")
-            server.stdin.flush()
-            return int(server.stdout.readline()), lambda: int(server.stdout.readline())
-
-        yield begin
-        server.stdin.close()
-
-
 def wait_for(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -1275,14 +1325,14 @@ def wait_for(condition, seconds=600):
         time.sleep(0.005)
 
 
-def test_kill_9_at_25_random_moments_loses_nothing(start, tmp_path):
+def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path):
     """In the rollout, the update, a save, a rename: resumed each time, the end is the undisturbed run's to the bit."""
     options = dict(train_data=str(tmp_path / "rows.jsonl"), max_steps=12)
     small_run(tmp_path / "whole", max_steps=12)
     out, rng, kills, seconds = tmp_path / "out", np.random.default_rng(0), 0, None
     while kills < 25:
         started = time.monotonic()
-        pid, wait = start(out, **options, resume="latest")
+        [pid], wait = fork("small_run", out, **options, resume="latest")
         if seconds is None:
             wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
             seconds = time.monotonic() - started  # from the start to the end of the first step, here
@@ -1290,13 +1340,13 @@ def test_kill_9_at_25_random_moments_loses_nothing(start, tmp_path):
             time.sleep(rng.uniform(0.3, 1.2) * seconds)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        if wait() == signal.SIGKILL:
+        if wait().returncode == -signal.SIGKILL:
             kills += 1
         else:  # it came to its end first
             seconds *= 0.8
         for path in grpo.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
             shutil.rmtree(path)
-    assert start(out, **options, resume="latest")[1]() == 0
+    assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
     assert state_of(out) == state_of(tmp_path / "whole")
 
 
@@ -1305,33 +1355,33 @@ def lines_whole(path):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(start, undisturbed, tmp_path, stop):
+def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(fork, undisturbed, tmp_path, stop):
     out = tmp_path / "out"
     rows = str(undisturbed.parent / "rows.jsonl")
-    pid, wait = start(out, train_data=rows, save_every=0)
+    [pid], wait = fork("small_run", out, train_data=rows, save_every=0)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
     os.kill(pid, signal.SIGUSR1)
     wait_for(lambda: len(grpo.checkpoints(str(out))) >= 1)
     os.kill(pid, stop)
-    assert wait() == 0
+    assert wait().returncode == 0
     steps = len(lines(out / "metrics.jsonl"))
     assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
     small_run(out, train_data=rows, resume="latest")
     assert state_of(out) == state_of(undisturbed)
 
 
-def test_a_second_signal_ends_the_run_at_once(start, undisturbed, tmp_path):
+def test_a_second_signal_ends_the_run_at_once(fork, undisturbed, tmp_path):
     """In the middle of a step that would take an hour; what was saved stays."""
     out, slow = tmp_path / "out", tmp_path / "slow.py"
     slow.write_text("import time\ndef f(completion, row):\n    open(__file__ + '.on', 'w')\n    time.sleep(3600)\n")
     shutil.copytree(undisturbed, out)
     options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=9)
-    pid, wait = start(out, **options, reward=f"overlong,{slow}:f", reward_timeout=3600)
+    [pid], wait = fork("small_run", out, **options, reward=f"overlong,{slow}:f", reward_timeout=3600)
     wait_for(lambda: os.path.exists(f"{slow}.on"))
     os.kill(pid, signal.SIGTERM)
     time.sleep(1.5)  # less: the same Ctrl-C, passed on by torchrun
     os.kill(pid, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(wait()) == 128 + signal.SIGTERM
+    assert wait().returncode == 128 + signal.SIGTERM
     assert state_of(out)[2] == state_of(undisturbed)[2]
 
 
@@ -1502,18 +1552,16 @@ def default_run(tmp_path_factory):
     return run(*DEFAULT_RUN, "--rollout", "hf", "--out_dir", out), out
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_bad_input_is_one_line_and_exit_code_2(nproc, tmp_path):
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "1+1="}\n{"prompt"\n')
-    done = run("--train_data", bad, "--out_dir", tmp_path / "out", nproc=nproc)
+    args = ["--train_data", bad, "--out_dir", tmp_path / "out"]
+    done = fork("command_line", *args, ranks=2)[1]() if ranks else run(*args)
     mine = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
     assert mine == [f"grpo.py: error: --train_data {bad} row 2: " + mine[0].split("row 2: ")[1]]
     assert not (tmp_path / "out").exists()
-    if nproc:  # torchrun itself always ends with 1 and a report of its own, which gives the rank's code
-        assert re.search(r"exitcode\s*: 2", done.stderr) and 'grpo.py", line' not in done.stderr
-    else:
-        assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (done.returncode == 2 or ranks) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -1548,8 +1596,8 @@ PLANTED = """
 import os, signal, sys, grpo
 honest = grpo.assign_advantages
 def assign(samples, step, cfg):
-    if step == 2 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if {kill}:
+    if os.environ["RANK"] == "1" and step == 2 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        if step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("planted on rank 1")
     return honest(samples, step, cfg)
@@ -1559,19 +1607,21 @@ if __name__ == "__main__":
 """
 
 
-def two_rank_run(out, rollout, resume=False):
-    done = run(*PRIME, "--rollout", rollout, "--out_dir", out, *(["--resume"] if resume else []), nproc=2)
+def two_rank_run(out, rollout):
+    done = run(*PRIME, "--rollout", rollout, "--out_dir", out, nproc=2)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
     assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
     return state_of(out)
 
 
-def resumed_on_two_ranks(whole, rollout):
+def resumed_on_two_ranks(fork, whole, rollout):
     """The run again from its first checkpoint: what it leaves."""
     out = whole.parent / "resumed"
     copy_cut_back(whole, out, 1)
-    return two_rank_run(out, rollout, resume=True)
+    done = fork("command_line", *PRIME, "--rollout", rollout, "--out_dir", out, "--resume", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    return state_of(out)
 
 
 @pytest.fixture(scope="module")
@@ -1580,11 +1630,11 @@ def two_ranks(tmp_path_factory):
     return out, two_rank_run(out, "hf")
 
 
-def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, tmp_path):
+def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_path):
     """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
     out, (metrics, completions, weights) = two_ranks
     assert [m["step"] for m in metrics] == [1, 2, 3] and all(math.isfinite(m["loss"]) for m in metrics)
-    assert resumed_on_two_ranks(out, "hf") == (metrics, completions, weights)
+    assert resumed_on_two_ranks(fork, out, "hf") == (metrics, completions, weights)
     one = dataclasses.replace(grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf")
     [alone] = grpo.train(dataclasses.replace(one, max_steps=1))
     assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
@@ -1611,28 +1661,24 @@ def test_two_machines(two_ranks, tmp_path):
     assert state_of(tmp_path / f"node{written[0]}") == two_ranks[1]
 
 
-@pytest.mark.parametrize("kill", [False, True])
-def test_a_rank_that_raises_or_dies_is_named(two_ranks, kill, tmp_path):
+def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
     """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
-    script = tmp_path / "planted.py"
-    script.write_text(PLANTED.format(kill=kill))
-    launch = ["--max_restarts", "1"] if kill else []
-    done = run(script, *PRIME, "--rollout", "hf", "--out_dir", tmp_path / "out", nproc=2, launch=launch)
-    if kill:
-        assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)
-        assert done.returncode == 0 and "step_000001 at step 1" in done.stdout, done.stderr[-3000:]
-        assert state_of(tmp_path / "out") == two_ranks[1]
-    else:
-        assert done.returncode == 1 and "ValueError: planted on rank 1" in done.stderr
-        assert re.search(r"rank\s*: 1 ", done.stderr) and [
-            m["step"] for m in lines(tmp_path / "out" / "metrics.jsonl")
-        ] == [1]
+    script, out = tmp_path / "planted.py", tmp_path / "out"
+    script.write_text(PLANTED)
+    done = run(script, *PRIME, "--rollout", "hf", "--out_dir", out, nproc=2, launch=["--max_restarts", "1"])
+    assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)  # killed in step 2, then an exception in step 3
+    assert "step_000001 at step 1" in done.stdout and done.returncode == 1
+    assert "ValueError: planted on rank 1" in done.stderr and re.search(r"rank\s*: 1 ", done.stderr)
+    metrics, completions, _ = two_ranks[1]
+    assert state_of(out)[0] == metrics[:2]
+    assert state_of(out)[1] == [row for row in completions if row["step"] < 3]
+    assert state_of(out)[2] == (two_ranks[0] / "step_000002" / "model.safetensors").read_bytes()
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # vLLM: the real engine, in a process of its own
 
-ENGINES = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("gemma2", True)]
+ENGINES = [("qwen2", True), ("qwen3", True), ("llama", False), ("gemma2", True), ("mistral", False), ("mixtral", False)]
 FAULTS = ("none", "push", "cache", "corrupted", "swapped", "unset", "raw")
 
 
@@ -1754,11 +1800,11 @@ def vllm_worker(folder):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(fork, tmp_path_factory):
     if not importlib.util.find_spec("vllm"):
         pytest.skip("vllm is not installed")
     folder = tmp_path_factory.mktemp("engine")
-    done = run("-c", f"import test_grpo\ntest_grpo.vllm_worker({str(folder)!r})")
+    done = fork("vllm_worker", folder)[1]()
     assert done.returncode == 0, done.stderr[-3000:]
     with open(folder / "results.json") as file:
         return folder, json.load(file)
@@ -1840,14 +1886,14 @@ class TestEngine:
             out = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
             assert tokenizer.decode(out, skip_special_tokens=True) == expected == served
 
-    def test_two_ranks_with_vllm(self, engine, tmp_path):
+    def test_two_ranks_with_vllm(self, engine, fork, tmp_path):
         """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
         metrics, completions, weights = two_rank_run(tmp_path / "whole", "vllm")
-        assert resumed_on_two_ranks(tmp_path / "whole", "vllm") == (metrics, completions, weights)
+        assert resumed_on_two_ranks(fork, tmp_path / "whole", "vllm") == (metrics, completions, weights)
         assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
 
-    def test_vllm_learns_like_hf(self, engine, default_run, tmp_path):
-        done = run(*DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")
+    def test_vllm_learns_like_hf(self, fork, default_run, tmp_path):
+        done = fork("command_line", *DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")[1]()
         assert done.returncode == 0, done.stderr[-3000:]
         mine = (
             r"(config: |policy |\d+ train |memory plan |watch |step \d|  sample: |\w+: )"  # and nothing of the engine's

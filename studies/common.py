@@ -32,7 +32,6 @@ logging.set_verbosity_error()
 plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
 plt.rcParams |= {"axes.spines.right": False, "savefig.dpi": 110, "legend.frameon": False, "legend.fontsize": 9}
 CPU = World(0, 1, torch.device("cpu"))
-START = time.monotonic()
 
 
 def arguments(doc: str):
@@ -41,6 +40,7 @@ def arguments(doc: str):
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it still run and hold?")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
+    args.started = time.monotonic()
     args.jobs = 1 if args.quick else args.jobs
     args.out = os.path.join(tempfile.gettempdir(), "studies_quick") if args.quick else os.path.join(HERE, "figures")
     os.makedirs(args.out, exist_ok=True)
@@ -57,7 +57,7 @@ def save(args, name: str, figure, *tables: list) -> None:
     with open(os.path.join(args.out, name + ".md"), "w") as file:
         file.write("\n".join(lines[:-1]) + "\n")
     print("\n".join(lines))
-    print(f"{name}: {(time.monotonic() - START) / 60:.1f} minutes, {args.jobs} processes -> {args.out}")
+    print(f"{name}: {(time.monotonic() - args.started) / 60:.1f} minutes, {args.jobs} processes -> {args.out}")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def scan(function, settings: list[tuple], jobs: int) -> dict:
     """{setting: function(*setting)}, `jobs` at a time. Results do not depend on how many or in which order."""
     if jobs == 1:
         return {setting: function(*setting) for setting in settings}
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(settings))) as pool:
+    with multiprocessing.get_context("fork").Pool(min(jobs, len(settings))) as pool:
         return dict(zip(settings, pool.starmap(function, settings, chunksize=1), strict=True))
 
 

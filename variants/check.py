@@ -7,14 +7,19 @@ One line per variant; exit code 1 if one fails.
 import importlib.util
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as grpo.py does for vLLM on a CPU, but before dynamo is imported
 
 import checks
 import torch
@@ -22,6 +27,7 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 MOST_LINES = 25
+FORK = multiprocessing.get_context("fork")
 
 
 class Copy:
@@ -36,28 +42,42 @@ class Copy:
         patch = HERE / f"{name}.patch"
         self.lines = sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2  # two name the file
         assert self.lines <= MOST_LINES, f"{self.lines} changed lines, more than {MOST_LINES}"
-        self.execute("git", "apply", str(patch))
+        subprocess.run(["git", "apply", str(patch)], cwd=self.directory, check=True)
         spec = importlib.util.spec_from_file_location(f"grpo_{name}", self.directory / "grpo.py")
         sys.path.insert(0, directory)
         self.grpo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.grpo)
         sys.path.remove(directory)
 
-    def execute(self, *command: str):
-        options = dict(cwd=self.directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        with subprocess.Popen(command, **options) as process:
-            try:
-                output, _ = process.communicate(timeout=300)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # not kill: torchrun ends its workers
-                raise
-        assert process.returncode == 0, f"{' '.join(command)}: exit code {process.returncode}\n{output[-3000:]}"
+    def rank(self, rank: int, environment: dict, program: str, flags: list[str]):
+        """In a fork, where everything is imported already: what `torchrun program flags` does on one rank."""
+        os.environ.update(environment | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if environment else {})
+        os.chdir(self.directory)
+        for target in (1, 2):
+            os.dup2(os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
+        sys.argv, sys.path[:0] = [program, *flags], [str(self.directory)]
+        runpy.run_path(program, run_name="__main__")
 
     def run(self, *flags, out="out", program="grpo.py", ranks=1) -> list[dict]:
         """A short run; its metrics, which must be finite."""
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         short = f"--max_steps 2 --num_prompts 4 --rollout hf --out_dir {out} --eval_data".split()
-        self.execute(sys.executable, *launch, program, *short, "", *map(str, flags))
+        environment = {}
+        if ranks > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+            environment |= dict(WORLD_SIZE=str(ranks))
+        call = (environment, program, [*short, "", *map(str, flags)])
+        processes = [FORK.Process(target=self.rank, args=(rank, *call)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=300)
+        for process in processes:
+            process.join(60)  # one has ended: so must the others
+            if process.is_alive():
+                process.kill()
+        codes = [process.exitcode for process in processes]
+        assert not any(codes), f"{program} {flags}: {codes}\n{(self.directory / 'log.txt').read_text()[-3000:]}"
         steps = [json.loads(line) for line in (self.directory / out / "metrics.jsonl").read_text().splitlines()]
         values = [value for step in steps for value in step.values() if isinstance(value, (int, float))]
         assert steps and all(map(math.isfinite, values)), "metrics that are not finite"
@@ -73,7 +93,20 @@ class Copy:
         return self.grpo.Policy(model, 1.0)
 
 
+def import_everything():
+    """Once, here, what every fork would import for itself when it trains."""
+    import matplotlib.pyplot  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    bundled = HERE.parent / "sample_data" / "model"
+    ids = AutoTokenizer.from_pretrained(bundled)("1+1=", return_tensors="pt")["input_ids"]
+    AutoModelForCausalLM.from_pretrained(bundled).generate(ids, max_new_tokens=1)
+
+
 def main() -> int:
+    import_everything()
     failed = False
     for name in sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.patch")):
         if name == "lora" and not importlib.util.find_spec("peft"):
