@@ -241,6 +241,7 @@ def gradients_of_ranks(out):
         ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
         samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
         cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
+        cfg = dataclasses.replace(cfg, share_prompt="off" if reduction == "token" else "on")
         grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world)
         results[f"{dtype} {reduction}"] = (grad, metrics["loss"])
     for samples in random_samples(1, 1), random_samples(2, 2):  # fewer samples than ranks: the others join in idle
@@ -260,10 +261,13 @@ def gradients_of_ranks(out):
 def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
     samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
-    whole, metrics = update_gradient(dataclasses.replace(cfg, micro_batch_tokens=10**6), samples, dtype)
+    once = dataclasses.replace(cfg, micro_batch_tokens=10**6, share_prompt="off")
+    whole, metrics = update_gradient(once, samples, dtype)
     assert whole.norm() > 1e-3
-    for budget in (1, 45, 100, 140):  # one sample; a few; groups of 5 are split in the middle
-        part, m = update_gradient(dataclasses.replace(cfg, micro_batch_tokens=budget), samples, dtype)
+    splits = itertools.product((1, 45, 100, 140), ("on", "off"))  # one sample; a few; groups of 5 split in the middle
+    for budget, share in splits:
+        split = dataclasses.replace(cfg, micro_batch_tokens=budget, share_prompt=share)
+        part, m = update_gradient(split, samples, dtype)
         assert relative(part, whole) < tolerance
         assert m["loss"] == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
         assert m["kl_k3"] == pytest.approx(metrics["kl_k3"], rel=1e-6)
@@ -660,9 +664,10 @@ def test_kl_goes_through_the_same_reduction():
 # Policy
 
 
-def logps_of(policy, samples):
+def logps_of(policy, samples, shared=False):
     batch = grpo.collate(samples, CPU.device)
-    return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"])
+    groups = batch["groups"] if shared else None
+    return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"], groups)
 
 
 MODELS = [
@@ -689,6 +694,59 @@ def test_logps_are_the_models_own(kind, options, temperature):
         alone, _ = logps_of(policy, [s])
         assert torch.allclose(alone[0], together[i, :n], atol=1e-5)
         assert (together[i, n:] == 0).all()
+
+
+@pytest.mark.parametrize("kind, options", MODELS)
+def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
+    model = tiny_model(kind, **options)
+    policy = Policy(model, 0.7)
+    assert policy.can_share is (kind != "gemma2")  # whose own logits are used
+    if kind == "gemma2":
+        return
+    samples = random_samples(11, 4)  # prompts of many lengths; mixed up, as a mini-batch is
+    samples = [samples[i] for i in np.random.default_rng(0).permutation(11)]
+    values, gradients = [], []
+    for shared in (False, True):
+        logps, entropy = logps_of(policy, samples, shared)
+        values.append((logps, entropy))
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad((logps**2).sum(), model.parameters())]))
+    for plain, shared in zip(*values, strict=True):
+        assert torch.allclose(plain, shared, atol=2e-5)
+    assert relative(gradients[1], gradients[0]) < 1e-5
+    one = [dataclasses.replace(s, completion_ids=s.completion_ids[:1]) for s in samples]  # nothing follows the prompt
+    assert torch.allclose(logps_of(policy, one, True)[0], logps_of(policy, one)[0], atol=2e-5)
+
+
+def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
+    import transformers
+
+    sizes = dict(vocab_size=32, hidden_size=32, state_size=4, num_hidden_layers=1, eos_token_id=1, pad_token_id=0)
+    policy = Policy(transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)), 1.0)
+    assert not policy.can_share and logps_of(policy, random_samples(3, 3))[0].isfinite().all()
+
+
+def test_prompts_are_shared_where_that_saves_tokens():
+    def samples(prompt, completion, groups=4):
+        one = [Sample(g, Prompt([5] * prompt, "", {}), [6] * completion, None, "stop") for g in range(groups)]
+        return [s for s in one for _ in range(8)]
+
+    def planned(samples, n_ranks=1, can_share=True, **options):
+        shares, shared = grpo.plan(samples, n_ranks, can_share, Config(**options))
+        assert sorted(map(id, sum(sum(shares, []), []))) == sorted(map(id, samples))
+        return shares, shared
+
+    for n_ranks in (1, 3, 5):
+        shares, shared = planned(samples(100, 20), n_ranks, micro_batch_tokens=300)
+        assert shared and all(grpo.tokens_of(micro, True) <= 300 for share in shares for micro in share)
+        assert all(grpo.tokens_of([*a, b[0]], True) > 300 for share in shares for a, b in itertools.pairwise(share))
+        loads = [sum(len({s.group for s in m}) * 100 + 20 * len(m) for m in share) for share in shares]
+        assert max(loads) < 1.5 * sum(loads) / n_ranks + 100
+    assert not planned(samples(8, 200))[1]  # next to nothing to save
+    assert planned(samples(8, 200), share_prompt="on")[1] and not planned(samples(100, 20), share_prompt="off")[1]
+    for options in (dict(compile=True), dict(can_share=False)):
+        assert not planned(samples(100, 20), **options)[1]
+    plain, shared = (sum(len(s) for s in planned(samples(100, 20), share_prompt=how)[0]) for how in ("off", "on"))
+    assert shared < plain  # fewer micro-batches of the same size
 
 
 @pytest.mark.parametrize("kind, options", MODELS)
@@ -950,6 +1008,7 @@ def test_pass_at_k_is_unbiased():
         (["--clip_low", "2"], "--clip_low 2.0"),
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),
+        (["--share_prompt", "on", "--compile"], "--share_prompt on: not with --gradient_checkpointing or --compile"),
         (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the number of ranks, 1"),
     ],
 )
@@ -1543,7 +1602,7 @@ def test_the_readmes_worked_example():
 # Command line, end to end
 
 
-DEFAULT_RUN = ["--max_steps", 6, "--eval_every", 3]
+DEFAULT_RUN = ["--max_steps", 6, "--eval_every", 6]
 
 
 @pytest.fixture(scope="module")
@@ -1576,12 +1635,14 @@ def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
         (dict(out_dir="/dev/null/x"), "--out_dir /dev/null/x"),
         (dict(device="tpu"), "--device tpu"),
         (dict(resume="/nowhere"), "--resume /nowhere"),
+        (dict(share_prompt="on"), "--share_prompt on: "),
         (dict(reward="countdown"), "no column 'numbers', which --reward countdown reads"),
         (dict(max_prompt_length=3), "every prompt is longer than --max_prompt_length 3"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(options, message, tmp_path):
+def test_what_cannot_be_loaded_is_named(options, message, tmp_path, monkeypatch):
     options = dict(out_dir=str(tmp_path / "out")) | options
+    monkeypatch.setattr(Policy, "continues_from_a_cache", lambda self: False)
     with pytest.raises(ConfigError) as error:
         grpo.train(Config(**options))
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -1607,8 +1668,10 @@ if __name__ == "__main__":
 """
 
 
-def two_rank_run(out, rollout):
-    done = run(*PRIME, "--rollout", rollout, "--out_dir", out, nproc=2)
+def two_rank_run(fork, out, rollout, *args, launch=False):
+    """What the run leaves, in forks or as torchrun starts it."""
+    args = [*PRIME, "--rollout", rollout, "--out_dir", out, *args]
+    done = run(*args, nproc=2) if launch else fork("command_line", *args, ranks=2)[1]()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
     assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
@@ -1619,15 +1682,13 @@ def resumed_on_two_ranks(fork, whole, rollout):
     """The run again from its first checkpoint: what it leaves."""
     out = whole.parent / "resumed"
     copy_cut_back(whole, out, 1)
-    done = fork("command_line", *PRIME, "--rollout", rollout, "--out_dir", out, "--resume", ranks=2)[1]()
-    assert done.returncode == 0, done.stderr[-3000:]
-    return state_of(out)
+    return two_rank_run(fork, out, rollout, "--resume")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(fork, tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "whole"
-    return out, two_rank_run(out, "hf")
+    return out, two_rank_run(fork, out, "hf")
 
 
 def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_path):
@@ -1836,7 +1897,7 @@ class TestEngine:
         names = "step loss grad_norm lr reward reward_std frac_zero_std advantage_abs completion_length truncated_frac "
         names += "kl_k1 kl_k3 entropy clip_frac sampler_gap tokens tokens_per_s time_sync time_rollout time_reward "
         assert set((names + "time_logps time_update").split()) <= set(metrics)
-        assert {"eval_accuracy", "eval_stderr", "eval_length"} <= set(lines(out / "metrics.jsonl")[3])
+        assert {"eval_accuracy", "eval_stderr", "eval_length"} <= set(lines(out / "metrics.jsonl")[6])
         assert json.load(open(out / "config.json"))["max_steps"] == 6
         assert (out / "curves.png").stat().st_size > 10_000
         samples = [r for r in lines(out / "completions.jsonl") if r["step"] == 3]
@@ -1888,7 +1949,7 @@ class TestEngine:
 
     def test_two_ranks_with_vllm(self, engine, fork, tmp_path):
         """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
-        metrics, completions, weights = two_rank_run(tmp_path / "whole", "vllm")
+        metrics, completions, weights = two_rank_run(fork, tmp_path / "whole", "vllm", launch=True)
         assert resumed_on_two_ranks(fork, tmp_path / "whole", "vllm") == (metrics, completions, weights)
         assert [r for r in completions if r["step"] == 1] == lines(engine[0] / "prime" / "completions.jsonl")
 
