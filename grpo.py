@@ -42,7 +42,6 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import reward as reward_module
 import view
@@ -437,6 +436,59 @@ def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], i
     return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
+class HeadLogps(torch.autograd.Function):
+    """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
+
+    Logits [n, V] never exist: a chunk of HEAD_CHUNK of them is there at a time, and again in backward, where the
+    gradient of a log-probability by its logits, onehot(target) - softmax, is written over them. Half the time of
+    log_softmax under torch.utils.checkpoint.
+    """
+
+    @staticmethod
+    def logits(hidden, weight, bias, temperature):
+        logits = nn.functional.linear(hidden, weight, bias)  # [c, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature):
+        ctx.size, parts = max(1, HEAD_CHUNK // weight.shape[0]), []
+        for part, y in zip(hidden.split(ctx.size), targets.split(ctx.size), strict=True):
+            logits = HeadLogps.logits(part, weight, bias, temperature)
+            top = logits.amax(-1, keepdim=True)
+            exps = logits.sub_(top).exp()
+            total = exps.sum(-1)  # [c]
+            logps = logits.gather(-1, y[:, None])[:, 0] - total.log()
+            entropy = total.log() - torch.linalg.vecdot(exps, logits) / total  # / total: exps to probabilities
+            parts.append((logps, entropy, total.log() + top[:, 0]))
+        logps, entropy, norms = (torch.cat(part) for part in zip(*parts, strict=True))  # [n] each
+        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        ctx.temperature, ctx.autocast = temperature, torch.is_autocast_enabled(hidden.device.type)
+        ctx.mark_non_differentiable(entropy)
+        return logps, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logps, _):
+        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        dtype = torch.get_autocast_dtype(hidden.device.type) if ctx.autocast else hidden.dtype
+        hidden, matrix, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grads = grad_logps / ctx.temperature  # logits are divided by it
+        chunks = zip(*(x.split(ctx.size) for x in (hidden, targets, norms, grads)), strict=True)
+        grad_hidden = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, y, norm, grad in chunks:
+                softmax = HeadLogps.logits(part, matrix, shift, ctx.temperature).sub_(norm[:, None]).exp_()
+                grad_logits = softmax.mul_(-grad[:, None]).scatter_add_(-1, y[:, None], grad[:, None]).to(dtype)
+                grad_hidden.append(grad_logits @ matrix)
+                if grad_weight is not None:
+                    grad_weight += grad_logits.T @ part
+                if grad_bias is not None:
+                    grad_bias += grad_logits.sum(0)
+        return torch.cat(grad_hidden), grad_weight, grad_bias, None, None
+
+
 class Policy(nn.Module):
     """Wraps the model so that DDP's hooks see one forward, from token ids to log-probabilities.
 
@@ -458,7 +510,7 @@ class Policy(nn.Module):
     def head_is_plain(self) -> bool:
         """Some architectures scale or soft-cap after the head: there the model's own logits are used."""
         ids = torch.arange(1, 9, device=next(self.model.parameters()).device)[None]
-        if self.head[0] is None or self.backbone[0] is self.model:
+        if not isinstance(self.head[0], nn.Linear) or self.backbone[0] is self.model:
             return False
         hidden = self.backbone[0](input_ids=ids, use_cache=False).last_hidden_state
         return torch.allclose(self.head[0](hidden), self.model(input_ids=ids, use_cache=False).logits, atol=1e-5)
@@ -490,12 +542,8 @@ class Policy(nn.Module):
         elif self.plain_head:
             hidden = self.backbone[0](input_ids=input_ids, use_cache=False).last_hidden_state[row, position]  # [n, H]
         if self.plain_head:
-            size = max(1, HEAD_CHUNK // self.head[0].weight.shape[0])
-            chunks = [  # recomputed in backward, so that [n, V] never exists
-                checkpoint(self.head_logps, h, y, use_reentrant=False)
-                for h, y in zip(hidden.split(size), targets.split(size), strict=True)
-            ]
-            logps, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))  # [n], [n]
+            head = self.head[0]
+            logps, entropy = HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n], [n]
         else:
             logits = self.model(input_ids=input_ids, use_cache=False).logits[row, position]  # [n, V]
             logps, entropy = self.token_logps(logits, targets)
@@ -529,9 +577,6 @@ class Policy(nn.Module):
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         rest = self.backbone[0](input_ids=ids, position_ids=position, attention_mask=mask, **options)
         return torch.cat([last, rest.last_hidden_state], 1)
-
-    def head_logps(self, hidden, targets):
-        return self.token_logps(self.head[0](hidden), targets)
 
     def token_logps(self, logits, targets):
         """logits [n, V], targets [n] -> logps [n], entropy [n]. The logits are divided by T, in float32 at least."""

@@ -696,6 +696,20 @@ def test_logps_are_the_models_own(kind, options, temperature):
         assert (together[i, n:] == 0).all()
 
 
+@pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
+def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
+    monkeypatch.setattr(grpo, "HEAD_CHUNK", 7 * 4)  # 4 tokens at once, of 10
+    hidden, weight, bias = (torch.randn(*shape, dtype=F64) for shape in ((10, 5), (7, 5), (7,)))
+    hidden.requires_grad_(), weight.requires_grad_(not frozen), bias.requires_grad_()
+    arguments = (hidden, weight, bias if with_bias else None, torch.randint(0, 7, (10,)), 0.7)
+    assert torch.autograd.gradcheck(lambda *x: grpo.HeadLogps.apply(*x)[0], arguments)
+    logps, entropy = grpo.HeadLogps.apply(*arguments)
+    assert not entropy.requires_grad
+    expected = (torch.nn.functional.linear(*arguments[:3]) / 0.7).log_softmax(-1)
+    assert torch.allclose(logps, expected[torch.arange(10), arguments[3]], atol=1e-12)
+    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-12)
+
+
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
     model = tiny_model(kind, **options)
