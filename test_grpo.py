@@ -152,13 +152,24 @@ def forking_server():
                 os.environ.update(meet | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks else {})
                 forked_call(globals()[name], args, options, output)
         print(json.dumps(pids), flush=True)
-        codes = {}
-        while len(codes) < len(pids):
-            pid, status = os.wait()
-            codes[pid] = os.waitstatus_to_exitcode(status)
-            for other in set(pids) - set(codes) if codes[pid] else ():
-                os.kill(other, signal.SIGTERM)  # as torchrun ends the others
+        codes, patience = {}, math.inf
+        while len(codes) < len(pids):  # one that fails ends the others, as torchrun does
+            pid, status = os.waitpid(-1, os.WNOHANG if patience < math.inf else 0)
+            if pid:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            if pid and codes[pid] and patience == math.inf:
+                patience = time.monotonic() + 30
+                end(set(pids) - set(codes), signal.SIGTERM)
+            elif not pid:
+                time.sleep(0.1)
+            if time.monotonic() > patience:
+                end(set(pids) - set(codes), signal.SIGKILL)
         print(json.dumps([codes[pid] for pid in pids]), flush=True)
+
+
+def end(pids, how):
+    for pid in pids:
+        os.kill(pid, how)
 
 
 def forked_call(function, args, options, output):
