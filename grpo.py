@@ -555,8 +555,8 @@ class Policy(nn.Module):
         prompt, G, tokens of completion, 3.5 times at (512, 16, 64)."""
         from transformers import DynamicCache
 
-        _, which = groups.unique(return_inverse=True)  # [N]: the row of its prompt
-        first = torch.stack([(which == i).nonzero()[0, 0] for i in range(int(which.max()) + 1)])  # [P]
+        names, which = groups.unique(return_inverse=True)  # [P], [N]: the row of its prompt
+        first = (groups == names[:, None]).int().argmax(-1)  # [P]: a sample that has it
         L, device = int(prompt_lengths.max()), groups.device
         # Prompts are padded on the left here: a completion follows its prompt, also for a sliding window.
         column = torch.arange(L, device=device) - (L - prompt_lengths[:, None])  # [N, L]
@@ -1042,12 +1042,12 @@ def plan(samples: list[Sample], n_ranks: int, can_share: bool, cfg: Config) -> t
     ways = {"off": [False], "on": [True], "auto": [False, True]}[cfg.share_prompt]
     if cfg.compile or not can_share:
         ways = [False]
-    plans = []
+    plans, tokens = {}, {}
     for shared in ways:
-        shares = [pack(share, cfg.micro_batch_tokens, shared) for share in deal(samples, n_ranks, shared)]
-        plans.append((sum(tokens_of(micro, shared) for share in shares for micro in share), shares, shared))
-    tokens, shares, shared = plans[-1] if len(plans) == 1 or 1.2 * plans[1][0] < plans[0][0] else plans[0]
-    return shares, shared
+        plans[shared] = [pack(share, cfg.micro_batch_tokens, shared) for share in deal(samples, n_ranks, shared)]
+        tokens[shared] = sum(tokens_of(micro, shared) for share in plans[shared] for micro in share)
+    shared = ways[-1] if len(ways) == 1 else 1.2 * tokens[True] < tokens[False]
+    return plans[shared], shared
 
 
 def collate(samples: list[Sample], device: torch.device) -> dict:

@@ -253,7 +253,7 @@ def _load(item: str) -> Reward:
         raise ValueError(f"--reward {item}: unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
     if name == "math":
         try:
-            import math_verify  # noqa: F401
+            math_reward("1", {"answer": "1"})  # loads library and grammar here, not in a worker's first timed call
         except ImportError as error:
             install = "pip install 'math-verify[antlr4_13_2]'"
             raise ValueError(f"--reward {item}: needs {install} ({_one_line(error)})") from error
@@ -358,8 +358,6 @@ def _start_worker(specs: list[str], memory: int):
     sys.stdout = sys.stderr  # what reward functions print must not mix with the trainer's output
     threading.Thread(target=_end_with_trainer, daemon=True).start()
     _worker_rewards.extend(map(_load, specs))
-    if any(reward.name == "math" for reward in _worker_rewards):
-        math_reward("1", {"answer": "1"})  # the library loads its grammar in the first call, which has a time limit
     try:
         with open("/proc/self/statm") as statm:  # the limit comes on top of what the imports took
             memory += int(statm.read().split()[0]) * resource.getpagesize()

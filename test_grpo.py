@@ -179,8 +179,8 @@ def forked_call(function, args, options, output):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
         function(*args, **options)
         code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

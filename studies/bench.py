@@ -132,10 +132,9 @@ def flags(files, spec, steps, sampler) -> list[str]:
     per_row = spec["prompt"] + spec["completion"]
     named = dict(model=files["model"], train_data=files["rows"], reward=f"{files['reward']}:reward", rollout=sampler)
     named |= dict(num_prompts=spec["num_prompts"], num_generations=spec["num_generations"], beta=spec["beta"])
-    named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=min(spec["rows"], 8) * per_row)
+    budget = 2048 if spec["stop"] is None else 8 * per_row
+    named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=budget)
     named |= dict(max_steps=steps + 1, learning_rate=1e-6, eval_data="", eval_every=0, out_dir=tempfile.mkdtemp())
-    if spec["stop"] is None:
-        named |= dict(micro_batch_tokens=2048)
     return [text for name, value in named.items() for text in (f"--{name}", str(value))]
 
 
@@ -144,7 +143,7 @@ def run_ours(files, spec, steps, sampler, extra) -> dict:
     import view
 
     record, policies = Record(), []
-    forward, log, save = grpo.Policy.forward, view.RunLog.record, view.RunLog.__init__
+    forward, log, start = grpo.Policy.forward, view.RunLog.record, view.RunLog.__init__
 
     @contextlib.contextmanager
     def clock(self, phase):
@@ -164,7 +163,7 @@ def run_ours(files, spec, steps, sampler, extra) -> dict:
         record.step_ends()
 
     def begins(self, *args):
-        save(self, *args)
+        start(self, *args)
         record.step_ends()
 
     grpo.Clock.__call__, grpo.Policy.forward, view.RunLog.record, view.RunLog.__init__ = clock, counted, logged, begins
@@ -236,7 +235,7 @@ def run_trl(files, spec, steps, sampler) -> dict:
 def run_floor(files, spec, steps) -> dict:
     import grpo
 
-    record, cfg, world = Record(), grpo.parse_args(flags(files, spec, steps, "vllm")), None
+    record, cfg = Record(), grpo.parse_args(flags(files, spec, steps, "vllm"))
     tokenizer, world = grpo.load_tokenizer(cfg), grpo.World(0, 1, torch.device("cpu"))
     prompts, _ = grpo.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
@@ -308,9 +307,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--out", default=os.path.join(HERE, "figures"), help="directory of figure, table and raw numbers"
-    )
+    parser.add_argument("--out", default=os.path.join(HERE, "figures"), help="directory of figure and table")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one side
     parser.add_argument("--files", type=json.loads, help=argparse.SUPPRESS)
     args, extra = parser.parse_known_args()
