@@ -1,6 +1,6 @@
 """Big groups in small memory, and what the group size is good for.   python studies/big_groups.py
 
-(a) One group of G completions, micro-batches of 2048 tokens against the whole group at once: memory (bytes that
+(a) One group of G completions, micro-batches of 512 tokens against the whole group at once: memory (bytes that
     autograd holds for backward at its peak, without the parameters) and the difference of the two gradients.
 (b) The advantage of a right answer, over all outcomes of the rest of its group, enumerated: its mean and spread, and
     how often a group gives no signal at all.
@@ -16,7 +16,7 @@ from common import update_gradient as gradient_of
 
 import grpo
 
-SAMPLES, BUDGET, THRESHOLD = 64, 2048, 0.8
+SAMPLES, BUDGET, THRESHOLD = 64, 512, 0.8
 
 
 class Held:
@@ -67,14 +67,15 @@ def main():
     args = arguments(__doc__)
     budget, sizes, many = BUDGET, (4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64)
     if args.quick:
-        budget, sizes, many = 512, (4, 32, 64), (8,)
+        budget, sizes, many = 256, (4, 64, 128), (8,)
     seeds, steps = (range(1), 1) if args.quick else (range(5), 25)
     memory = scan(split, grid(sizes, seeds, [budget]), args.jobs)
     runs = scan(learn, grid(many, seeds, [steps]), args.jobs)
     peak = {G: np.mean([memory[G, s, budget] for s in seeds], 0) for G in sizes}
     worst = {G: max(memory[G, s, budget][2] for s in seeds) for G in sizes}
     assert max(worst.values()) < 1e-4, f"the split changes the gradient: {worst}"
-    small, big = next(G for G in sizes if 40 * G > budget), sizes[-1]  # from `small` on, micro-batches are full
+    # from `small` on, there are full micro-batches of each length: they end early where completions get shorter
+    small, big = next(G for G in sizes if 40 * G > 4 * budget), sizes[-1]
     assert peak[big][0] < 1.3 * peak[small][0], "memory grows with the group"
     assert peak[big][1] > 0.6 * big / small * peak[small][1], "at once it should have grown"
     groups = [2**i for i in range(1, 9)]
