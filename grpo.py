@@ -461,7 +461,7 @@ class HeadLogps(torch.autograd.Function):
             logps = logits.gather(-1, y[:, None])[:, 0] - total.log()
             entropy = total.log() - torch.linalg.vecdot(exps, logits) / total  # / total: exps to probabilities
             parts.append((logps, entropy, total.log() + top[:, 0]))
-        ctx.kept = exps.div_(total[:, None])  # the last chunk's softmax, where backward begins: a fifth less if it is all
+        ctx.kept = exps.div_(total[:, None])  # the last chunk's softmax: backward begins there
         logps, entropy, norms = (torch.cat(part) for part in zip(*parts, strict=True))  # [n] each
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
         ctx.temperature, ctx.autocast = temperature, torch.is_autocast_enabled(hidden.device.type)
@@ -473,21 +473,21 @@ class HeadLogps(torch.autograd.Function):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
         dtype = torch.get_autocast_dtype(hidden.device.type) if ctx.autocast else hidden.dtype
         hidden, matrix, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None: frozen
-        grad_bias = None if bias is None else torch.zeros_like(bias)
         grads = grad_logps / ctx.temperature  # logits are divided by it
         chunks = zip(*(x.split(ctx.size)[::-1] for x in (hidden, targets, norms, grads)), strict=True)
-        grad_hidden, softmax, ctx.kept = [], ctx.kept, None
+        grad_hidden, grad_weight, grad_bias, softmax, ctx.kept = [], None, None, ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False):
             for part, y, norm, grad in chunks:
                 if softmax is None:
                     softmax = HeadLogps.logits(part, matrix, shift, ctx.temperature).sub_(norm[:, None]).exp_()
                 grad_logits = softmax.mul_(-grad[:, None]).scatter_add_(-1, y[:, None], grad[:, None]).to(dtype)
                 grad_hidden.append(grad_logits @ matrix)
-                if grad_weight is not None:
-                    grad_weight += grad_logits.T @ part
-                if grad_bias is not None:
-                    grad_bias += grad_logits.sum(0)
+                if ctx.needs_input_grad[1]:
+                    product = (grad_logits.T @ part).to(weight.dtype)  # [V, H]
+                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
+                if bias is not None:
+                    total = grad_logits.sum(0).to(bias.dtype)  # [V]
+                    grad_bias = total if grad_bias is None else grad_bias.add_(total)
                 softmax = None
         return torch.cat(grad_hidden[::-1]), grad_weight, grad_bias, None, None
 
