@@ -13,9 +13,9 @@ without: sampling, and a bare forward (reference) and forward and backward (upda
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -32,7 +32,7 @@ import torch
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; ours gets as many padded tokens. stop: a word's
 # probability to be a completion's last; None: the bundled model and task
 SETTINGS = {
-    "tiny": dict(num_prompts=32, num_generations=8, prompt=8, completion=40, rows=32, beta=0.001, stop=None, steps=4),
+    "tiny": dict(num_prompts=32, num_generations=8, prompt=8, completion=40, rows=32, beta=0.001, stop=None, steps=8),
     "30M": dict(num_prompts=8, num_generations=8, prompt=12, completion=128, rows=8, beta=0.04, stop=1 / 40, steps=1),
     "30M, 64 rows": dict(
         num_prompts=8, num_generations=8, prompt=12, completion=128, rows=64, beta=0.04, stop=1 / 40, steps=1
@@ -83,11 +83,26 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
+def resident() -> tuple[int, int]:
+    """Bytes of this process in memory, now and at the peak (Linux)."""
+    with open("/proc/self/status") as status:
+        values = dict(line.split(":", 1) for line in status)
+    return tuple(1024 * int(values[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+
+
+def forget_peak() -> None:
+    """What was freed goes back to the system, and the peak starts from here."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
 class Record:
     """Of each step: wall and CPU seconds by phase; tokens that forwards with gradient computed, and the real ones."""
 
     def __init__(self):
-        self.steps, self.now, self.inside, self.loaded = [], {}, None, 0
+        self.steps, self.now, self.inside = [], {}, None
+        self.loaded = self.sampled = 0  # bytes resident before the first step, after the sampling of this one
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -100,6 +115,10 @@ class Record:
         finally:
             self.inside = None
             self.now[name] = self.now.get(name, 0) + clocks() - started
+            if name == "rollout":
+                self.now["peak"] = resident()[1]
+                forget_peak()
+                self.sampled = resident()[0]
 
     def timed(self, name, function):
         def call(*args, **options):
@@ -113,19 +132,24 @@ class Record:
             self.now["tokens"] = self.now.get("tokens", 0) + np.array([computed, real])
 
     def step_ends(self, *_, **__):
+        now, peak = resident()
         if self.loaded:
-            self.steps.append(self.now | dict(step=clocks() - self.started))
+            memory = dict(peak=max(peak, self.now["peak"]) - self.loaded, update_peak=peak - self.sampled)
+            self.steps.append(self.now | dict(step=clocks() - self.started) | memory)
         else:
-            with open("/proc/self/statm") as statm:
-                self.loaded = int(statm.read().split()[1]) * resource.getpagesize()
+            self.loaded = now
+        forget_peak()
         self.now, self.started = {}, clocks()
 
     def result(self, n_parameters: int) -> dict:
-        """Means over the steps after the first. Memory in MB: the peak above what was loaded, gradients, moments."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.loaded - 3 * 4 * n_parameters
-        names = {name for step in self.steps[1:] for name in step}
-        means = {name: np.mean([step.get(name, np.zeros(2)) for step in self.steps[1:]], 0).tolist() for name in names}
-        return means | dict(memory=peak / 1e6)
+        """Means over the steps after the first. memory: of scoring and update, the peak above what was there after
+        sampling, without gradients; whole: of the step, above what was loaded, gradients and Adam's moments. MB."""
+        steps = self.steps[1:]
+        names = {name for step in steps for name in step}
+        means = {name: np.mean([step.get(name, np.zeros(2)) for step in steps], 0).tolist() for name in names}
+        memory = max(step["update_peak"] for step in steps) - 4 * n_parameters
+        whole = max(step["peak"] for step in steps) - 3 * 4 * n_parameters
+        return means | dict(memory=memory / 1e6, whole=whole / 1e6)
 
 
 def flags(files, spec, steps, sampler) -> list[str]:
@@ -283,10 +307,9 @@ def report(name, rounds) -> tuple[list, list]:
             continue
         median = {key: np.median([run.get(key, [0, 0]) for run in runs], axis=0) for key in (*PHASES, "step", "tokens")}
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
+        memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
         cells = [float(median[phase][1]) for phase in (*PHASES, "step")] + [int(median["tokens"][1])]
-        table.append(
-            [name, title, *cells, float(median["step"][0]), waste, float(np.median([r["memory"] for r in runs]))]
-        )
+        table.append([name, title, *cells, float(median["step"][0]), waste, *memory])
     part = {
         "step": lambda run: run["step"][1] / run["tokens"][1],
         "logps and update": lambda run: (run["update"][1] + run["logps"][1]) / run["tokens"][1],
@@ -319,6 +342,7 @@ def main() -> None:
         rest = {"ours": (sampler, extra), "trl": (sampler,), "floor": ()}[args.side.removesuffix("_hf")]
         print("\nRESULT " + json.dumps(run(*call, *rest)), flush=True)
         os._exit(0)
+    os.makedirs(args.out, exist_ok=True)
     table, ratios, started = [], [], time.monotonic()
     for setting in args.settings:
         rounds = [{} for _ in range(args.rounds)]
@@ -352,7 +376,8 @@ def main() -> None:
 def publish(table, ratios, args) -> None:
     from common import plt, save
 
-    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "computed / real", "peak MB above"]
+    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "computed / real"]
+    header += ["peak MB, logps and update", "peak MB, step"]
     if not ratios:
         sys.exit("nothing to compare")
     figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.15 * len(ratios)), sharey=True)

@@ -1,0 +1,91 @@
+"""How seconds and memory of a step grow, on the 30 M model of bench.py.   python studies/scaling.py
+
+(a) CPU seconds of scoring and update against the tokens of a step: linear.
+(b) Their peak memory: flat in the group size and in the number of prompts, since backward runs per micro-batch, and
+    linear in --micro_batch_tokens alone.
+(c) Wall seconds of a step on one rank and on two, a core each, and what is spent outside of sampling, reward, update.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+from bench import PHASES, SETTINGS, prepare
+from common import HERE, plt, save
+
+SPEC, ROUNDS = SETTINGS["30M"], 2
+BUDGET = 280  # tokens of a micro-batch, but for (c): few enough that the smallest step here fills some
+
+
+def step(files: dict, ranks: int = 1, **options) -> dict:
+    """One step after a warm-up, in a process of its own: [wall, CPU] seconds by phase, tokens, memory in MB."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launch, os.path.join(HERE, "bench.py"), "--side", "ours", "--settings", "30M"]
+    command += ["--files", json.dumps(files)]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "RESULT " not in done.stdout:
+        sys.exit(done.stderr[-3000:])
+    run = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
+    print(ranks, options, run, flush=True)
+    return run
+
+
+def outside(run: dict) -> float:
+    """Share of the wall time that is neither sampling, reward, reference nor update: push, gather, log."""
+    return 1 - sum(run[phase][0] for phase in PHASES if phase != "sync") / run["step"][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        files = prepare(SPEC, folder)
+        sizes = [(n, 8) for n in (4, 8, 16)] + [(4, n) for n in (16, 32)]
+        by_size = {(n, G): step(files, num_prompts=n, num_generations=G, micro_batch_tokens=BUDGET) for n, G in sizes}
+        by_budget = {n: step(files, num_prompts=16, micro_batch_tokens=n) for n in (2 * BUDGET, 4 * BUDGET, 8 * BUDGET)}
+        by_budget[BUDGET] = by_size[16, 8]
+        by_ranks = {1: [], 2: []}
+        for ranks in ROUNDS * [1, 2]:
+            by_ranks[ranks].append(step(files, ranks))
+
+    table = [["prompts x G", "real tokens", "CPU seconds, scoring and update", "per 1000 tokens", "peak MB"]]
+    for (n, G), run in by_size.items():
+        tokens, seconds = run["tokens"][1], run["logps"][1] + run["update"][1]
+        table.append([f"{n} x {G}", int(tokens), seconds, 1000 * seconds / tokens, run["memory"]])
+    memory = [["--micro_batch_tokens", "peak MB"], *sorted([n, run["memory"]] for n, run in by_budget.items())]
+    parts = {name: lambda run, name=name: run[name][0] for name in ("rollout", "logps", "update", "step")}
+    wall = [["wall seconds, median", "one rank", "two ranks", "two / one: min", "median", "max"]]
+    for name, seconds in parts.items():
+        one, two = ([seconds(run) for run in by_ranks[n]] for n in (1, 2))
+        ratios = np.divide(two, one)
+        wall.append([name, *(float(f(x)) for f, x in ((np.median, one), (np.median, two)))])
+        wall[-1] += [float(f(ratios)) for f in (np.min, np.median, np.max)]
+    wall.append(
+        ["outside, share", *(float(np.median([outside(run) for run in by_ranks[n]])) for n in (1, 2)), "", "", ""]
+    )
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.4))
+    for marker, chosen, label in (("o", sizes[:3], "n x 8"), ("s", [sizes[0], *sizes[3:]], "4 x G")):
+        rows = np.array([row[1:] for row, size in zip(table[1:], sizes, strict=True) if size in chosen])
+        left.plot(rows[:, 0], rows[:, 1], f"{marker}-", label=label)
+        middle.plot([n * G for n, G in chosen], rows[:, 3], f"{marker}-", label=label)
+    left.set(title="scoring and update, CPU seconds", xlabel="real tokens of a step", xlim=0, ylim=0)
+    middle.set(title="their peak memory, MB", xlabel="completions of a step", ylim=0)
+    for axis in (left, middle):
+        axis.legend(title="prompts x G")
+    right.plot(*zip(*memory[1:], strict=True), "o-")
+    right.set(title="their peak memory, MB", xlabel="--micro_batch_tokens", xlim=0, ylim=0)
+    figure.tight_layout()
+    args = argparse.Namespace(out=os.path.join(HERE, "figures"), started=started, jobs=1)
+    save(args, "scaling", figure, table, memory, wall)
+
+
+if __name__ == "__main__":
+    main()
