@@ -439,9 +439,9 @@ def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], i
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
 
-    Logits [n, V] never exist: a chunk of HEAD_CHUNK of them is there at a time, and again in backward, where the
-    gradient of a log-probability by its logits, onehot(target) - softmax, is written over it. Half the time of
-    log_softmax under torch.utils.checkpoint.
+    Logits [n, V] never exist: a chunk of HEAD_CHUNK of them is there at a time, and all but the last again in backward,
+    where the gradient of a log-probability by its logits, onehot(target) - softmax, is written over it. Half the time
+    of log_softmax under torch.utils.checkpoint.
     """
 
     @staticmethod
@@ -473,21 +473,21 @@ class HeadLogps(torch.autograd.Function):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
         dtype = torch.get_autocast_dtype(hidden.device.type) if ctx.autocast else hidden.dtype
         hidden, matrix, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+        grad_weight, grad_bias = None, None if bias is None else torch.zeros_like(bias)
         grads = grad_logps / ctx.temperature  # logits are divided by it
         chunks = zip(*(x.split(ctx.size)[::-1] for x in (hidden, targets, norms, grads)), strict=True)
-        grad_hidden, grad_weight, grad_bias, softmax, ctx.kept = [], None, None, ctx.kept, None
+        grad_hidden, softmax, ctx.kept = [], ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False):
             for part, y, norm, grad in chunks:
                 if softmax is None:
                     softmax = HeadLogps.logits(part, matrix, shift, ctx.temperature).sub_(norm[:, None]).exp_()
                 grad_logits = softmax.mul_(-grad[:, None]).scatter_add_(-1, y[:, None], grad[:, None]).to(dtype)
                 grad_hidden.append(grad_logits @ matrix)
-                if ctx.needs_input_grad[1]:
+                if ctx.needs_input_grad[1]:  # else frozen
                     product = (grad_logits.T @ part).to(weight.dtype)  # [V, H]
                     grad_weight = product if grad_weight is None else grad_weight.add_(product)
-                if bias is not None:
-                    total = grad_logits.sum(0).to(bias.dtype)  # [V]
-                    grad_bias = total if grad_bias is None else grad_bias.add_(total)
+                if grad_bias is not None:
+                    grad_bias += grad_logits.sum(0)
                 softmax = None
         return torch.cat(grad_hidden[::-1]), grad_weight, grad_bias, None, None
 

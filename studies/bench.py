@@ -297,6 +297,15 @@ def run_floor(files, spec, steps) -> dict:
 # All sides in turn
 
 
+def run_side(python: list, side: str, setting: str, files: dict, extra: list) -> dict:
+    """One side in a process of its own, or in as many as a launcher in `python` starts: the first one's result."""
+    command = [*python, os.path.abspath(__file__), "--side", side, "--settings", setting, "--files", json.dumps(files)]
+    done = subprocess.run([*command, *extra], capture_output=True, text=True)
+    if "\nRESULT " not in done.stdout:
+        sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.split("\nRESULT ")[1].splitlines()[0])
+
+
 def report(name, rounds) -> tuple[list, list]:
     """Rows of the table of CPU seconds, which other work disturbs least, and of the table of ratios. Sides draw
     completions of their own, so seconds are compared per real token (prompt and completion, without padding)."""
@@ -352,21 +361,7 @@ def main() -> None:
                 if side.startswith("trl") and not args.trl:
                     continue
                 python = args.trl if side.startswith("trl") else sys.executable
-                command = [
-                    python,
-                    __file__,
-                    "--side",
-                    side,
-                    "--settings",
-                    setting,
-                    "--files",
-                    json.dumps(files),
-                    *extra,
-                ]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if "\nRESULT " not in done.stdout:
-                    sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-                rounds[number][side] = json.loads(done.stdout.split("\nRESULT ")[1])
+                rounds[number][side] = run_side([python], side, setting, files, extra)
                 print(setting, number, side, rounds[number][side], flush=True)
         for rows, new in zip((table, ratios), report(setting, rounds), strict=True):
             rows += new

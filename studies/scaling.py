@@ -7,15 +7,13 @@
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 
 import numpy as np
-from bench import PHASES, SETTINGS, prepare
+from bench import PHASES, SETTINGS, prepare, run_side
 from common import HERE, plt, save
 
 SPEC, ROUNDS = SETTINGS["30M"], 2
@@ -25,13 +23,8 @@ BUDGET = 280  # tokens of a micro-batch, but for (c): few enough that the smalle
 def step(files: dict, ranks: int = 1, **options) -> dict:
     """One step after a warm-up, in a process of its own: [wall, CPU] seconds by phase, tokens, memory in MB."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launch, os.path.join(HERE, "bench.py"), "--side", "ours", "--settings", "30M"]
-    command += ["--files", json.dumps(files)]
-    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "RESULT " not in done.stdout:
-        sys.exit(done.stderr[-3000:])
-    run = json.loads(done.stdout.split("RESULT ")[1].splitlines()[0])
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    run = run_side([sys.executable, *launch], "ours", "30M", files, flags)
     print(ranks, options, run, flush=True)
     return run
 
@@ -60,10 +53,9 @@ def main() -> None:
         tokens, seconds = run["tokens"][1], run["logps"][1] + run["update"][1]
         table.append([f"{n} x {G}", int(tokens), seconds, 1000 * seconds / tokens, run["memory"]])
     memory = [["--micro_batch_tokens", "peak MB"], *sorted([n, run["memory"]] for n, run in by_budget.items())]
-    parts = {name: lambda run, name=name: run[name][0] for name in ("rollout", "logps", "update", "step")}
     wall = [["wall seconds, median", "one rank", "two ranks", "two / one: min", "median", "max"]]
-    for name, seconds in parts.items():
-        one, two = ([seconds(run) for run in by_ranks[n]] for n in (1, 2))
+    for name in ("rollout", "logps", "update", "step"):
+        one, two = ([run[name][0] for run in by_ranks[n]] for n in (1, 2))
         ratios = np.divide(two, one)
         wall.append([name, *(float(f(x)) for f, x in ((np.median, one), (np.median, two)))])
         wall[-1] += [float(f(ratios)) for f in (np.min, np.median, np.max)]
