@@ -23,6 +23,7 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as grpo.py sets it for vLLM on a CPU, for all sides alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # likewise, but for TRL as it comes
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
@@ -256,6 +257,20 @@ def run_trl(files, spec, steps, sampler) -> dict:
     return record.result(sum(p.numel() for p in trainer.model.parameters()))
 
 
+def rows_without_padding(samples, vocabulary: int) -> tuple[torch.Tensor, int]:
+    """ids [N, P + T] of random words, as many as the samples have tokens: rows of the mean lengths. And P."""
+    P = round(np.mean([len(s.prompt.ids) for s in samples]))
+    T = round(np.mean([len(s.completion_ids) for s in samples]))
+    return torch.randint(2, vocabulary, (len(samples), P + T)), P
+
+
+def bare_losses(model, ids, P: int, cfg):
+    """Losses of the completions, a micro-batch at a time: a forward with the head at completion positions only."""
+    for part in ids.split(max(1, cfg.micro_batch_tokens // ids.shape[1])):
+        hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, P - 1 : -1]
+        yield torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten())
+
+
 def run_floor(files, spec, steps) -> dict:
     import grpo
 
@@ -272,21 +287,12 @@ def run_floor(files, spec, steps) -> dict:
         drawn = grpo.prompts_of_step(prompts, step, cfg)
         with record.phase("rollout"):
             samples = grpo.sample(engine, drawn, cfg.num_generations, 1.0, 0, step, tokenizer, cfg, world)
-        lengths = [len(s.completion_ids) for s in samples]
-        P, T = spec["prompt"], round(np.mean(lengths))  # rows of the mean length: as many tokens, none of them padding
-        rows = max(1, cfg.micro_batch_tokens // (P + T))
-        ids = torch.randint(2, model.config.vocab_size, (len(lengths), P + T))
-
-        def losses(ids=ids, P=P, rows=rows):
-            for part in ids.split(rows):
-                hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, P - 1 : -1]
-                yield torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten())
-
+        ids, P = rows_without_padding(samples, model.config.vocab_size)
         with record.phase("logps"), torch.no_grad():
-            list(losses())
+            list(bare_losses(model, ids, P, cfg))
         record.count(ids.numel(), ids.numel())
         with record.phase("update"):
-            for loss in losses():
+            for loss in bare_losses(model, ids, P, cfg):
                 loss.backward()
         model.zero_grad()
         record.step_ends()
@@ -300,7 +306,8 @@ def run_floor(files, spec, steps) -> dict:
 def run_side(python: list, side: str, setting: str, files: dict, extra: list) -> dict:
     """One side in a process of its own, or in as many as a launcher in `python` starts: the first one's result."""
     command = [*python, os.path.abspath(__file__), "--side", side, "--settings", setting, "--files", json.dumps(files)]
-    done = subprocess.run([*command, *extra], capture_output=True, text=True)
+    env = os.environ | ({"THP_MEM_ALLOC_ENABLE": "0"} if side == "trl_hf" else {})
+    done = subprocess.run([*command, *extra], capture_output=True, text=True, env=env)
     if "\nRESULT " not in done.stdout:
         sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.split("\nRESULT ")[1].splitlines()[0])

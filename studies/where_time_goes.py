@@ -1,0 +1,108 @@
+"""Where the time of scoring and update goes, ours and that of the floor of bench.py.
+
+    python studies/where_time_goes.py
+
+Both in one process, on completions of the same lengths, in turn. Seconds are the profiler's own times of operators,
+the least of ROUNDS for each kind, because other work on the machine only ever adds. GFLOP are of matrix products.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+
+import numpy as np
+import torch
+from bench import SETTINGS, bare_losses, flags, prepare, rows_without_padding
+from common import CPU, HERE, plt, save
+from torch.profiler import ProfilerActivity, profile
+
+import grpo
+
+ROUNDS = 3
+KINDS = {
+    "matrix products": ("mm", "addmm", "bmm"),
+    "attention": ("scaled_dot_product",),
+    "softmax of the head": ("log_softmax", "exp", "amax", "vecdot"),
+    "zeros, copies, gathers": ("fill", "zero", "copy", "cat", "index", "gather", "scatter", "embedding"),
+    "optimiser": ("fused_adamw",),
+}
+REST = "elementwise and sums"  # norms, activations, gradients added up
+
+
+def kind_of(operator: str) -> str:
+    name = operator.removeprefix("aten::").strip("_")
+    return next((kind for kind, starts in KINDS.items() if name.startswith(starts)), REST)
+
+
+def measured(work) -> dict:
+    """{kind: seconds}, and GFLOP."""
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as record:
+        work()
+    seconds, flop = {}, 0
+    for event in record.key_averages():
+        seconds[kind_of(event.key)] = seconds.get(kind_of(event.key), 0) + event.self_cpu_time_total / 1e6
+        flop += event.flops * (kind_of(event.key) == "matrix products")
+    return seconds | {"GFLOP": flop / 1e9}
+
+
+def sides(files: dict, spec: dict) -> dict:
+    """What each side does after sampling, as a function; and how many tokens each computes, and how many are real."""
+    cfg = grpo.parse_args(flags(files, spec, 1, "hf") + ["--max_sampler_gap", "1e9"])
+    model, tokenizer = grpo.load_model(cfg.model, cfg), grpo.load_tokenizer(cfg)
+    policy = grpo.Policy(model, cfg.temperature)
+    optimizer = grpo.make_optimizer(policy, cfg)
+    prompts, _ = grpo.load_prompts("train_data", [], tokenizer, cfg)
+    sampler = grpo.HFSampler(model, *grpo.special_ids(model.generation_config, tokenizer, cfg), cfg)
+    drawn = grpo.prompts_of_step(prompts, 1, cfg)
+    samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
+    for number, sample in enumerate(samples):
+        sample.advantage = (-1.0) ** number
+
+    def ours():
+        grpo.compute_logps(policy, samples, "ref_logps", cfg, CPU)
+        grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+
+    ids, P = rows_without_padding(samples, model.config.vocab_size)
+
+    def floor():
+        with torch.no_grad():
+            list(bare_losses(model, ids, P, cfg))
+        for loss in bare_losses(model, ids, P, cfg):
+            loss.backward()
+        optimizer.zero_grad()
+
+    return dict(ours=ours, floor=floor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    started, table = time.monotonic(), []
+    kinds = [*KINDS, REST]
+    for name in ("tiny", "30M", "long prompt"):
+        with tempfile.TemporaryDirectory() as folder:
+            work = sides(prepare(SETTINGS[name], folder), SETTINGS[name])
+        found = {side: [] for side in work}
+        for side in (1 + ROUNDS) * list(work):
+            found[side].append(measured(work[side]))
+        for side, runs in found.items():
+            runs = runs[1:]  # the first one warms up
+            seconds = [min(run.get(kind, 0.0) for run in runs) for kind in kinds]
+            table.append([name, side, *seconds, sum(seconds), runs[0]["GFLOP"]])
+
+    figure, axis = plt.subplots(figsize=(9, 2.6))
+    labels = [f"{name}, {side}" for name, side, *_ in table]
+    together, left = {(name, side): row[-2] for name, side, *row in table}, np.zeros(len(table))
+    for column, kind in enumerate(kinds, 2):
+        part = np.array([row[column] / together[row[0], "floor"] for row in table])
+        axis.barh(labels, part, left=left, label=kind)
+        left += part
+    axis.set(xlabel="seconds of scoring and update, those of the floor being 1", ylim=(len(table) - 0.5, -0.5))
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    args = argparse.Namespace(out=os.path.join(HERE, "figures"), started=started, jobs=1)
+    save(args, "where_time_goes", figure, [["setting", "side", *kinds, "together", "GFLOP"], *table])
+
+
+if __name__ == "__main__":
+    main()
