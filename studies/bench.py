@@ -50,7 +50,7 @@ def prepare(spec: dict, folder: str) -> dict:
     """Paths of model, rows and reward: the bundled ones, or a 30 M model of random weights, whose words are all nearly
     as probable, so that lengths are geometric with mean 1 / stop."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
     reward, rows, vocabulary = os.path.join(folder, "reward.py"), os.path.join(folder, "rows.jsonl"), 32_000
     with open(reward, "w") as file:
@@ -58,12 +58,13 @@ def prepare(spec: dict, folder: str) -> dict:
     if spec["stop"] is None:
         data = os.path.join(HERE, "..", "sample_data")
         return dict(model=os.path.join(data, "model"), rows=os.path.join(data, "train.jsonl"), reward=reward)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w1"))
+    names = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")  # ids 0, 1, 2; no word begins like them
+    ids = {word: i for i, word in enumerate([*names.values(), *(f"w{i}" for i in range(3, vocabulary))])}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(eos_token="w2", pad_token="w0", unk_token="w1")
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
     sizes = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=10, num_attention_heads=6)
-    config = Qwen2Config(vocab_size=vocabulary, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = list(range(2, 3 + int(spec["stop"] * vocabulary)))
@@ -73,6 +74,8 @@ def prepare(spec: dict, folder: str) -> dict:
     with open(rows, "w") as file:
         for ids in rng.integers(vocabulary // 2, vocabulary, (64, spec["prompt"])):
             file.write(json.dumps(dict(prompt=" ".join(f"w{i}" for i in ids))) + "\n")
+    found = AutoTokenizer.from_pretrained(folder)(f"w{vocabulary - 1} w3").input_ids
+    assert found == [vocabulary - 1, 3], found  # a word is a token (for some model types another tokenizer is loaded)
     return dict(model=folder, rows=rows, reward=reward)
 
 

@@ -23,11 +23,10 @@ ROUNDS = 3
 KINDS = {
     "matrix products": ("mm", "addmm", "bmm"),
     "attention": ("scaled_dot_product",),
-    "softmax of the head": ("log_softmax", "exp", "amax", "vecdot"),
     "zeros, copies, gathers": ("fill", "zero", "copy", "cat", "index", "gather", "scatter", "embedding"),
     "optimiser": ("fused_adamw",),
 }
-REST = "elementwise and sums"  # norms, activations, gradients added up
+REST = "elementwise and sums"  # norms, activations, softmax, gradients added up
 
 
 def kind_of(operator: str) -> str:
