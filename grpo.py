@@ -32,7 +32,7 @@ from datetime import timedelta
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Large CPU tensors in pages of 2 MB: a tenth of the page faults, scoring and update in 0.8 to 0.9 of the time.
+# Large CPU tensors in pages of 2 MB: a tenth of the page faults, 0.85 to 0.96 of an update at 30 M parameters.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
