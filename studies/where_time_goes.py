@@ -46,7 +46,7 @@ def measured(work) -> dict:
 
 
 def sides(files: dict, spec: dict) -> dict:
-    """What each side does after sampling, as a function; and how many tokens each computes, and how many are real."""
+    """What each side does after sampling, as a function without arguments."""
     cfg = grpo.parse_args(flags(files, spec, 1, "hf") + ["--max_sampler_gap", "1e9"])
     model, tokenizer = grpo.load_model(cfg.model, cfg), grpo.load_tokenizer(cfg)
     policy = grpo.Policy(model, cfg.temperature)
