@@ -1134,9 +1134,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
         counted = [s for s in minibatch if s.in_loss]
         n_sequences = max(1, len(counted))
         n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
-
-        if not cfg.beta:  # without a KL term a sample without advantage has no gradient: its passes are saved
-            minibatch = [s for s in minibatch if s.advantage != 0] or minibatch[:1]
+        # what has no gradient gets no pass: a sample out of the loss, and without a KL term one without advantage
+        minibatch = [s for s in counted if cfg.beta or s.advantage != 0] or minibatch[:1]
         shares, shared = plan(minibatch, world.size, policy.can_share, cfg)
         rounds = max(len(share) for share in shares)  # a rank with fewer joins in with weight zero: none waits
         stats, log_ratios = {"loss": 0.0}, np.zeros(0, np.float32)
@@ -1551,10 +1550,11 @@ def train(cfg: Config) -> list[dict]:
             samples = sorted(world.gather(samples), key=lambda s: s.group)
         frac_zero_std = assign_advantages(samples, step, cfg)
         with clock("logps"):
+            counted = [s for s in samples if s.in_loss] or samples  # the others get no pass
             if cfg.updates_per_step > 1:
-                compute_logps(policy, samples, "old_logps", cfg, world)
+                compute_logps(policy, counted, "old_logps", cfg, world)
             if reference:
-                compute_logps(reference, samples, "ref_logps", cfg, world)
+                compute_logps(reference, counted, "ref_logps", cfg, world)
         with clock("update"):
             metrics = update(policy, ddp, optimizer, samples, step, frac_zero_std < 1, cfg, world)
         with clock("sync"):

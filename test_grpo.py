@@ -981,6 +981,34 @@ def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
     assert passes(0.1, True)[0] == 12
 
 
+def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
+    """The gradient is that of the others alone; a mini-batch of nothing else is one pass of weight zero."""
+    samples = random_samples(12, 4)
+    for s in samples[::3]:
+        s.in_loss, s.ref_logps = False, None
+    policy, seen = Policy(tiny_model(), 1.0), []
+    policy.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=1)
+    grad, _ = update_gradient(cfg, samples, policy=policy)
+    whole, _ = update_gradient(cfg, [s for s in samples if s.in_loss])
+    assert len(seen) == 8 and relative(grad, whole) < 1e-6
+    grad, metrics = update_gradient(cfg, samples[::3])
+    assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
+
+    scored, compute = [], grpo.compute_logps
+
+    def counted(policy, samples, *rest):
+        scored.append([s.in_loss for s in samples])
+        compute(policy, samples, *rest)
+
+    monkeypatch.setattr(grpo, "compute_logps", counted)
+    for step in small_run(tmp_path / "out", mask_truncated=True, beta=0.1, max_steps=2, save_every=0):
+        old, reference, *scored = scored
+        assert old == reference == [True] * round(15 * (1 - step["truncated_frac"])) and 0 < step["truncated_frac"] < 1
+    [step] = small_run(tmp_path / "cut", mask_truncated=True, beta=0.1, max_steps=1, max_completion_length=1)
+    assert step["truncated_frac"] == 1 and step["loss"] == step["kl_k3"] == 0
+
+
 def test_gradient_is_clipped_once_and_logged_before_clipping():
     samples = random_samples(6, 3)
     free, metrics = update_gradient(Config(max_grad_norm=0), samples)
