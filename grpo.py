@@ -280,8 +280,8 @@ class Sample:
     parts: dict = field(default_factory=dict)
     advantage: float = 0.0
     in_loss: bool = True
-    old_logps: np.ndarray | None = None  # [T], before the first update of the step
-    ref_logps: np.ndarray | None = None  # [T]
+    old_logps: np.ndarray | None = None  # [T], before the first update of the step; None: not needed
+    ref_logps: np.ndarray | None = None  # [T], likewise
 
     def __len__(self):
         return len(self.prompt.ids) + len(self.completion_ids)
@@ -1075,7 +1075,7 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
         advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
-        if getattr(samples[0], name) is not None:
+        if getattr(samples[0], name) is not None:  # all of a micro-batch have it or none
             rows = [getattr(s, name) for s in samples]
             batch[name] = padded(rows, rows[0].dtype)  # [N, T]
     return batch
@@ -1083,7 +1083,7 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 @torch.no_grad()
 def compute_logps(policy: Policy, samples: list[Sample], name: str, cfg: Config, world: World) -> None:
-    """Log-probabilities of all samples under `policy`, shared out over the ranks, stored as `sample.name` on each."""
+    """Log-probabilities of the samples under `policy`, shared out over the ranks, stored as `sample.name` on each."""
     numbered = {id(sample): i for i, sample in enumerate(samples)}
     results = []
     shares, shared = plan(samples, world.size, policy.can_share, cfg)
@@ -1135,7 +1135,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
         n_sequences = max(1, len(counted))
         n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
         # what has no gradient gets no pass: a sample out of the loss, and without a KL term one without advantage
-        minibatch = [s for s in counted if cfg.beta or s.advantage != 0] or minibatch[:1]
+        learned = [s for s in counted if cfg.beta or s.advantage != 0]
+        minibatch = learned or counted[:1] or minibatch[:1]
         shares, shared = plan(minibatch, world.size, policy.can_share, cfg)
         rounds = max(len(share) for share in shares)  # a rank with fewer joins in with weight zero: none waits
         stats, log_ratios = {"loss": 0.0}, np.zeros(0, np.float32)
@@ -1166,7 +1167,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
             for name, value in rank_stats.items():
                 totals[name] = totals.get(name, 0.0) + value
         losses.append(totals.pop("loss"))
-        if number < cfg.num_minibatches:  # the first pass covers every sample; may stop the run: before the step
+        if number < cfg.num_minibatches:  # in the first epoch; may stop the run: before the step
             all_ratios += [rank_ratios for _, rank_ratios in gathered]
             mismatch = mismatch_metrics(np.concatenate(all_ratios), cfg, world.device)
 
@@ -1185,7 +1186,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, has_signal:
 
 
 def mismatch_metrics(log_ratio: np.ndarray, cfg: Config, device: torch.device) -> dict:
-    """How far the sampler is from the trainer: log(trainer / sampler) of all sampled tokens [n]. Stops on a fault."""
+    """How far the sampler is from the trainer: log(trainer / sampler) of the loss's tokens [n]. Stops on a fault."""
     log_ratio = log_ratio[np.isfinite(log_ratio)]  # one that is not makes a gradient that is not: the step is skipped
     if not len(log_ratio):
         return dict(sampler_gap=0.0)
@@ -1550,7 +1551,7 @@ def train(cfg: Config) -> list[dict]:
             samples = sorted(world.gather(samples), key=lambda s: s.group)
         frac_zero_std = assign_advantages(samples, step, cfg)
         with clock("logps"):
-            counted = [s for s in samples if s.in_loss] or samples  # the others get no pass
+            counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
             if cfg.updates_per_step > 1:
                 compute_logps(policy, counted, "old_logps", cfg, world)
             if reference:

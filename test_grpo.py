@@ -253,6 +253,7 @@ def gradients_of_ranks(out):
         policy = Policy(tiny_model(dtype=dtype), 0.8)
         ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
         samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+        samples[3].in_loss = reduction != "sequence"
         cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
         cfg = dataclasses.replace(cfg, share_prompt="off" if reduction == "token" else "on")
         grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world)
@@ -321,6 +322,7 @@ def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
     for dtype, tolerance in ((torch.float32, 1e-6), (F64, 1e-12)):
         for reduction in REDUCTIONS:
             samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+            samples[3].in_loss = reduction != "sequence"
             cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=10**6, max_grad_norm=0)
             whole, metrics = update_gradient(cfg, samples, dtype)
             grad, loss = ranks[f"{dtype} {reduction}"]
@@ -992,8 +994,18 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     grad, _ = update_gradient(cfg, samples, policy=policy)
     whole, _ = update_gradient(cfg, [s for s in samples if s.in_loss])
     assert len(seen) == 8 and relative(grad, whole) < 1e-6
-    grad, metrics = update_gradient(cfg, samples[::3])
-    assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
+    grad, metrics = update_gradient(cfg, samples[::3], policy=policy)
+    assert len(seen) == 9 and grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
+    # without KL and advantages one sample of the loss is left, for the metrics
+    rows = [dataclasses.replace(s, advantage=0.0, in_loss=i == 11) for i, s in enumerate(samples)]
+    _, metrics = update_gradient(Config(beta=0), rows)
+    assert metrics["loss"] == 0 and metrics["entropy"] > 0 and metrics["sampler_gap"] > 0
+    # a mini-batch without a sample in the loss, among others
+    cfg, samples = dataclasses.replace(cfg, num_minibatches=4), random_samples(12, 4)
+    for s in list(grpo.minibatches(samples, 1, cfg))[1]:
+        s.in_loss, s.ref_logps = False, None
+    _, metrics = update_gradient(cfg, samples)
+    assert metrics["kl_k3"] > 0 and metrics["skipped_steps"] == 0
 
     scored, compute = [], grpo.compute_logps
 
