@@ -1,8 +1,8 @@
 """How seconds and memory of a step grow, on the 30 M model of bench.py.   python studies/scaling.py
 
 (a) CPU seconds of scoring and update against the tokens of a step: linear.
-(b) Their peak memory: flat in the group size and in the number of prompts, since backward runs per micro-batch, and
-    linear in --micro_batch_tokens alone.
+(b) Their peak memory: flat in the group size and in the number of prompts once they fill micro-batches, since backward
+    runs per micro-batch; against --micro_batch_tokens.
 (c) Wall seconds of a step on one rank and on two, a core each, and what is spent outside of sampling, reward, update.
 """
 
@@ -30,7 +30,7 @@ def step(files: dict, ranks: int = 1, **options) -> dict:
 
 
 def outside(run: dict) -> float:
-    """Share of the wall time that is neither sampling, reward, reference nor update: push, gather, log."""
+    """Share of the wall time that is neither sampling, reward (and the exchange of samples), reference nor update."""
     return 1 - sum(run[phase][0] for phase in PHASES if phase != "sync") / run["step"][0]
 
 
