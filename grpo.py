@@ -556,8 +556,8 @@ class Policy(nn.Module):
 
     def shared_hidden(self, input_ids, prompt_lengths, groups, T):
         """[N, T, H], of the position before each completion token. The gradient of a prompt's keys and values, which
-        every row of its group continues from, is summed by autograd. 2.0 times faster at (128, 8, 64) tokens of
-        prompt, G, tokens of completion, 3.5 times at (512, 16, 64)."""
+        every row of its group continues from, is summed by autograd. 1.8 times faster at (128, 8, 64) tokens of
+        prompt, G, tokens of completion, 4.3 times at (512, 16, 64), with 30 M parameters."""
         from transformers import DynamicCache
 
         names, which = groups.unique(return_inverse=True)  # [P], [N]: the row of its prompt

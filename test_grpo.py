@@ -245,6 +245,13 @@ def small_run(out, **options):
 # Exactness: the same gradient for every split
 
 
+def samples_of_ranks(dtype, reduction):
+    """What gradients_of_ranks() and the one process that it is compared with train on."""
+    samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
+    samples[3].in_loss = reduction != "sequence"
+    return samples
+
+
 def gradients_of_ranks(out):
     """Run by every rank: rank 0 writes the gradient of every reduction, and what a zero-signal step did."""
     world = grpo.join_world(torch.device("cpu"))
@@ -252,8 +259,7 @@ def gradients_of_ranks(out):
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
         policy = Policy(tiny_model(dtype=dtype), 0.8)
         ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
-        samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
-        samples[3].in_loss = reduction != "sequence"
+        samples = samples_of_ranks(dtype, reduction)
         cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
         cfg = dataclasses.replace(cfg, share_prompt="off" if reduction == "token" else "on")
         grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world)
@@ -321,8 +327,7 @@ def ranks(request, fork, tmp_path_factory):
 def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
     for dtype, tolerance in ((torch.float32, 1e-6), (F64, 1e-12)):
         for reduction in REDUCTIONS:
-            samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
-            samples[3].in_loss = reduction != "sequence"
+            samples = samples_of_ranks(dtype, reduction)
             cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=10**6, max_grad_norm=0)
             whole, metrics = update_gradient(cfg, samples, dtype)
             grad, loss = ranks[f"{dtype} {reduction}"]

@@ -2,7 +2,7 @@
 
 (a) CPU seconds of scoring and update against the tokens of a step: linear.
 (b) Their peak memory: flat in the group size and in the number of prompts once they fill micro-batches, since backward
-    runs per micro-batch; against --micro_batch_tokens.
+    runs per micro-batch. It grows with --micro_batch_tokens.
 (c) Wall seconds of a step on one rank and on two, a core each, and what is spent outside of sampling, reward, update.
 """
 
