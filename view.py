@@ -9,7 +9,6 @@ python view.py out --step 40 --html page.html   # the same with the full text, i
 
 import argparse
 import base64
-import contextlib
 import html
 import io
 import itertools
@@ -18,9 +17,7 @@ import math
 import os
 import signal
 import sys
-import time
 import unicodedata
-from datetime import timedelta
 
 # -----------------------------------------------------------------------------
 # reading
@@ -322,174 +319,6 @@ def page(out_dir, step, rows):
         body="".join(body),
         picture=base64.b64encode(picture.getvalue()).decode(),
     )
-
-
-# -----------------------------------------------------------------------------
-# the log of a run, while it runs
-
-
-def is_rank0():
-    """Known from torchrun's environment, before the ranks have met."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def say(text):
-    """One line of the log, from rank 0; above the progress bar where there is one."""
-    if is_rank0():
-        from tqdm import tqdm
-
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
-
-
-class JsonLines:
-    """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
-
-    def __init__(self, path, last_step):
-        """Keeps the lines up to last_step: what an interrupted run wrote after its checkpoint is made again."""
-        self.path, self.pending = path, []
-        kept = b""
-        if last_step >= 0 and os.path.exists(path):
-            with open(path, "rb") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):
-                        if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
-                            kept += line
-        with open(path + ".new", "wb") as file:
-            file.write(kept)
-        os.replace(path + ".new", path)
-        self.size = len(kept)
-
-    def write(self, *records):
-        self.pending += [json.dumps(record, default=str).encode() + b"\n" for record in records]
-        try:
-            with open(self.path, "r+b") as file:
-                file.seek(self.size)
-                file.truncate()  # half a line of a write that failed
-                file.write(b"".join(self.pending))
-        except OSError as error:
-            say(f"cannot write {self.path} ({error.strerror}): {len(self.pending)} lines wait for the next try")
-            return
-        self.size += sum(map(len, self.pending))
-        self.pending = []
-
-
-def completion_records(samples, step, count):
-    """What completions.jsonl holds of a step's first `count` samples (-1: of all)."""
-    return [
-        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
-        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
-        for s in (samples if count < 0 else samples[:count])
-    ]
-
-
-class RunLog:
-    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step or a progress bar, curves.png."""
-
-    def __init__(self, cfg, resumed_from):
-        """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
-        from tqdm import tqdm
-
-        self.cfg, self.history, self.rank0 = cfg, [], is_rank0()
-        if self.rank0:
-            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
-            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
-            self.history = read_jsonl(self.metrics.path)
-            self.report = reporter(cfg)
-        off = not (self.rank0 and sys.stderr.isatty())
-        self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
-        self.first, self.started = max(0, resumed_from), time.monotonic()
-
-    def record(self, metrics, samples=()):
-        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self.history.append(metrics)
-        if not self.rank0:
-            return
-        self.metrics.write(metrics)
-        self.completions.write(*completion_records(samples, metrics["step"], self.cfg.log_completions))
-        self.report(metrics["step"], trl_names(metrics))
-        if metrics["step"] == 0:
-            say(f"step 0: eval accuracy {accuracy(metrics)}")
-            return
-        if "eval_accuracy" in metrics:
-            shown = samples[metrics["step"] % len(samples)]
-            say(f"  sample: {shown.prompt.text!r} -> {shown.text!r} reward {shown.reward:g}")
-        self.bar.set_postfix(reward=metrics["reward"], refresh=False)
-        self.bar.update()
-        if self.bar.disable or "eval_accuracy" in metrics:
-            seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
-            say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
-
-    def close(self, total_seconds):
-        """Draws the curves and says the greppable end of the log."""
-        train_seconds = time.monotonic() - self.started
-        self.bar.close()
-        if not self.rank0:
-            return
-        try:
-            draw([self.cfg.out_dir], os.path.join(self.cfg.out_dir, "curves.png"))
-        except (OSError, ImportError) as error:  # a picture is not worth a run
-            say(f"no curves.png: {error}")
-        evals = [m for m in self.history if "eval_accuracy" in m]
-        values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
-        steps = max([self.first, *(m["step"] for m in self.history)])
-        tokens = sum(m["tokens"] for m in self.history if m["step"] > self.first)  # of this run, not of the resumed one
-        values |= dict(steps=steps, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
-        values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=self.cfg.out_dir)
-        say("\n".join(f"{key}: {value}" for key, value in values.items()))
-
-
-def reporter(cfg):
-    """A function (step, values) that sends a step's values to a dashboard; imports its package only when asked."""
-    if cfg.report_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(cfg.out_dir)
-        return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()] and writer.flush()
-    if cfg.report_to == "wandb":
-        import wandb
-
-        run = wandb.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), dir=cfg.out_dir)
-        return lambda step, values: run.log(values, step=step)
-    return lambda step, values: None
-
-
-def trl_names(metrics):
-    """The metrics under the names that TRL's GRPOTrainer gives them, where it has them: dashboards carry over."""
-    names = dict(
-        lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean"
-    )
-    names |= dict(completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio")
-    names |= dict(sampler_gap="sampling/sampling_logp_difference/mean")
-    names |= dict(sampler_gap_max="sampling/sampling_logp_difference/max")
-    values = {}
-    for key, value in metrics.items():
-        if key.startswith("eval_"):
-            key = "eval/" + key.removeprefix("eval_")
-        elif key.startswith("reward/"):
-            key = f"train/rewards/{key.removeprefix('reward/')}/mean"
-        else:
-            key = "train/" + names.get(key, key)
-        if is_number(value):
-            values[key] = value
-    return values
-
-
-def accuracy(metrics):
-    return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
-
-
-def log_line(m, max_steps, seconds_per_step):
-    """The line of one step."""
-    left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
-    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
-    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap"}
-    line = f"step {m['step']}/{max_steps}"
-    for key, name in shown.items():
-        line += f" {name} {m[key]:.3g}" if is_number(m.get(key)) else ""
-    line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m["skipped_steps"] else ""
-    line += f" | eval {accuracy(m)}" if "eval_accuracy" in m else ""
-    return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
 
 
 # -----------------------------------------------------------------------------
