@@ -1,5 +1,5 @@
 """
-Look at what a run left in its out_dir. Pictures need matplotlib, tables need nothing.
+Look at what a run left in its out_dir. Pictures need matplotlib, tables rich.
 
 python view.py out                              # curves of a run: writes out/curves.png
 python view.py out_a out_b --out picture.png    # several runs in one picture
@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-import unicodedata
 from datetime import timedelta
 
 # -----------------------------------------------------------------------------
@@ -168,10 +167,7 @@ def select(rows, step):
     known = sorted({row["step"] for row in rows})
     step = known[-1] if step == -1 and known else step
     if step not in known:
-        shown = [str(s) for s in known]
-        if len(shown) > 10:
-            shown[8:-1] = ["..."]
-        fail(f"no completions of step {step}; logged steps: {', '.join(shown) or 'none'}")
+        fail(f"no completions of step {step}; logged steps: {f'{known[0]} to {known[-1]}' if known else 'none'}")
     rows = [row for row in rows if row["step"] == step]
     return step, sorted(rows, key=lambda r: -r["advantage"] if is_number(r.get("advantage")) else math.inf)
 
@@ -200,52 +196,31 @@ def visible(text, keep=""):
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def width(text):
-    """Terminal columns that a text takes: two for a wide character, none for a combining one."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+def print_table(rows):
+    """As wide as the terminal, 80 columns where there is none. Of a long text the middle goes: the answer stands at
+    the end."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text  # takes [red] and :smile: as they stand
 
+    console = Console()
+    room = 3 * console.width  # characters of a text
 
-def wrap(text, room, limit):
-    """Lines of at most `room` columns, broken at a space where one is near. Of more than `limit` lines the
-    middle goes: the answer stands at the end."""
-    text = visible(text)
-    if len(text) > 2 * room * limit:
-        text = text[: room * limit] + text[-room * limit :]
-    lines = [""]
-    for c in text:
-        if width(lines[-1] + c) > room:
-            head, space, tail = lines[-1].rpartition(" ")
-            near = space and c != " " and len(tail) < room // 2
-            lines[-1:] = [head, tail] if near else [lines[-1], ""]
-        if c != " " or lines[-1] or len(lines) == 1:
-            lines[-1] += c
-    if len(lines) > limit:
-        lines = lines[: limit // 2] + ["…"] + lines[len(lines) - (limit - 1) // 2 :]
-    return lines
+    def text(lines):
+        lines = [visible(line).encode(console.encoding, "backslashreplace").decode(console.encoding) for line in lines]
+        return Text("\n".join(s if len(s) <= room else f"{s[: room // 2]} ... {s[-room // 2 :]}" for s in lines))
 
-
-def table(rows, room=100, limit=7):
-    """A table for the terminal: at most `room` columns wide, at most `limit` lines a sample."""
-    samples = [{name: [name] for name in COLUMNS}] + [cells(row) for row in rows]
-    rooms = {name: max(width(visible(line)) for s in samples for line in s[name]) for name in COLUMNS}
-    for name, most in {"group": 5, "reward": 9, "parts": 20, "advantage": 10, "length": 8}.items():
-        rooms[name] = min(rooms[name], most)
-    rest = room - 2 * (len(rooms) - 1) - (sum(rooms.values()) - rooms["prompt"] - rooms["completion"])
-    rooms["prompt"] = min(rooms["prompt"], max(rest * 2 // 5, rest - rooms["completion"]))
-    rooms["completion"] = min(rooms["completion"], rest - rooms["prompt"])
-    out = []
-    for sample in samples:
-        columns = [[line for text in sample[c] for line in wrap(text, rooms[c], limit)] for c in COLUMNS]
-        columns = [c if len(c) <= limit else c[: limit - 1] + ["…"] for c in columns]
-        for lines in itertools.zip_longest(*columns, fillvalue=""):
-            padded = []
-            for name, line in zip(COLUMNS, lines, strict=True):
-                space = " " * (rooms[name] - width(line))
-                padded.append(line + space if name in ("prompt", "completion", "parts") else space + line)
-            out.append("  ".join(padded).rstrip())
-        out.append("" if len(out) > 1 else "─" * (sum(rooms.values()) + 2 * (len(rooms) - 1)))
-    return "\n".join(out)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
+    for name in COLUMNS:
+        if name != "parts":  # they stand below the reward, which leaves more room for the texts
+            style = {} if name in ("prompt", "completion") else dict(max_width=20, justify="right")
+            table.add_column(name, overflow="fold", **style)
+    for row in rows:
+        columns = cells(row)
+        columns["reward"] += columns.pop("parts")
+        table.add_row(*map(text, columns.values()))
+    console.print(table)
 
 
 # -----------------------------------------------------------------------------
@@ -529,7 +504,8 @@ def main(argv=None):
                 f.write(text)
             print(args.html)
         else:
-            print(f"step {step}, {len(rows)} samples, highest advantage first\n\n{table(rows)}")
+            print(f"step {step}, {len(rows)} samples, highest advantage first\n")
+            print_table(rows)
     except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
         fail(str(e))
 
