@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -2829,11 +2830,31 @@ def test_view_draws(tmp_path):
     assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
 
 
+def test_view_draws_any_numbers(tmp_path):
+    largest, least = sys.float_info.max, 5e-324
+    odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
+    rng, dirs = random.Random(0), [str(tmp_path / name) for name in "abcd"]
+    for d, values in zip(dirs, ([largest], [least, 0], [largest, -largest], odd), strict=True):
+        write_run(d, steps=0)
+        with open(os.path.join(d, "metrics.jsonl"), "a") as f:
+            f.write('\nnull\n{"a": 1}\n[]\n"step"\n\x00\x00\n')
+            for step in (3, 1, 1, 2, 10**15, 10**400, -1, 1.5, "4", None):  # a resumed run's lines, and worse
+                row = {key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves}
+                f.write(json.dumps(row | dict(step=step, eval_stderr=rng.choice(values))) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in (dirs[:1], dirs[2:3], dirs):
+            view.draw(chosen, str(tmp_path / "odd.png"))
+            assert png_size(tmp_path / "odd.png") == (1600, 900)
+
+
 def test_view_reads_what_is_whole(tmp_path):
     rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(31))
     assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
     assert list(view.series(rows, "eval_stderr")) == [0]
+    resumed = [dict(step=2, loss=1), dict(step=1, loss=2), dict(step=2, loss=3, reward=0), dict(step=2)]
+    assert list(view.series(resumed, "loss").items()) == [(1, 2), (2, 3)]  # the later line of a step holds
     assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
     assert view.smooth([2.0] * 100) == [2.0] * 100
 

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import html
 import io
-import itertools
 import json
 import math
 import os
@@ -34,26 +33,21 @@ def read_jsonl(path):
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and is_number(row.get("step")):
-                rows.append(row)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
+                rows.append(row)  # beyond 2**53 a float, and so an axis, cannot tell two steps apart
     return rows
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Not NaN, not infinite, and no integer that is too large for a float."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def series(rows, key):
-    """{step: value} of one key, without the steps that do not have it."""
-    return {row["step"]: row[key] for row in rows if is_number(row.get(key))}
-
-
-def read_beta(out_dir):
-    try:
-        with open(os.path.join(out_dir, "config.json"), encoding="utf-8") as f:
-            return json.load(f)["beta"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    """{step: value} of one key, by step, without the steps that do not have it. Of two lines of a step the later one
+    holds. Beyond 1e100 matplotlib's own sums overflow: what is larger is drawn there, what is tiny as 0."""
+    points = {row["step"]: max(-1e100, min(1e100, float(row[key]))) for row in rows if is_number(row.get(key))}
+    return {step: value if abs(value) > 1e-100 else 0.0 for step, value in sorted(points.items())}
 
 
 def run_name(out_dir, out_dirs):
@@ -69,12 +63,12 @@ def run_name(out_dir, out_dirs):
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only eval steps have
-    ("Reward", "train mean", [("reward", "", "-")]),
-    ("Eval accuracy", "fraction correct, ± 1 s.e.", [("eval_accuracy", "", "o-")]),
-    ("Completion length", "tokens", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
-    ("KL to the reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
+    ("Reward", "mean of the samples", [("reward", "", "-")]),
+    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "o-")]),
+    ("Length", "tokens a completion", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
+    ("KL to reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
     ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
-    ("Learning signal", "|A|, share", [("advantage_abs", "mean |A|", "-"), ("frac_zero_std", "A = 0", "--")]),
+    ("Signal", "mean |A|, share of groups", [("advantage_abs", "|A|", "-"), ("frac_zero_std", "A = 0", "--")]),
 ]
 NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
 
@@ -94,13 +88,11 @@ def draw(out_dirs, path):
     from matplotlib.lines import Line2D
 
     runs = [read_jsonl(os.path.join(d, "metrics.jsonl")) for d in out_dirs]
-    colors = list(itertools.islice(itertools.cycle(COLORS), len(runs)))
-    steps = [row["step"] for rows in runs for row in rows] or [0]
-    margin = (max(steps) - min(steps)) * 0.03 or 1
+    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 15, "text.parse_math": False}):
         fig = Figure(figsize=(16, 9), dpi=100, layout="constrained")
         fig.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
-        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3).flat, PANELS, strict=True):
+        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3, sharex=True).flat, PANELS, strict=True):
             drawn = []  # every value in the panel
             for rows, color in zip(runs, colors, strict=True):
                 for key, _, line in curves:
@@ -109,7 +101,7 @@ def draw(out_dirs, path):
                     drawn += y
                     if key == "eval_accuracy":
                         stderr = series(rows, "eval_stderr")
-                        ax.errorbar(x, y, [stderr.get(step, 0) for step in x], color=color, capsize=4)
+                        ax.errorbar(x, y, [abs(stderr.get(step, 0)) for step in x], color=color, capsize=4)
                     if line == "-":
                         ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
                     if "o" in line:
@@ -117,35 +109,36 @@ def draw(out_dirs, path):
                     else:
                         ax.plot(x, smooth(y), line, color=color, lw=2.5, marker="o" if len(x) == 1 else None)
 
-            ax.set_title(title, fontsize=18, fontweight="bold")
-            ax.set(xlabel="step", ylabel=ylabel, xlim=(min(steps) - margin, max(steps) + margin))
+            size = sorted(abs(y) for y in drawn if y)
+            median = size[len(size) // 2] if size else 0
+            least = 0  # of a tick's label
             ax.locator_params(nbins=6)
             ax.xaxis.get_major_locator().set_params(integer=True)
+            if not drawn:
+                text = "not logged" + "\n(beta 0: no reference model)" * ("KL" in title)
+                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
+                ax.set_yticks([])
+            elif title == "Eval accuracy" and 0 <= min(drawn) <= max(drawn) <= 1:
+                ax.set_ylim(-0.02, 1.02)
+            elif size and size[-1] > 30 * median:  # one spike must not flatten the rest
+                least, linear = median, max(1, math.log10(size[-1] / median) / 4)  # decades: labels keep apart
+                ax.set_yscale("symlog", linthresh=median, linscale=linear)
+                ax.yaxis.get_major_locator().set_params(numticks=6)
+                ylabel += f"\nlog above {median:.1g}"
+            elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
+                ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter(lambda y, _, least=least: f"{y:g}" if y == 0 or abs(y) >= least else "")
+            ax.set_title(title, fontsize=18, fontweight="bold", loc="left")
+            ax.set(xlabel="step", ylabel=ylabel)
+            ax.tick_params(labelbottom=True)
             ax.grid(color="#e6e6e6")
             ax.set_axisbelow(True)
             ax.spines[["top", "right"]].set_visible(False)
-            size = sorted(map(abs, drawn))
-            if not drawn:
-                no_reference = "KL" in title and not any(map(read_beta, out_dirs))
-                text = "not logged" + "\n(beta 0: no reference model)" * no_reference
-                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
-                ax.set_yticks([])
-            elif title == "Eval accuracy":
-                ax.set_ylim(-0.02, 1.02)
-            else:
-                median = size[len(size) // 2]
-                if size[-1] > 30 * median > 0:  # one spike must not flatten the rest
-                    ax.set_yscale("symlog", linthresh=median)
-                    ax.yaxis.get_major_locator().set_params(numticks=6)
-                elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
-                    ax.set_ylim(bottom=0)
-            if drawn and len(curves) > 1:
-                low, high = ax.get_ylim()  # and room for the legend
-                ax.set_ylim(low, high + 0.2 * (high - low) if ax.get_yscale() == "linear" else high * 10)
-                grey = {"color": "#444444", "lw": 2}
-                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], **grey) for *_, s in curves]
-                ax.legend(keys, [label for _, label, _ in curves], loc="upper left", ncols=2, frameon=False)
-            ax.yaxis.set_major_formatter("{x:g}")
+            if len(curves) > 1:  # beside the title, where no curve can be
+                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], lw=2, c="#444444") for *_, s in curves]
+                labels = [label for _, label, _ in curves]
+                place = dict(loc="lower right", bbox_to_anchor=(1, 0.99), borderpad=0, frameon=False)
+                ax.legend(keys, labels, ncols=2, handlelength=1.7, handletextpad=0.5, columnspacing=1, **place)
 
         names = [run_name(d, out_dirs) for d in out_dirs]
         columns = min(len(runs), max(1, 110 // (max(map(len, names)) + 8)))
