@@ -571,10 +571,10 @@ class Run:
                 self.best = dict(step=step, eval_accuracy=accuracy)
             due = better or step == self.cfg.max_steps or (self.cfg.save_every and step % self.cfg.save_every == 0)
             asked = self.rank0 and os.path.exists(os.path.join(self.cfg.out_dir, "save"))
-            if any(self.world.gather([due or asked])):
-                self.save()
             if asked:
                 os.remove(os.path.join(self.cfg.out_dir, "save"))
+            if any(self.world.gather([due or asked])):
+                self.save()
 
     def record(self, step: int, metrics: dict, rows: list[dict]) -> None:
         """The step is whole: from here on a stop saves it. rows: of its samples, for completions.jsonl."""

@@ -1793,6 +1793,219 @@ def test_a_failed_save_does_not_stop_the_run(undisturbed, tmp_path, monkeypatch,
     assert state_of(out) == state_of(undisturbed)
 
 
+def test_what_others_left_is_moved_aside_and_nothing_of_the_user_is_touched(tmp_path, capsys):
+    out = tmp_path / "out"
+    for name in ("step_000050", "step_000100", "partial_results", "partial_000007"):
+        (out / name).mkdir(parents=True)
+        (out / name / "file").write_text(name)
+    (out / "notes.txt").write_text("mine")
+    small_run(out, keep=2)
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000003", "step_000004"]
+    assert {p.name for p in (tmp_path / "out.1").iterdir()} == {"step_000050", "step_000100", "partial_000007"}
+    assert (out / "notes.txt").read_text() == "mine" and (out / "partial_results" / "file").exists()
+    assert "held an earlier run (partial_000007, step_000050, step_000100): moved to" in capsys.readouterr().out
+    for path in harness.checkpoints(str(out)):
+        os.remove(os.path.join(path, "model.safetensors"))
+    small_run(out, resume="latest", max_steps=1)  # nothing to resume: as a fresh start
+    said = capsys.readouterr().out
+    assert said.count("is damaged") == 2 and "no checkpoint in" in said and "moved to" in said
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1]
+    assert len(lines(tmp_path / "out.2" / "metrics.jsonl")) == 4
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000001"]
+
+
+def test_a_directory_that_is_no_runs_is_refused(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    with pytest.raises(ConfigError, match="holds a config.json that is no run's"):
+        small_run(model, max_steps=1)
+    assert sorted(set(os.listdir(model)) - {".lock"}) == sorted(os.listdir(BUNDLED.model))
+
+
+def test_out_dir_may_be_a_link_end_in_a_slash_or_be_where_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for out in (f"{tmp_path}/link", f"{tmp_path}/link/"):
+        small_run(out, max_steps=1)
+        assert (tmp_path / "link").is_symlink() and len(lines(tmp_path / "real" / "metrics.jsonl")) == 1
+    assert len(lines(tmp_path / "real.1" / "metrics.jsonl")) == 1
+    monkeypatch.chdir(tmp_path / "real")
+    small_run(".", max_steps=1, train_data=str(tmp_path / "rows.jsonl"))
+    assert len(lines(tmp_path / "real.2" / "metrics.jsonl")) == 1
+
+
+def test_where_nothing_can_be_moved_out_it_is_moved_down(tmp_path, disk):
+    out = disk("size=64m")  # a mount point
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for _ in range(2):
+        small_run(out, max_steps=1, train_data=str(tmp_path / "rows.jsonl"))
+    assert len(lines(out / "earlier.1" / "metrics.jsonl")) == len(lines(out / "metrics.jsonl")) == 1
+
+
+def test_two_runs_in_one_directory_are_refused(fork, undisturbed, tmp_path):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    [pid], wait = fork("stuck_run", out, "step", tmp_path / "on", train_data=rows)
+    wait_for((tmp_path / "on").exists)
+    before = state_of(out)
+    for options in ({}, dict(resume="latest")):
+        with pytest.raises(ConfigError, match=rf"--out_dir .*: another run \(process {pid}\) is writing there"):
+            small_run(out, train_data=rows, **options)
+    assert state_of(out) == before and not (tmp_path / "out.1").exists()
+    os.kill(pid, signal.SIGKILL)
+    wait()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_checkpoint_of_another_directory_leaves_that_and_moves_what_is_here(undisturbed, tmp_path, capsys):
+    rows, other = str(undisturbed.parent / "rows.jsonl"), tmp_path / "other"
+    shutil.copytree(undisturbed, tmp_path / "whole")
+    small_run(other, max_steps=1, seed=7)
+    theirs = state_of(other)
+    whole = state_of(tmp_path / "whole")
+    resume = str(tmp_path / "whole" / "step_000002")
+    history = small_run(other, train_data=rows, resume=resume)
+    assert [m["step"] for m in history] == [3, 4] and state_of(other)[2] == whole[2]
+    assert state_of(tmp_path / "other.1") == theirs and state_of(tmp_path / "whole") == whole
+    for _ in range(2):  # twice in its own directory: nothing is in the way
+        small_run(tmp_path / "whole", train_data=rows, resume=resume)
+        assert state_of(tmp_path / "whole") == whole
+    assert {"step_000003.stale", "step_000003.stale.1"} <= set(os.listdir(tmp_path / "whole"))
+
+
+def test_a_restart_resumes_only_what_this_launch_wrote(undisturbed, tmp_path, monkeypatch, capsys):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    shutil.copytree(undisturbed, out)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    assert [m["step"] for m in small_run(out, train_data=rows, max_steps=2)] == [1, 2]
+    assert "resumed" not in capsys.readouterr().out
+    assert [m["step"] for m in small_run(out, train_data=rows)] == [1, 2, 3, 4]
+    assert "resumed from" in capsys.readouterr().out and state_of(out) == state_of(undisturbed)
+
+
+def test_resume_takes_the_runs_own_flags(undisturbed, tmp_path, monkeypatch, capsys):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    small_run(out, train_data=rows, seed=1, max_steps=2, beta=0.5)
+    cfg = grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "3"])
+    assert (cfg.seed, cfg.beta, cfg.max_steps, cfg.reward, cfg.out_dir) == (1, 0.5, 3, "overlong", str(out))
+    cfg = grpo.parse_args(["--resume", str(out / "step_000001"), "--seed", "0"])
+    assert (cfg.seed, cfg.beta, cfg.out_dir, cfg.resume) == (0, 0.5, str(out), str(out / "step_000001"))
+    grpo.train(grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "3"]))
+    said = capsys.readouterr().out
+    assert "changed since then: --max_steps 2 -> 3" in said and said.count("changed since then") == 1
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_the_reference_is_the_runs_own(undisturbed, tmp_path, capsys):
+    """A model that lies in the out_dir that is moved aside; another one under the same name."""
+    rows, out = str(undisturbed.parent / "rows.jsonl"), tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    options = dict(train_data=rows, model=str(out / "step_000004"), beta=0.1)
+    small_run(out, **options, max_steps=2)
+    assert f"--model was in it, and is now {tmp_path}/out.1/step_000004" in capsys.readouterr().out
+    cfg = grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "4"])
+    assert cfg.model == str(tmp_path / "out.1" / "step_000004")
+    with pytest.raises(ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"):
+        small_run(out, **(options | dict(model=BUNDLED.model)), resume="latest")
+    small_run(out, **(options | dict(model=BUNDLED.model, beta=0)), resume="latest")
+
+
+def test_a_resume_before_the_best_forgets_it(tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.2, 0.9, 0.3, 0.4, 0.5])
+    ended = dict(eval_stderr=0.0, eval_length=1.0)
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: dict(eval_accuracy=next(accuracies)) | ended)
+    out, options = tmp_path / "out", dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1)
+    options |= dict(train_data=BUNDLED.train_data, num_minibatches=1)
+    small_run(out, max_steps=2, **options)
+    assert os.readlink(out / "best") == "step_000002"
+    (out / "step_000001" / "x").touch()
+    history = small_run(out, max_steps=2, resume=str(out / "step_000001"), **options)
+    assert history[-1]["eval_accuracy"] == 0.3 and os.readlink(out / "best") == "step_000002"  # better than 0.2
+    shutil.rmtree(out / "step_000002")
+    small_run(out, max_steps=1, resume=str(out / "step_000001"), **options)
+    assert os.readlink(out / "best") == "step_000001"
+
+
+@pytest.mark.parametrize("where", [100, -100])
+def test_a_changed_byte_is_found(undisturbed, tmp_path, where, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    for name, step in (("model.safetensors", 4), ("trainer_state.pt", 3)):
+        path = out / f"step_00000{step}" / name
+        content = bytearray(path.read_bytes())
+        content[where] ^= 1
+        path.write_bytes(content)
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    said = capsys.readouterr().out
+    assert "model.safetensors is not as it was written" in said and "step_000002 at step 2" in said
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_odd_lines_in_a_log_are_left_out_on_resume(undisturbed, tmp_path):
+    out = tmp_path / "out"
+    copy_cut_back(undisturbed, out, 2)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('null\n{"a": 1}\n[3]\n"step"\n{"step": null}\n{"step": 9')
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_the_users_generation_config_is_kept_as_it_is(undisturbed, tmp_path):
+    """transformers refuses to write some that it reads."""
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    mine = json.dumps(dict(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[1, 3]))
+    (model / "generation_config.json").write_text(mine)
+    small_run(tmp_path / "out", model=str(model), max_steps=1)
+    saved = tmp_path / "out" / "step_000001"
+    assert (saved / "generation_config.json").read_text() == mine
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
+    os.remove(model / "generation_config.json")
+    small_run(tmp_path / "none", model=str(model), max_steps=1)
+    assert not (tmp_path / "none" / "step_000001" / "generation_config.json").exists()
+
+
+def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "save_model", lambda *_: 1 / 0)
+    with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
+        small_run(tmp_path / "out")
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
+
+
+ORPHANS = """
+import os, sys, time, grpo
+honest = grpo.assign_advantages
+def assign(samples, step, cfg):
+    if step == 2:
+        open(os.environ["MARK"] + os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(3600)
+    return honest(samples, step, cfg)
+grpo.assign_advantages = assign
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
+    """Killed with -9: its ranks end, and free the directory. Asked to stop, in a step of an hour: they save."""
+    script, out, mark = tmp_path / "script.py", tmp_path / "out", tmp_path / "rank"
+    script.write_text(ORPHANS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *PRIME]
+    command += ["--rollout", "hf", "--save_every", 0, "--out_dir", out]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "MARK": str(mark)}
+    agent = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
+    wait_for(lambda: all(os.path.exists(f"{mark}{rank}") and read(f"{mark}{rank}") for rank in (0, 1)))
+    ranks = [psutil.Process(int(read(f"{mark}{rank}"))) for rank in (0, 1)]
+    agent.send_signal(how)
+    agent.wait()
+    assert gone(ranks, 30)
+    assert [os.path.basename(p) for p in harness.checkpoints(str(out))] == ["step_000001"][: how == signal.SIGTERM]
+
+
 def test_the_readme_matches_the_file():
     with open(os.path.join(HERE, "README.md")) as readme, open(os.path.join(HERE, "grpo.py")) as source:
         text, code = readme.read(), source.read().split("\n")
@@ -2054,7 +2267,7 @@ def vllm_worker(folder):
             results.setdefault(f"{kind} {'tied' if tied else 'untied'}", []).append([same, float(gap), stable, ends])
         sampler.close()
 
-    bundled = dict(max_completion_length=8, rollout="vllm")
+    bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
     sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
     with pytest.MonkeyPatch.context() as monkeypatch:
         for fault in FAULTS[:-1]:
