@@ -28,6 +28,7 @@ import signal
 import sys
 import threading
 import traceback
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -62,25 +63,63 @@ def after_reasoning(completion: str, row: dict) -> str:
     return "" if unfinished else answer.strip()
 
 
+BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that show nothing
+SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, where it is ordinary text to the tokenizer
+
+
 def is_visible(text: str) -> bool:
-    """Whether there is anything to read: not only spaces, NUL, zero-width or direction marks."""
-    return any(char.isprintable() and not char.isspace() for char in text)
+    """Whether there is anything to read: a letter, digit, sign or symbol that shows."""
+    text = SPECIAL_TOKEN.sub("", text)
+    return any(unicodedata.category(char)[0] in "LNPS" and char not in BLANK for char in text)
 
 
-# ASCII digits only. A minus right after a digit, letter, closing bracket, % or $ is an operator, not a sign.
-NUMBER = re.compile(
-    r"(?P<sign>(?<![\w.)\]}%$])[-+])?(?:\\?\$(?P<inner_sign>[-+])?)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+# how LaTeX and typography write what a keyboard has: signs, a degree, spaces; then styles and silent brackets
+TYPOGRAPHY = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212\ufe58\ufe63\uff0d"), "-")
+TYPOGRAPHY |= {0xD7: "*", 0xB7: "*", 0x22C5: "*", 0x2217: "*", 0xF7: "/", 0x2248: "="}
+LATEX = (
+    (r"\^\s*\{?\s*\\circ\s*\}?", "\xb0"),
+    (r"\\(?:times|cdot|ast)(?![A-Za-z])", "*"),
+    (r"\\div(?![A-Za-z])", "/"),
+    (r"\\[,;:\s()\[\]]|~|\\q?quad(?![A-Za-z])", " "),
+    (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|boldsymbol|mbox|boxed|displaystyle|left|right)(?![A-Za-z])", ""),
+    (r"\\!|[{}]|\\(?=[$%])", ""),
 )
-PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
-def to_decimal(match: re.Match | None) -> Decimal | None:
-    """The exact value of a NUMBER match; None without a match or beyond MAX_DIGITS."""
-    if match is None or len(match["digits"]) > MAX_DIGITS:
+def plain(text: str) -> str:
+    for pattern, replacement in LATEX:
+        text = re.sub(pattern, replacement, text)
+    return " ".join(text.translate(TYPOGRAPHY).split())
+
+
+# ASCII digits only, in groups of three or in none
+DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:\ [0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = re.compile(rf"[-+]?{DIGITS}", re.VERBOSE)
+MONEY = "[$\u20ac\xa3\xa5\u20b9\u20a9\u20bd]"
+WORD = r"[A-Za-z\xb5\u03bc\u03a9]+\.?(?:\^[23]|[\xb2\xb3])?"
+QUANTITY = re.compile(
+    rf"""(?P<sign>[-+]?)\ ?  (?:(?:US|USD|EUR|GBP|Rs\.?)\ ?)? (?:{MONEY}\ ?){{0,2}}  (?P<inner>[-+]?)\ ?
+    (?P<digits>{DIGITS})  \ ?(?:(?:{MONEY}|[%\xa2\xb0])\ ?){{0,2}}  (?P<unit>{WORD}(?:[ /*-]{WORD}){{0,5}})?""",
+    re.VERBOSE,
+)
+# words that make another number of the one before them; a single letter does so too, unless it is a usual unit
+SCALE = (
+    r"(?:hundred|thousand|lakh|crore|dozen|hal[fv]|third|quarter|fourth|fifth|tenth)[a-z]*|[a-z]*illi(?:on|ard)[a-z]*|"
+    r"mille?|scores?|squared|cubed|factorial|pi|bn|mn|point|over|plus|minus|times|divided|mod|power"
+)
+NO_UNIT = re.compile(rf"\b(?:(?i:{SCALE}|and|are|but|is|not|or|to)|(?![aAmglLsShHdWVNJCFt])[A-Za-z])\b")
+
+
+def to_number(text: str) -> Decimal | None:
+    r"""The exact value of a text that is one number and nothing else but currency and units, "-$1,200 per day" or
+    "18 \text{ cm}^2"; None for every other: 1/2, 10:45, 5e3, "5 million", "18 or 19"."""
+    if len(text) > 2 * MAX_DIGITS:
         return None
-    value = Decimal(match["digits"].replace(",", ""))
-    return -value if (match["sign"] == "-") != (match["inner_sign"] == "-") else value
+    match = QUANTITY.fullmatch(plain(text).strip("*_`()[]\"' ").rstrip("*_`()[]\"' .,;:"))
+    if match is None or (match["sign"] and match["inner"]) or NO_UNIT.search(match["unit"] or ""):
+        return None
+    digits = re.sub("[, ]", "", match["digits"])
+    return Decimal(match["sign"] + match["inner"] + digits) if len(digits) <= MAX_DIGITS else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -94,20 +133,28 @@ def last_boxed(text: str) -> str | None:
     return "" if found else None
 
 
+def last_number(text: str) -> Decimal | None:
+    """The last number of free text. Its neighbours count: 10-7, 1/2 and 5 million are not 7, 2 and 5."""
+    line = next((line for line in reversed(text.splitlines()) if re.search("[0-9]", line)), "")
+    words = line.translate(TYPOGRAPHY).split()
+    last = max((i for i, word in enumerate(words) if re.search("[0-9]", word)), default=0)
+    first = last
+    while first > 0 and re.fullmatch(rf"(?:[-+*/^=()0-9.,\\]|{MONEY})*[^.,]", words[first - 1]):
+        first -= 1
+    if last + 1 < len(words) and re.fullmatch(SCALE, words[last + 1].rstrip(".,;:!?"), re.I):
+        return None
+    return to_number(" ".join(words[first : last + 1]).rpartition("=")[2].rstrip("!?"))
+
+
 def final_number(text: str) -> Decimal | None:
     r"""The number that a solution ends on, by one rule for completions and gold answers, in training and in
-    evaluation: the first after the last `####`; else the content of the last `\boxed{}`; else the last."""
-    text = text.replace("\u2212", "-")  # the typographic minus
-    if "####" in text:
-        return to_decimal(NUMBER.search(text.rpartition("####")[2]))
+    evaluation: the rest of the line after the last `####`; else the content of the last `\boxed{}`; else the
+    last number. The first of these that is there decides: where it is no number, there is no answer."""
+    _, marked, rest = text.rpartition("####")
+    if marked:
+        return to_number(rest.partition("\n")[0].strip().removesuffix("</answer>"))
     content = last_boxed(text)
-    if content is not None:  # LaTeX writes \$, \%, 1{,}000 and 1\,000
-        content = re.sub(r"\\[,!]|\\(?=%)|\{(?=,)|(?<=,)\}", "", content[:MAX_DIGITS]).strip()
-        return to_decimal(NUMBER.fullmatch(content.rstrip(".%$")))
-    last = None
-    for last in NUMBER.finditer(text):  # noqa: B007
-        pass
-    return to_decimal(last)
+    return last_number(text) if content is None else to_number(content)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -115,18 +162,22 @@ def final_number(text: str) -> Decimal | None:
 
 
 def answer_reward(completion: str, row: dict) -> float:
-    """1.0 if the answer is row["answer"], as exact text or as a plain number (42 == 42.0), else 0.0."""
+    """1.0 if the answer is row["answer"], as exact text or as a plain number (1,042 == 1042.0), else 0.0."""
     answer, gold = after_reasoning(completion, row), str(row["answer"]).strip()
-    short = max(len(answer), len(gold)) <= MAX_DIGITS
-    if short and PLAIN_NUMBER.fullmatch(answer) and PLAIN_NUMBER.fullmatch(gold):
-        return float(Decimal(answer) == Decimal(gold))
+    if answer != gold and max(len(answer), len(gold)) <= MAX_DIGITS:
+        numbers = [NUMBER.fullmatch(text.translate(TYPOGRAPHY)) for text in (answer, gold)]
+        if all(numbers):
+            answer, gold = (Decimal(re.sub("[, ]", "", number[0])) for number in numbers)
+            return float(answer == gold)
     return float(answer == gold and is_visible(answer))
 
 
 def gsm8k_reward(completion: str, row: dict) -> float:
     """1.0 if the final number is that of row["answer"], which may be a solution with `####`, else 0.0."""
-    number = final_number(after_reasoning(completion, row))
-    return float(number is not None and number == final_number(str(row["answer"])))
+    gold = final_number(str(row["answer"]))
+    if gold is None:  # a reward that is 0 whatever the model says would go unnoticed
+        raise ValueError("row['answer'] ends on no number")
+    return float(final_number(after_reasoning(completion, row)) == gold)
 
 
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")
@@ -163,19 +214,19 @@ def countdown_reward(completion: str, row: dict) -> float:
     before, closed, _ = text.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     expression = (content if closed and opened else text[text.rfind("\n") + 1 :]).strip()
-    if len(expression) > MAX_EXPRESSION or expression.count("(") > MAX_PARENTHESES:
+    if len(expression) > MAX_EXPRESSION or len(re.findall(r"[(\[]", expression)) > MAX_PARENTHESES:
         return 0.0
-    expression = expression.translate({0xD7: "*", 0xF7: "/", 0x2212: "-"})  # typographic signs
-    expression, equals, right = (part.strip() for part in expression.partition("="))
-    if not re.fullmatch(r"[0-9()+*/ -]+", expression) or (equals and not PLAIN_NUMBER.fullmatch(right)):
+    expression = re.sub("[xX]", "*", plain(expression)).replace("[", "(").replace("]", ")")
+    expression, equals, right = (part.strip(" $.") for part in expression.partition("="))
+    if not re.fullmatch(r"[0-9()+*/ -]+", expression) or (equals and to_number(right) is None):
         return 0.0
-    if sorted(map(int, re.findall(r"[0-9]+", expression))) != sorted(map(int, row["numbers"])):
+    if sorted(map(int, re.findall(r"[0-9]+", expression))) != sorted(map(Fraction, row["numbers"])):
         return 0.0
     try:
         value = evaluate_expression(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == Fraction(row["target"]) and (not equals or value == Fraction(right)))
+    return float(value == Fraction(row["target"]) and (not equals or value == Fraction(to_number(right))))
 
 
 def overlong_reward(completion: str, row: dict) -> float:
@@ -195,8 +246,16 @@ def math_reward(completion: str, row: dict) -> float:
     gold = str(row["answer"])
     gold = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
     answer = parse(after_reasoning(completion, row), parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    if not verify(gold, answer, timeout_seconds=None):
+        return 0.0
+    # it takes 5 from 4=5: what is left of a relation must be a name (x, f(3)) or equal the answer too
+    sides = [] if re.search(RELATION, str(gold[-1])) else re.split(RELATION, str(answer[-1]))[:-1]
+    sides = [f"\\boxed{{{side}}}" for side in sides if not re.fullmatch(NAME, side.strip())]
+    return float(all(verify(gold, parse(side, parsing_timeout=None), timeout_seconds=None) for side in sides))
 
+
+RELATION = r"=|\\(?:equiv|neq?|to|(?:[Ll]ong)?[Rr]ightarrow|implies|mapsto)(?![A-Za-z])"
+NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\))?"
 
 # ----------------------------------------------------------------------------------------------------------
 # --reward
