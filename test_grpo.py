@@ -2612,7 +2612,7 @@ def test_long_texts_take_linear_time(text):
 
 FUNCTIONS = """
 from __future__ import annotations
-import os, signal, subprocess, sys, threading, time
+import asyncio, os, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 import neighbour
 
@@ -2644,6 +2644,9 @@ def misbehave(completion, row):
     if completion == "allocate": return len(bytearray(1 << 45))
     if completion == "fork": os.fork()
     if completion == "fork and hang" and os.fork() == 0: time.sleep(10_000)
+    if completion == "stdin": return float(len(sys.stdin.read()))
+    if completion == "grandchild" and os.fork() == 0: time.sleep(10_000)
+    if completion == "grandchild": os._exit(3)
     if completion == "child": subprocess.Popen(["sleep", "9876"]); time.sleep(10_000)
     if completion == "modules": return sum(m in sys.modules for m in ("torch", "numpy", "grpo"))
     return 0.5
@@ -2665,8 +2668,32 @@ def trl_misbehave(completions, **kwargs):
         if c == "short": return []
     return [None if c == "none" else 1.0 for c in completions]
 
+def trl_dict(completions, **kwargs): return dict.fromkeys(range(len(completions)), 1.0)
+def trl_string(completions, **kwargs): return "1" * len(completions)
+
+def trl_everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer):
+    log_extra("seen", answer)
+    log_metric("batch", len(completions))
+    assert prompts[0][0]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
+def trl_overlong(completion_ids, **kwargs): return [-len(ids) for ids in completion_ids]
+def trl_only_keywords(**kwargs): return [float(c == a) for c, a in zip(kwargs["completions"], kwargs["answer"])]
+async def trl_waits(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [None if c == "none" else 2.0 for c in completions]
+class Scaled:
+    def __init__(self, scale): self.scale = scale
+    def __call__(self, completions, answer, **kwargs):
+        return [self.scale * (c == a) for c, a in zip(completions, answer)]
+trl_object = Scaled(3)
+
+def only_even(completion, row): return None if len(completion) % 2 else 4.0
+
 def one_argument(completion): return 1.0
-async def waits(completion, row): return 1.0
+async def waits(completion, row):
+    await asyncio.sleep(0.01)
+    return 1.0
 constant = 3
 from math import sqrt
 """
@@ -2678,9 +2705,7 @@ def file(tmp_path_factory):
     (folder / "neighbour.py").write_text("ZERO = 0\n")
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "dies.py").write_text(
-        "import multiprocessing, os\n"
-        "if multiprocessing.parent_process(): os._exit(1)\n"
-        "def length(completion, row): return 1.0\n"
+        "import os, sys\nif sys.argv == ['-c']: os._exit(1)\ndef length(completion, row): return 1.0\n"
     )
     (folder / "functions.py").write_text(FUNCTIONS)
     return str(folder / "functions.py")
@@ -2717,7 +2742,6 @@ def test_load(file):
         ("FILE:nothing", "no plain function nothing"),
         ("FILE:constant", "no plain function constant"),
         ("FILE:sqrt", "no plain function sqrt"),
-        ("FILE:waits", "no plain function waits"),
         ("FILE:one_argument", "takes neither"),
         ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
     ],
@@ -2756,13 +2780,16 @@ def scorer(file):
 
 def test_built_ins_start_no_process():
     scorer = Scorer(load_rewards("gsm8k:2,format:0.5"))
-    rows = [{"answer": "42"}, {"answer": "42"}, {}]
+    rows = [{"answer": "42"}, {"answer": "42"}, {"question": "a\nb", "prompt_text": "c"}]
     scores = scorer.score(["<think>a</think>42", "42", "42"], rows)
-    assert scorer.pool is None
+    assert not scorer.alive
     assert scores.totals == [2.5, 2.0, 0.0]
     assert scores.parts == {"gsm8k": [1.0, 1.0, 0.0], "format": [1.0, 0.0, 0.0]}
     assert scores.failed == [False, False, True] and scores.failures == {"exception": 1}
-    assert scores.first_failure == "gsm8k, sample 2: exception: KeyError: 'answer'"
+    assert re.fullmatch(
+        r"reward gsm8k failed on sample 3 of 3: exception: KeyError: 'answer' \(reward.py:\d+\); row: question='a\\nb'",
+        scores.first_failure,
+    )
     assert scorer.score([], []).totals == []
     scorer.close()
 
@@ -2772,7 +2799,6 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "raise": "exception",
         "sys.exit": "exception",
         "interrupt": "exception",
-        "none": "invalid",
         "nan": "invalid",
         "inf": "invalid",
         "string": "invalid",
@@ -2780,6 +2806,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "hang": "timeout",
         "exit": "died",
         "kill": "died",
+        "grandchild": "died",
         "allocate": "memory",
     }
     fine = {
@@ -2787,6 +2814,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "fork": 0.5,
         "fork and hang": 0.5,
         "modules": 0.0,
+        "stdin": 0.0,
         "\ud800\x00": 0.5,
         "a": 0.5,
         "b": 0.5,
@@ -2796,7 +2824,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
     assert scores.parts["misbehave"] == [0.0] * len(causes) + list(fine.values())
     assert scores.totals == [0.0] * len(causes) + [2 * value for value in fine.values()]
     assert scores.failed == [True] * len(causes) + [False] * len(fine)
-    assert scores.failures == {"exception": 3, "invalid": 5, "timeout": 1, "died": 2, "memory": 1}
+    assert scores.failures == {"exception": 3, "invalid": 4, "timeout": 1, "died": 3, "memory": 1}
     out, err = capfd.readouterr()
     assert "scoring a\n" in err and "scoring" not in out
 
@@ -2822,27 +2850,98 @@ def test_workers_that_cannot_start(file):
     dead.close()
 
 
+def test_none_means_that_a_reward_does_not_apply(scorer):
+    scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
+    assert str(scores.parts) == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"
+    assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
+    scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
+    assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
+
+
 def test_trl_functions(scorer):
-    rows = [{"answer": a, "prompt_text": prompt} for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))]
-    scores = scorer("trl", "trl_keywords").score(["1", "x", "3"], rows)
-    assert scores.parts == {"trl": [1.0, 0.0, 1.0], "trl_keywords": [2.0, 0.0, 1.0]}  # one prompt at a time
+    names = ["trl", "trl_keywords", "trl_overlong", "trl_only_keywords", "trl_waits", "trl_object"]
+    rows = [
+        {"answer": a, "prompt_text": prompt, "completion_ids": [1] * int(a)}
+        for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))
+    ]
+    scores = scorer(*names).score(["1", "x", "3"], rows)
+    assert scores.failures == {} and scores.first_retry == ""
+    assert list(scores.parts.values()) == [[1, 0, 1], [3, 0, 3], [-1, -2, -3], [1, 0, 1], [2, 2, 2], [3, 0, 3]]
+    assert scorer("waits").score(["a", "b"], [{}] * 2).totals == [1.0, 1.0]
+
+
+def test_trl_chats_state_and_logs(scorer):
+    chat = [{"role": "user", "content": "a"}]
+    row = {"answer": "1", "prompt": "a", "prompt_text": "<user>a", "prompt_messages": chat, "completion_ids": [1, 2]}
+    rows = [row | {"trainer_state": {"global_step": 1, "max_steps": 4}}] * 2
+    scores = scorer("trl_everything", "trl_chat").score(["abc", "de"], rows)
+    assert scores.parts == {"trl_everything": [2.25, 2.25], "trl_chat": [3, 2]}
+    assert scores.metrics == {"batch": 2} and scores.extra == {"seen": ["1", "1"]}
     trl_chat = scorer("trl_chat").rewards[0]
-    for chat, prompt in ((True, "a"), (None, [{"role": "user", "content": "a"}])):
-        assert reward.call_reward(trl_chat, ["abc"], [{"prompt": prompt}], chat) == ([3.0], "", "")
+    assert reward.call_reward(trl_chat, ["abc"], [{"prompt": chat}]).values == [3.0]  # chat data
+    failed = reward.call_reward(trl_chat, ["abc"], [{"prompt": chat, "prompt_messages": None, "prompt_text": "a"}])
+    assert failed.cause == "exception"  # a template made a string of it
 
 
-def test_trl_failures_are_retried_one_by_one(scorer):
+def test_trl_failures_are_retried_by_prompt_and_one_by_one(scorer):
     completions = ["a", "raise", "none", "b", "c", "hang", "d", "short"]
     rows = [{"prompt_text": str(i // 4)} for i in range(8)]
     scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
-    assert scores.totals == [1, 0, 0, 1, 1, 0, 1, 0]
-    assert scores.failures == {"exception": 1, "invalid": 2, "timeout": 1}
+    assert str(scores.totals) == "[1.0, 0.0, nan, 1.0, 1.0, 0.0, 1.0, 0.0]"
+    assert scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
+    assert "a call with 8 samples failed" in scores.first_retry and "ValueError: raise" in scores.first_retry
+    for name in ("trl_dict", "trl_string"):
+        assert scorer(name).score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
+
+
+@pytest.mark.parametrize("chat", (True, False))
+def test_trl_own_functions(chat, scorer, tmp_path):
+    """The library's functions through Scorer give what they give when its trainer calls them."""
+    trl = pytest.importorskip("trl.rewards")
+    (tmp_path / "own.py").write_text(
+        "from trl import rewards\n"
+        "from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward\n"
+        "cosine = rewards.get_cosine_scaled_reward(max_len=10)\n"
+        "repetition = rewards.get_repetition_penalty_reward(ngram_size=2)\n"
+        "overlong = rewards.get_soft_overlong_punishment(10, 4)\n"
+    )
+    own = reward.import_file(str(tmp_path / "own.py"))
+    names = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "cosine", "repetition", "overlong"]
+    assert len(names) == sum(len(n) for n in trl._import_structure.values())  # all of them
+    texts = ["<think>a</think>$\\boxed{4}$", "$\\boxed{5}$", "<think>$4$</think> so $4$", "", "$4$"]
+    ids = [[1, 2, 3], list(range(8)), [5] * 12, [], [1, 2, 1, 2]]
+    solutions = ["$4$", "$4$", "$4$", "$4$", "?"]
+    prompts = [[{"role": "user", "content": "2+2"}] if chat else "2+2" for _ in texts]
+    rows = [
+        {"solution": s, "completion_ids": i, "prompt_text": "2+2", "prompt_messages": p if chat else None}
+        for s, i, p in zip(solutions, ids, prompts, strict=True)
+    ]
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    spec = ",".join(f"{tmp_path}/own.py:{name}" for name in (names if chat else names[-2:]))
+    scorer = Scorer(load_rewards(spec), timeout=60)
+    scores = scorer.score(texts, rows)
+    scorer.close()
+    assert not scores.failures and not scores.first_retry
+    for name, parts in scores.parts.items():
+        columns = dict(prompts=prompts, completions=completions, completion_ids=ids, solution=solutions)
+        state = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
+        expected = [math.nan if value is None else value for value in getattr(own, name)(**columns, **state)]
+        assert parts == pytest.approx(expected, nan_ok=True), name
+    if chat:
+        assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(scores.parts["accuracy_reward"][4])
+
+
+def test_import_file(file):
+    assert reward.import_file(file).length("ab", {}) == 2 and reward.import_file(file) is reward.import_file(file)
+    for name, message in (("missing.py", "there is no file"), ("broken.py", "importing .* failed: ZeroDivisionError")):
+        with pytest.raises(ValueError, match=message):
+            reward.import_file(os.path.join(os.path.dirname(file), name))
 
 
 def workers(pid=None):
-    """The live pool workers (not multiprocessing's resource tracker) of a process and what these started."""
+    """The live reward workers of a process and what these started."""
     children = psutil.Process(pid).children()
-    pool = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    pool = [child for child in children if "_serve" in " ".join(child.cmdline())]
     return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
 
 
@@ -2888,8 +2987,8 @@ def test_workers_do_not_import_the_main_module_and_end_with_it(main, tmp_path):
     assert (tmp_path / "imported").read_text() == "__main__\n"
 
 
-def test_a_killed_trainer_leaves_no_process(main, tmp_path):
-    command = [*main, "hang"]
+def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
+    command, shared = [*main, "hang"], set(os.listdir("/dev/shm"))
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     process.stdout.readline()
     for _ in range(100):
@@ -2901,6 +3000,43 @@ def test_a_killed_trainer_leaves_no_process(main, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert gone(started)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+SLOW_START = "import time\ntime.sleep(2)\ndef slow(completion, row): return time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("when", ("importing", "scoring"))
+def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path, when):
+    (tmp_path / "slow.py").write_text(SLOW_START)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import reward\n"
+        "scorer = reward.Scorer(reward.load_rewards('slow.py:slow'), timeout=60)\n"
+        "print('ready', flush=True)\n"
+        "try: scorer.score(['a'] * 8, [{}] * 8)\n"
+        "except KeyboardInterrupt: print('stopped', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, main[2]],
+        cwd=tmp_path,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "ready\n"
+    while len(started := workers(process.pid)) < 4:
+        time.sleep(0.01)
+    if when == "scoring":
+        time.sleep(6)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    for worker in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGINT)  # as a cluster's scheduler does: to every process
+    start = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 5 and gone(started)
+    assert (out, err, process.returncode) == ("stopped\n", "", 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------
