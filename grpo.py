@@ -21,6 +21,7 @@ import shutil
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
@@ -216,7 +217,8 @@ class Sample:
     finish_reason: str  # "stop" or "length"
     text: str = ""
     reward: float = 0.0
-    parts: dict = field(default_factory=dict)
+    parts: dict = field(default_factory=dict)  # by reward function
+    extra: dict = field(default_factory=dict)  # what these logged, by column
     advantage: float = 0.0
     in_loss: bool = True
     old_logps: np.ndarray | None = None  # [T], before the first update of the step; None: not needed
@@ -807,23 +809,39 @@ def load_rewards(cfg: Config) -> list:
         raise ConfigError(str(error)) from None
 
 
-def score(samples: list[Sample], scorer, cfg: Config) -> reward_module.Scores:
-    """Fills in the rewards; returns what the reward functions said, and which of them failed."""
+def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
+    """Fills in the rewards: NaN where none applies, or where one failed and --reward_failure says exclude."""
+    state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     rows = [
         s.prompt.row
+        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
         | dict(completion_length=len(s.completion_ids), max_completion_length=cfg.max_completion_length)
-        | dict(finish_reason=s.finish_reason, prompt_text=s.prompt.text)
+        | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples
     ]
     scores = scorer.score([s.text for s in samples], rows)
     for i, sample in enumerate(samples):
         sample.reward = scores.totals[i]
         sample.parts = {name: values[i] for name, values in scores.parts.items()}
+        sample.extra = {name: values[i] for name, values in scores.extra.items()}
         if sample.finish_reason == "length" and cfg.non_stop_reward is not None:
             sample.reward = cfg.non_stop_reward
         if scores.failed[i] and cfg.reward_failure == "exclude":
             sample.reward = math.nan
     return scores
+
+
+def failure_metrics(scores: list, run: Run, step: int, n_samples: int) -> dict:
+    """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came through
+    in the run's first step. And what they logged of their own."""
+    failed = sum(sum(s.failed) for s in scores)
+    for line in [*(s.first_failure for s in scores), *(s.first_retry for s in scores)]:
+        run.say_once("failed" if "failed on" in line else "retry", line)
+    if failed == n_samples and step == 1:
+        raise TrainingError("every reward of the first step failed; the line above says how the first one did")
+    causes = sum((Counter(s.failures) for s in scores), Counter())
+    metrics = {name: value for s in scores for name, value in s.metrics.items()}
+    return metrics | {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
@@ -844,7 +862,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
         std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         centred = centred / (std + eps)
     elif scale == "batch":
-        centred = centred / (grouped[there].std().nan_to_num(0.0) + eps)  # fewer than two rewards have no std
+        centred = centred / ((grouped[there].std() if there.sum() > 1 else 0.0) + eps)
     return centred.flatten().to(rewards.dtype)
 
 
@@ -1164,7 +1182,7 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
 
     def accuracy(n, temperature):
         samples = sample(sampler, prompts, n, temperature, 1, step, tokenizer, cfg, world)
-        score(samples, scorer, cfg)
+        score(samples, scorer, step, cfg)
         found = world.gather([(s.group, next(iter(s.parts.values())), len(s.completion_ids)) for s in samples])
         found.sort(key=lambda item: item[0])
         values = np.array([value for _, value, _ in found]).reshape(-1, n)  # [prompts, n]
@@ -1186,24 +1204,24 @@ def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
     return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
 
 
-def sample_metrics(samples: list[Sample], scores: list, cfg: Config) -> dict:
-    """Of all samples of the step, in rewards as the advantages saw them. scores: of every rank."""
+def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
+    """Of all samples of the step, in rewards as the advantages saw them."""
     rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
+    lengths = np.array([len(s.completion_ids) for s in samples])
+    ended = lengths[[s.finish_reason != "length" for s in samples]]
     with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
         spread = np.nan_to_num(np.nanstd(rewards, 1, ddof=1))
-    metrics = dict(
-        reward=float(np.nansum(rewards) / max(1, np.isfinite(rewards).sum())),
-        reward_std=float(spread.mean()),
-        advantage_abs=float(np.mean([abs(s.advantage) for s in samples])),
-        completion_length=float(np.mean([len(s.completion_ids) for s in samples])),
-        truncated_frac=float(np.mean([s.finish_reason == "length" for s in samples])),
-        tokens=sum(map(len, samples)),
-    )
-    if len(samples[0].parts) > 1:
-        metrics |= {f"reward/{n}": float(np.mean([s.parts[n] for s in samples])) for n in samples[0].parts}
-    for cause in sorted({cause for counts in scores for cause in counts}):
-        metrics[f"reward_failed/{cause}"] = sum(counts.get(cause, 0) for counts in scores)
-    return metrics
+        metrics = dict(reward=np.nan_to_num(np.nanmean(rewards)), reward_std=spread.mean())
+        metrics |= dict(reward_std_all=np.nan_to_num(np.nanstd(rewards, ddof=1)))
+        for name in samples[0].parts:
+            parts = np.array([s.parts[name] for s in samples], dtype=float)
+            metrics |= {f"reward/{name}": np.nanmean(parts), f"reward/{name}/std": np.nanstd(parts, ddof=1)}
+    metrics |= dict(advantage_abs=np.mean([abs(s.advantage) for s in samples]))
+    metrics |= dict(completion_length=lengths.mean(), truncated_frac=1 - len(ended) / len(lengths))
+    for name, part in (("completion_length", lengths), ("ended_length", ended)):
+        metrics |= {f"{name}_min": part.min(initial=2**31), f"{name}_max": part.max(initial=0)} if len(part) else {}
+    metrics |= dict(ended_length=ended.mean()) if len(ended) else {}
+    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(map(len, samples)))
 
 
 def completion_rows(samples: list[Sample], step: int) -> list[dict]:
@@ -1211,6 +1229,7 @@ def completion_rows(samples: list[Sample], step: int) -> list[dict]:
     return [
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
+        | s.extra
         for s in samples
     ]
 
@@ -1303,8 +1322,9 @@ def train(cfg: Config) -> list[dict]:
                 samples = sample(sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, tokenizer, cfg, world)
                 sampler.sleep()
             with run.clock("reward"):
-                scores = world.gather([score(samples, scorer, cfg).failures])
+                scores = world.gather([score(samples, scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)
+            failures = failure_metrics(scores, run, step, len(samples))
             frac_zero_std = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
@@ -1314,7 +1334,7 @@ def train(cfg: Config) -> list[dict]:
                     compute_logps(reference, counted, "ref_logps", cfg, world)
             with run.clock("update"):
                 metrics = update(policy, ddp, optimizer, samples, step, cfg, world)
-            metrics |= dict(frac_zero_std=frac_zero_std) | sample_metrics(samples, scores, cfg)
+            metrics |= dict(frac_zero_std=frac_zero_std) | sample_metrics(samples, cfg) | failures
             run.record(step, metrics, completion_rows(samples, step))
             with run.clock("sync"):
                 sampler.wake()

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from torch.distributed.rendezvous import rendezvous
 
 import view
-from reward import _import_file as import_file
+from reward import import_file
 
 BAD_STEPS = 5  # steps in a row without a finite gradient that end a run
 
@@ -511,7 +511,7 @@ class Run:
         self.lock = threading.Lock()  # held while weights change and while they are saved
         self.held, self.whole, self.stopping, self.left = False, True, False, False
         self.alone = True  # rank 0 can save without the others
-        self.model, self.bad = None, 0
+        self.model, self.bad, self.said = None, 0, set()
         self.log = Log(self.cfg, self.first if checkpoint else -1, self.rank0)
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
@@ -592,6 +592,11 @@ class Run:
                 f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
                 "at the rewards and at completions.jsonl, and go on with --resume"
             )
+
+    def say_once(self, what: str, line: str) -> None:
+        if line and what not in self.said:
+            self.said.add(what)
+            say(line)
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
@@ -836,6 +841,7 @@ class Log:
         self.first, self.started = max(0, resumed_from), time.monotonic()
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
+        metrics |= dict(num_tokens=metrics["tokens"] + (self.history[-1].get("num_tokens", 0) if self.history else 0))
         metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         self.history.append(metrics)
         if not self.rank0:
@@ -937,22 +943,27 @@ def reporter(cfg):
     return lambda step, values, rows: None
 
 
+TRL_NAMES = dict(  # where it is the same quantity; the others keep their names
+    lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean",
+    reward_std="reward_std_within_groups", reward_std_all="reward_std",  # TRL's is over the whole batch
+    completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio",
+    completion_length_min="completions/min_length", completion_length_max="completions/max_length",
+    ended_length="completions/mean_terminated_length", ended_length_min="completions/min_terminated_length",
+    ended_length_max="completions/max_terminated_length", sampler_gap="sampling/sampling_logp_difference/mean",
+    sampler_gap_max="sampling/sampling_logp_difference/max", tis_mean="sampling/importance_sampling_ratio/mean",
+    tis_max="sampling/importance_sampling_ratio/max", tis_min="sampling/importance_sampling_ratio/min",
+)  # fmt: skip
+
+
 def trl_names(metrics: dict) -> dict:
-    """The metrics under the names that TRL's GRPOTrainer gives them, where it has them: dashboards carry over."""
-    names = dict(
-        lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean"
-    )
-    names |= dict(completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio")
-    names |= dict(sampler_gap="sampling/sampling_logp_difference/mean")
-    names |= dict(sampler_gap_max="sampling/sampling_logp_difference/max")
+    """The metrics under the names that TRL's GRPOTrainer gives them: dashboards carry over."""
     values = {}
     for key, value in metrics.items():
         if key.startswith("eval_"):
-            key = "eval/" + key.removeprefix("eval_")
+            name = "eval/" + key.removeprefix("eval_")
         elif key.startswith("reward/"):
-            key = f"train/rewards/{key.removeprefix('reward/')}/mean"
+            name = f"train/rewards/{key.removeprefix('reward/')}" + ("" if key.endswith("/std") else "/mean")
         else:
-            key = "train/" + names.get(key, key)
-        if view.is_number(value):
-            values[key] = value
-    return values
+            name = "train/" + TRL_NAMES.get(key, key)
+        values |= {name: value} if view.is_number(value) else {}
+    return values | {"train/step_time": sum(v for k, v in metrics.items() if k.startswith("time_"))}

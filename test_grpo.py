@@ -398,6 +398,20 @@ def test_equal_rewards_give_exactly_zero(scale):
     assert (group_advantages(torch.full((6,), 0.7), 3, scale) == 0).all()
 
 
+def test_small_differences_of_large_rewards_are_a_signal():
+    r = torch.tensor([1e6, 1e6 + 0.5, 1e6, 1e6 + 1.0], dtype=F64)
+    for scale in ("group", "batch", "none"):
+        assert (group_advantages(r, 4, scale) != 0).all() and (group_advantages(r + 1e9, 4, scale) != 0).all()
+        assert (group_advantages(torch.full((4,), 1e6 + 0.1, dtype=F64), 4, scale) == 0).all()
+
+
+def test_rewards_of_which_few_are_there_give_no_nan():
+    one = torch.tensor([1.0, math.nan, math.nan, math.nan])
+    for scale in ("group", "batch", "none"):
+        assert (group_advantages(one, 4, scale) == 0).all()
+        assert (group_advantages(torch.full((8,), math.nan), 4, scale) == 0).all()
+
+
 def test_an_excluded_reward_leaves_the_others_alone():
     r = torch.tensor([1.0, math.nan, 0.0, 0.5])
     a = group_advantages(r, 4, "none")
@@ -1404,15 +1418,59 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
     scorer = Scorer(load_rewards("answer"))
     for failure, last in (("zero", 0.0), ("exclude", math.nan)):
         cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
-        assert grpo.score(samples, scorer, cfg).failures == {"exception": 1}
+        assert grpo.score(samples, scorer, 1, cfg).failures == {"exception": 1}
         rewards = [s.reward for s in samples]
         assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
         grpo.assign_advantages(samples, 1, cfg)
         mean = 0.5 if failure == "zero" else 2 / 3
         assert samples[0].advantage == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
-        metrics = grpo.sample_metrics(samples, [{"exception": 1}, {"exception": 2}], cfg)
-        assert metrics["reward"] == pytest.approx(mean) and metrics["reward_failed/exception"] == 3
+        assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
     scorer.close()
+
+
+REWARDS = """
+def wrong_key(completion, row): return float(row["anwser"] in completion)
+def sometimes(completion, row): return 1 / (len(completion) % 3)
+def none(completion, row): return None
+def messages(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **_):
+    assert prompts[0][-1] == {"role": "user", "content": "1+2="} and completions[0][0]["role"] == "assistant"
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_metric("from_step", trainer_state.global_step)
+    return [len(ids) + trainer_state.max_steps for ids in completion_ids]
+"""
+
+
+def test_a_reward_that_fails_is_said(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with pytest.raises(harness.TrainingError, match="every reward of the first step failed"):
+        small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:wrong_key")
+    line = r"reward wrong_key failed on sample \d+ of 15: exception: KeyError: 'anwser'"
+    assert re.search(line, capsys.readouterr().out)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:sometimes")
+    said = capsys.readouterr().out
+    assert said.count("reward sometimes failed on sample") == 1 and "ZeroDivisionError" in said
+    assert all(m["failed_rewards"] == m["reward_failed/exception"] for m in metrics if m.get("failed_rewards"))
+    shown = [int(n) for n in re.findall(r"FAILED REWARDS (\d+)", said)]
+    assert shown == [m["failed_rewards"] for m in metrics if m["failed_rewards"]] and 0 < shown[0] < 15
+    [metrics] = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:none", max_steps=1, num_minibatches=1)
+    assert metrics["reward"] == 0 and metrics["advantage_abs"] == 0 and metrics["failed_rewards"] is None
+
+
+def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
+    load = grpo.load_tokenizer
+
+    def with_template(cfg):
+        tokenizer = load(cfg)
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
+
+    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
+    assert [m["from_step"] for m in metrics] == [0, 1, 2, 3]
+    for row in lines(tmp_path / "out" / "completions.jsonl"):
+        assert row["reward"] == row["length"] + 4
 
 
 def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
@@ -1751,7 +1809,7 @@ def test_a_full_disk_and_a_read_only_one(undisturbed, disk, monkeypatch, capsys)
 
 def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
 
-    def score(samples, scorer, cfg):
+    def score(samples, scorer, step, cfg):
         for sample in samples:
             sample.reward = 1.0
         return reward.Scores([], {}, [])
