@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -509,7 +510,7 @@ def expected_gradient(policy, reference, sampler, estimator):
 
 
 def test_kl_gradients_on_policy(toy, request):
-    """The table of README.md: what each estimator's expected gradient is, against that of the exact local KL."""
+    """The table of REFERENCE.md: what each estimator's expected gradient is, against that of the exact local KL."""
     policy, reference, _ = toy
     q = policy.logps().sum(1).exp().detach()
     exact = policy.grad((q[:, None] * local_kl(policy, reference)).sum())
@@ -2064,33 +2065,117 @@ def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
     assert [os.path.basename(p) for p in harness.checkpoints(str(out))] == ["step_000001"][: how == signal.SIGTERM]
 
 
-def test_the_readme_matches_the_file():
-    with open(os.path.join(HERE, "README.md")) as readme, open(os.path.join(HERE, "grpo.py")) as source:
-        text, code = readme.read(), source.read().split("\n")
-    anchors = re.findall(r"\[([^\]]+)\]\(grpo\.py#L(\d+)\)", text)
-    assert len(anchors) >= 10
-    for title, number in anchors:
-        assert code[int(number) - 1].startswith(f"# {title}")
+# ----------------------------------------------------------------------------------------------------------------
+# The documents: what they say of the code is made from it, or checked against it
+
+DOCUMENTS = ("README.md", "REFERENCE.md", "studies/README.md", "variants/README.md")
+ELSEWHERE = "no-deps extra-index-url nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid enforce-eager"
+ELSEWHERE = {*ELSEWHERE.split(), "step", "html", "quick", "jobs", "trl", "help"}  # flags of other programs
+AGAIN = 'python -c "import test_grpo; test_grpo.write_documents()" makes tables and line numbers again'
+
+
+def document(name):
+    return read(os.path.join(HERE, name))
+
+
+def write_documents():
+    """Makes again what is made from the code: tables of flags, the table of sections, line numbers of links."""
+    for name in DOCUMENTS:
+        text = made_again(document(name))
+        with open(os.path.join(HERE, name), "w") as file:
+            file.write(text)
+
+
+def made_again(text):
+    for mark, make in (("FLAGS", flag_tables), ("TOC", section_table)):
+        text = re.sub(f"(?s)(?<=<!-- {mark} -->\n).*(?=<!-- end {mark} -->)", lambda m, make=make: make(m[0]), text)
+    link = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(\w+\.py)#L(\d+)\)")
+    return link.sub(lambda m: m[0].replace(f"#L{m[3]})", f"#L{line_of(m[1], m[2])})"), text)
+
+
+def line_of(title, file):
+    """Of the section that a link names, or the `function`, class or constant."""
+    name, code = re.escape(" ".join(title.strip("`").split())), document(file)
+    begins = rf"^(def|class) {name}\b|^{name} = " if title[0] == "`" else rf"(?i)(?<=-\n)# {name}(:.*)?$"
+    found = [code.count("\n", 0, match.start()) + 1 for match in re.finditer(begins, code, re.M)]
+    assert len(found) == 1, f"{file} has {len(found)} sections or definitions called {title}"
+    return found[0]
+
+
+def section_table(before):
+    """What stands beside a section stays; beside a new one comes what its heading says."""
+    known = dict(re.findall(r"^\| \[([^\]]+)\]\S+ \| (.*) \|$", before, re.M))
+    sections = re.findall(r"^# -{20,}\n# ([^:\n]+)(?:: )?(.*)", document("grpo.py"), re.M)
+    rows = [f"| [{title}](grpo.py#L0) | {known.get(title, about)} |" for title, about in sections]
+    return "\n".join(["| section of `grpo.py` | what is there |", "|---|---|", *rows, ""])
+
+
+def flag_tables(_):
+    text, shown = "", lambda value: "empty" if value == "" else str(value).removeprefix(HERE + os.sep)
     for f in dataclasses.fields(Config):
-        assert f"| `--{f.name}` |" in text
-    for link in re.findall(r"\]\(((?:studies|sample_data)/[^)#]+)", text):
-        assert os.path.exists(os.path.join(HERE, link)), link
-    with open(__file__) as tests:
-        names = re.findall(r"def (test_\w+)", tests.read())
-    for name in re.findall(r"`(test_\w+)\*?`", text):
-        assert any(known.startswith(name) for known in names), name
-    for flag in re.findall(
-        r"(?<![\w-])--([a-z_]+)(?![\w-])", text.replace("--extra-index-url", "").replace("--no-deps", "")
-    ):
-        known = [f.name for f in dataclasses.fields(Config)]
-        assert flag in [*known, "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max_restarts"] + [
-            "step", "html", "seed", "pid",
-        ], flag  # fmt: skip
+        about, choices = f.metadata["help"].replace("|", "\\|"), f.metadata["choices"] or ""
+        if f.metadata["group"]:
+            text += f"\n### {f.metadata['group'].capitalize()}\n\n| flag | default | meaning |\n|---|---|---|\n"
+        text += f"| `--{f.name}` | {shown(f.default)} | {about}{choices and ' (' + ', '.join(choices) + ')'} |\n"
+    preset = ", ".join(f"`--{name} {shown(value)}`" for name, value in grpo.BUNDLED.items())
+    return f"{text}\nWithout a `--model` the bundled task applies, and what is given wins over it: {preset}.\n"
+
+
+def test_what_is_made_from_the_code_is_as_the_code_has_it():
+    for name in DOCUMENTS:
+        text = document(name)
+        for there, now in itertools.zip_longest(text.split("\n"), made_again(text).split("\n")):
+            assert there == now, f"{name}: {AGAIN}"
+    assert len(document("README.md").split()) <= 2500
+
+
+def test_help_has_the_flags_and_groups_of_the_reference(capsys):
+    with pytest.raises(SystemExit):
+        grpo.parse_args(["--help"])
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)[1:]  # the first one has --help
+    tables = re.findall(r"^### (.+)\n\n\| flag .*\n\|-.*\n((?:\|.*\n)+)", document("REFERENCE.md"), re.M)
+    helped = [(title, re.findall(r"^  --(\w+)", body, re.M)) for title, body in groups]
+    assert helped == [(title.lower(), re.findall(r"^\| `--(\w+)`", body, re.M)) for title, body in tables]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_tests_and_flags_of_a_document_exist(name):
+    text = document(name)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        path = os.path.join(HERE, os.path.dirname(name), target or os.path.basename(name))
+        assert os.path.isfile(path), target
+        if anchor and path.endswith(".md"):
+            headings = re.findall(r"^#+ (.+)", read(path), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], anchor
+    tests = re.findall(r"def (test_\w+)", document("test_grpo.py"))
+    for test in re.findall(r"`(test_\w+\*?)`", text):
+        assert any(known == test or (test[-1] == "*" and known.startswith(test[:-1])) for known in tests), test
+    flags = {f.name for f in dataclasses.fields(Config)}
+    for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text.replace("`--save_dtype`", "")):  # gone, and said
+        assert flag in flags | ELSEWHERE, flag
+    text = text.replace("\\\n", " ")
+    commands = re.findall(r"(?m)^    .*?\bgrpo\.py (--.*?)(?: {2,}#.*)?$", text)
+    for command in commands + [span for span in re.findall(r"`(--[^`]+ [^`]+)`", text)]:
+        words = shlex.split(command)
+        if words[0].strip("-") in flags:
+            harness.check_flags(Config(**harness.parse_flags(Config, words, "", "")))
+
+
+def test_every_metric_is_in_the_reference(undisturbed):
+    """With the name that TRL has for it."""
+    known, section = set(), re.search(r"(?s)\n## Metrics\n(.*?)\n## ", document("REFERENCE.md"))[1]
+    for row in re.findall(r"^\| `.*", section, re.M):
+        first, *_, last = [cell.strip() for cell in row.split("|")[1:-1]]
+        names, trls = (re.findall(r"`([\w/@]+)`", cell) for cell in (first, last))
+        sent = [next(iter(harness.trl_names({name: 1.0}))).removeprefix("train/") for name in names]
+        assert sent == (names if last == "same" else trls or sent), names
+        known |= set(names)
+    for line in lines(undisturbed / "metrics.jsonl"):
+        assert {re.sub("(?<=reward/)[a-z]+", "NAME", key) for key in line} - {"step"} <= known
 
 
 def test_the_readmes_worked_example():
-    with open(os.path.join(HERE, "README.md")) as readme:
-        text = readme.read()
+    text = document("README.md")
     a = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
     assert ", ".join(f"{x:+.4f}" for x in a) in text
     mask = torch.arange(6) < torch.tensor([[4], [2], [2], [6]])
