@@ -165,6 +165,11 @@ def validate(cfg: Config) -> Config:
     need(cfg.clip_low <= 1, cfg, "clip_low", "must be at most 1, a ratio is never negative")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
+    try:
+        fine = isinstance(json.loads(cfg.chat_template_kwargs or "{}"), dict)
+    except ValueError:
+        fine = False
+    need(fine, cfg, "chat_template_kwargs", "must be a JSON object")
     there = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
     need(there, cfg, "report_to", f"not installed; pip install {cfg.report_to}")
     ranks, together = int(os.environ.get("WORLD_SIZE", 1)), cfg.vllm_tensor_parallel_size
