@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import warnings
@@ -382,24 +381,6 @@ def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], i
     if not eos:
         raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
     return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def find_generation_config(path: str) -> str | None:
-    """The user's own generation_config.json."""
-    from transformers.utils import cached_file
-
-    return cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-
-
-def save_model(path: str, model, tokenizer, generation_file: str | None) -> None:
-    """What from_pretrained loads. generation_file: the user's own generation_config.json, which transformers may
-    refuse to write, or None."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(path, "generation_config.json"))  # the one that samples for us
-    if generation_file:
-        shutil.copyfile(generation_file, os.path.join(path, "generation_config.json"))
 
 
 class HeadLogps(torch.autograd.Function):
@@ -1289,7 +1270,8 @@ def train(cfg: Config) -> list[dict]:
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []
     checkpoint = harness.find_checkpoint(cfg)  # None: from the beginning
-    model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    source = checkpoint.path if checkpoint else cfg.model
+    model = load_model(source, cfg).to(device)
     small = device.type == "cpu" and model.num_parameters() < SMALL
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
@@ -1312,8 +1294,7 @@ def train(cfg: Config) -> list[dict]:
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        generation_file = find_generation_config(checkpoint.path if checkpoint else cfg.model)
-        run.track(model, optimizer, lambda path: save_model(path, model, tokenizer, generation_file), identity)
+        run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
         introduce(model, train_prompts, eval_prompts, f"{kind} ({why})", cfg, world)
         with run.clock("sync"):
             sampler.wake()

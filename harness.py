@@ -441,6 +441,28 @@ def find_checkpoint(cfg) -> Checkpoint | None:
     return None
 
 
+def model_writer(model, tokenizer, source: str):
+    """write(directory), which writes what from_pretrained loads. The generation_config.json of `source` comes along as
+    it is: transformers refuses to write some that it reads."""
+    from transformers.utils import cached_file
+
+    generation = None
+    with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
+        generation = file.read()
+
+    def write(path):
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        file = os.path.join(path, "generation_config.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(file)  # the one that samples for us
+        if generation is not None:
+            with open(file, "wb") as target:
+                target.write(generation)
+
+    return write
+
+
 def write_checkpoint(final: str, partial: str, write_model, state: dict) -> None:
     """It gets its name only when it is whole."""
     shutil.rmtree(partial, ignore_errors=True)

@@ -828,7 +828,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
     path = str(tmp_path / "saved")
-    grpo.save_model(path, model, tokenizer, None)
+    harness.model_writer(model, tokenizer, path)(path)
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(2, 20)[None]
@@ -2126,13 +2126,15 @@ def test_the_users_generation_config_is_kept_as_it_is(undisturbed, tmp_path):
     saved = tmp_path / "out" / "step_000001"
     assert (saved / "generation_config.json").read_text() == mine
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
+    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")  # its source goes
+    assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
     os.remove(model / "generation_config.json")
     small_run(tmp_path / "none", model=str(model), max_steps=1)
     assert not (tmp_path / "none" / "step_000001" / "generation_config.json").exists()
 
 
 def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "save_model", lambda *_: 1 / 0)
+    monkeypatch.setattr(harness, "model_writer", lambda *_: lambda path: 1 / 0)
     with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
         small_run(tmp_path / "out")
     assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
