@@ -51,9 +51,7 @@ SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 a
 
 @dataclass
 class Config:
-    model: str = flag(
-        "", "policy: a directory or a Hugging Face hub name; empty: the bundled task", group="model and data"
-    )
+    model: str = flag("", "policy: a directory or a hub name; empty: the bundled task", group="model and data")
     tokenizer: str = flag("", "directory or hub name of the tokenizer; empty: the model's own")
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
@@ -77,9 +75,7 @@ class Config:
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
-    scale_rewards: str = flag(
-        "group", "divide r - mean by the std of", ("group", "batch", "none"), group="advantages and objective"
-    )
+    scale_rewards: str = flag("group", "std that divides", ("group", "batch", "none"), group="advantages and objective")
     loss_reduction: str = flag("token", "what weighs the same in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
@@ -93,9 +89,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(
-        0, "tokens, padding included, of one forward and backward; 0: 16384 on cuda, else 2048", low=0
-    )
+    micro_batch_tokens: int = flag(0, "of one forward and backward, padded; 0: 16384 on cuda, else 2048", low=0)
     share_prompt: str = flag("auto", "compute a prompt once for its group; auto: where it saves", ("auto", "on", "off"))
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
@@ -105,9 +99,7 @@ class Config:
     max_steps: int = flag(100, "rollouts; each is num_minibatches * num_epochs optimiser steps", low=0)
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
     compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
-    dtype: str = flag(
-        "auto", "bfloat16 is autocast; auto: where the device is fast at it", ("auto", "float32", "bfloat16", "float64")
-    )
+    dtype: str = flag("auto", "auto: bfloat16 autocast where fast", ("auto", "float32", "bfloat16", "float64"))
     device: str = flag("auto", "auto: cuda, else mps, else cpu", ("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, "every random number is a function of it and the step", low=0)
 
@@ -156,28 +148,29 @@ def validate(cfg: Config) -> Config:
     if not cfg.model:  # a Config made in Python
         changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
         return validate(with_preset(changed))
-    need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
-    need(cfg.num_generations > 1, cfg, "num_generations", "must be at least 2: a group of one has no baseline")
-    need(cfg.temperature > 0, cfg, "temperature", "must be above 0")
-    need(cfg.reward_timeout > 0, cfg, "reward_timeout", "must be above 0")
-    need(0 < cfg.vllm_gpu_memory_utilization <= 1, cfg, "vllm_gpu_memory_utilization", "must be in (0, 1]")
-    need(cfg.clip_low <= 1, cfg, "clip_low", "must be at most 1, a ratio is never negative")
-    samples = cfg.num_prompts * cfg.num_generations
-    need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
     try:
-        fine = isinstance(json.loads(cfg.chat_template_kwargs or "{}"), dict)
+        options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
-        fine = False
-    need(fine, cfg, "chat_template_kwargs", "must be a JSON object")
-    there = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
-    need(there, cfg, "report_to", f"not installed; pip install {cfg.report_to}")
-    ranks, together = int(os.environ.get("WORLD_SIZE", 1)), cfg.vllm_tensor_parallel_size
-    need(ranks % together == 0, cfg, "vllm_tensor_parallel_size", f"must divide the number of ranks, {ranks}")
+        options = None
+    samples, ranks = cfg.num_prompts * cfg.num_generations, int(os.environ.get("WORLD_SIZE", 1))
     recomputed = cfg.gradient_checkpointing or cfg.compile
-    needless = cfg.share_prompt != "on" or not recomputed
-    need(needless, cfg, "share_prompt", "not with --gradient_checkpointing or --compile")
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
-    need(k1, cfg, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there")
+    reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
+    for name, fine, why in (
+        ("train_data", cfg.train_data, "needed, with a --model of your own"),
+        ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
+        ("temperature", cfg.temperature > 0, "must be above 0"),
+        ("reward_timeout", cfg.reward_timeout > 0, "must be above 0"),
+        ("vllm_gpu_memory_utilization", 0 < cfg.vllm_gpu_memory_utilization <= 1, "must be in (0, 1]"),
+        ("vllm_tensor_parallel_size", ranks % cfg.vllm_tensor_parallel_size == 0, f"must divide the {ranks} ranks"),
+        ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
+        ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
+        ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
+        ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
+        ("share_prompt", cfg.share_prompt != "on" or not recomputed, "not with --gradient_checkpointing or --compile"),
+        ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
+    ):
+        need(fine, cfg, name, why)
     return cfg
 
 

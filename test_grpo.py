@@ -1129,7 +1129,7 @@ def test_pass_at_k_is_unbiased():
         (["--model", "m"], "--train_data : needed, with a --model of your own"),
         (["--chat_template_kwargs", "{"], "--chat_template_kwargs {: must be a JSON object"),
         (["--chat_template_kwargs", "[1]"], "--chat_template_kwargs [1]: must be a JSON object"),
-        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the number of ranks, 1"),
+        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the 1 ranks"),
     ],
 )
 def test_impossible_flags_are_refused(args, message):
