@@ -182,7 +182,8 @@ def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
     if cfg.dtype == "auto":
         fast, why = device.type == "cuda", f"{device.type} is fast at it" if device.type == "cuda" else "safe anywhere"
         if device.type == "cpu":
-            fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+            asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+            fast = any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
             why = f"this CPU {'has' if fast else 'has no'} fast bfloat16" + (", the model is small" if small else "")
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         say(f"--dtype {cfg.dtype} ({why})")
