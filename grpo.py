@@ -346,17 +346,18 @@ def load_model(path: str, cfg: Config):
     return model.eval()
 
 
-def load_reference(cfg: Config, device: torch.device, identity: int | None):
-    """The frozen model that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
+def load_reference(cfg: Config, device: torch.device, identity: int | None) -> "Policy":
+    """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity not in (None, harness.fingerprint(model)):
         why = "not the weights that this run began with, so its KL would be measured from another reference"
         raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
+    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
     tied = model.get_input_embeddings().weight
     for module in model.modules() if cfg.dtype == "bfloat16" else []:
         if isinstance(module, nn.Linear) and module.weight is not tied:
             module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
-    return model
+    return reference
 
 
 def check_sizes(model, prompts: list[Prompt], cfg: Config) -> None:
@@ -1294,7 +1295,7 @@ def train(cfg: Config) -> list[dict]:
     eos_ids, pad_id = special_ids(model.generation_config, tokenizer, cfg)
     kind, why = choose_sampler(cfg, device, small)
     identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
-    reference = Policy(load_reference(cfg, device, identity), cfg.temperature) if cfg.beta > 0 else None
+    reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy = Policy(model, cfg.temperature)
     need(cfg.share_prompt != "on" or policy.can_share, cfg, "share_prompt", f"{cfg.model} cannot share one exactly")
 
