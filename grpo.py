@@ -1095,8 +1095,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
         elif has_signal:  # without one Adam's momentum would move the weights all the same
             optimizer.step()
-        # kept and zeroed: a gradient that is dropped leaves DDP's buckets, and exists twice from then on
-        optimizer.zero_grad(set_to_none=False)
+        # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
+        optimizer.zero_grad(set_to_none=world.size == 1)
     policy.eval()
 
     tokens = max(1, totals.pop("tokens"))
