@@ -179,7 +179,8 @@ def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
     if cfg.dtype == "auto":
         fast, why = device.type == "cuda", f"{device.type} is fast at it" if device.type == "cuda" else "safe anywhere"
         if device.type == "cpu":
-            fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+            asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+            fast = any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
             why = f"this CPU {'has' if fast else 'has no'} fast bfloat16" + (", the model is small" if small else "")
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         say(f"--dtype {cfg.dtype} ({why})")
@@ -342,17 +343,18 @@ def load_model(path: str, cfg: Config):
     return model.eval()
 
 
-def load_reference(cfg: Config, device: torch.device, identity: int | None):
-    """The frozen model that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
+def load_reference(cfg: Config, device: torch.device, identity: int | None) -> "Policy":
+    """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity not in (None, harness.fingerprint(model)):
         why = "not the weights that this run began with, so its KL would be measured from another reference"
         raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
+    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
     tied = model.get_input_embeddings().weight
     for module in model.modules() if cfg.dtype == "bfloat16" else []:
         if isinstance(module, nn.Linear) and module.weight is not tied:
             module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
-    return model
+    return reference
 
 
 def check_sizes(model, prompts: list[Prompt], cfg: Config) -> None:
@@ -1072,8 +1074,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
         elif has_signal:  # without one Adam's momentum would move the weights all the same
             optimizer.step()
-        # kept and zeroed: a gradient that is dropped leaves DDP's buckets, and exists twice from then on
-        optimizer.zero_grad(set_to_none=False)
+        # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
+        optimizer.zero_grad(set_to_none=world.size == 1)
     policy.eval()
 
     tokens = max(1, totals.pop("tokens"))
@@ -1273,7 +1275,7 @@ def train(cfg: Config) -> list[dict]:
     eos_ids, pad_id = special_ids(model.generation_config, tokenizer, cfg)
     kind, why = choose_sampler(cfg, device, small)
     identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
-    reference = Policy(load_reference(cfg, device, identity), cfg.temperature) if cfg.beta > 0 else None
+    reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy = Policy(model, cfg.temperature)
     need(cfg.share_prompt != "on" or policy.can_share, cfg, "share_prompt", f"{cfg.model} cannot share one exactly")
 

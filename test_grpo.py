@@ -24,6 +24,7 @@ import traceback
 import types
 import unicodedata
 import warnings
+import weakref
 from decimal import Decimal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices threads only wait for each other
@@ -874,6 +875,92 @@ def test_gradient_checkpointing_changes_memory_only():
     assert relative(recomputed, plain) < 1e-6
 
 
+def in_bfloat16(policy, samples, shared=False):
+    with torch.autocast("cpu", torch.bfloat16):
+        return logps_of(policy, samples, shared)
+
+
+def cosine(a, b):
+    return (a @ b / (a.norm() * b.norm())).item()
+
+
+@pytest.mark.parametrize("how", ["plain", "shared prompt", "checkpointed", "own logits"])
+def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
+    """It runs after the autocast block, where CUDA's answer is float16: a gradient of 1/n_tokens underflows there."""
+    policy, samples, weights = Policy(tiny_model(), 1.0), random_samples(40, 4), []
+    policy.plain_head = how != "own logits"
+    if how == "checkpointed":
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        policy.model.train()
+    body = [p for name, p in policy.model.named_parameters() if "lm_head" not in name]
+    advantages = torch.tensor([s.advantage for s in samples])[:, None]
+    default = torch.get_autocast_dtype("cpu")
+    for forward, n_tokens in ((logps_of, 1), (in_bfloat16, 1e4), (in_bfloat16, 1e6)):
+        logps, _ = forward(policy, samples, how == "shared prompt")
+        try:
+            torch.set_autocast_dtype("cpu", torch.float16)
+            gradient = torch.autograd.grad((logps * advantages).sum() / n_tokens, body)
+        finally:
+            torch.set_autocast_dtype("cpu", default)
+        weights.append(torch.cat([g.flatten() for g in gradient]))
+    assert all(cosine(g, weights[0]) > 0.999 for g in weights)
+
+
+def test_the_entropy_is_computed_in_float32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 64), torch.randn(5000, 64) * 0.3
+    with torch.autocast("cpu", torch.bfloat16):
+        _, entropy = grpo.HeadLogps.apply(hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0)
+        logits = torch.nn.functional.linear(hidden, weight)
+    logps = logits.double().log_softmax(-1)
+    expected = -(logps.exp() * logps).sum(-1)
+    assert logits.dtype == torch.bfloat16 and expected.std() > 0.1
+    assert (entropy - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path):
+    path = str(tmp_path / "model")
+    tiny_model(tie_word_embeddings=tied).save_pretrained(path)
+    shutil.copy(os.path.join(BUNDLED.model, "generation_config.json"), path)
+    cfg = Config(model=path, dtype="bfloat16")
+    policy, reference = Policy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
+    assert reference.plain_head and reference.can_share
+    kinds = {name: p.dtype for name, p in reference.model.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16 and kinds["model.norm.weight"] == torch.float32
+    assert kinds.get("lm_head.weight", kinds["model.embed_tokens.weight"]) == (torch.float32, torch.bfloat16)[not tied]
+    samples = random_samples(9, 3)
+    for shared in (False, True):
+        values = [in_bfloat16(p, samples, shared) for p in (policy, reference)]
+        assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+    given = dict(model=path, tokenizer=BUNDLED.model, dtype="bfloat16", max_sampler_gap=1e9)
+    first, *_, last = small_run(tmp_path / "out", num_minibatches=1, learning_rate=1e-2, **given)
+    assert first["kl_k1"] == first["kl_k3"] == 0 < last["kl_k3"]
+
+
+def test_compiled_layers_keep_the_fast_attention(monkeypatch):
+    """Without a mask and causal: the body as a whole, compiled, would build one (transformers asks for values)."""
+    import torch._dynamo
+
+    calls = []
+
+    def backend(graph, _):
+        attention = [n for n in graph.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        calls.extend((node.kwargs.get("attn_mask"), node.kwargs["is_causal"]) for node in attention)
+        return graph.forward
+
+    policy, samples = Policy(tiny_model(), 1.0), random_samples(6, 3)
+    plain, _ = logps_of(policy, samples)
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options))
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    grpo.wrap(policy, Config(compile=True), CPU)
+    for samples_ in (samples, random_samples(9, 3, longest=30)):
+        compiled, _ = logps_of(policy, samples_)
+        assert len(calls) >= 1 and all(call == (None, True) for call in calls)
+    assert torch.allclose(logps_of(policy, samples)[0], plain, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Rollout
 
@@ -988,7 +1075,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
     metrics = grpo.update(policy, policy, optimizer, samples, 1, Config(max_sampler_gap=1e9), CPU)
     assert metrics["skipped_steps"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert all(not p.grad.any() for p in policy.parameters())
+    assert all(p.grad is None for p in policy.parameters())
 
 
 def test_no_step_without_a_signal():
@@ -1099,6 +1186,48 @@ def test_weight_decay_spares_norms_and_biases():
 def test_pass_at_k_is_unbiased():
     assert grpo.pass_at_k(4, np.array([0, 4, 1]), 1) == pytest.approx((0 + 1 + 0.25) / 3)
     assert grpo.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
+
+
+def gradients_in_their_buckets(out):
+    """Run by every rank: for each step after the first, whether every gradient lies in a bucket before every backward
+    of its micro-batches."""
+    world = harness.join_world(torch.device("cpu"))
+    policy, buckets, places, honest = Policy(tiny_model(), 1.0), {}, [], grpo.grpo_loss
+    cfg = Config(max_sampler_gap=1e9, micro_batch_tokens=40)
+    ddp, optimizer = grpo.wrap(policy, cfg, world), grpo.make_optimizer(policy, cfg)
+    ddp.register_comm_hook(buckets, lambda state, bucket: reduce_and_note(state, bucket, world))
+
+    def loss(*args):
+        places[-1].append([0 if p.grad is None else p.grad.data_ptr() for p in policy.parameters()])
+        return honest(*args)
+
+    grpo.grpo_loss = loss
+    for step in range(1, 5):
+        places.append([])
+        grpo.update(policy, ddp, optimizer, random_samples(16, 4, seed=step), step, cfg, world)
+    assert all(len(found) > 2 for found in places)
+    inside = [all(any(a <= p < b for a, b in buckets.values()) for p in sum(found, [])) for found in places[1:]]
+    if world.rank == 0:
+        with open(out, "w") as file:
+            json.dump(inside, file)
+    torch.distributed.barrier()
+    del ddp
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+def reduce_and_note(state, bucket, world):
+    buffer = bucket.buffer()
+    state[bucket.index()] = (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+    work = torch.distributed.all_reduce(buffer.div_(world.size), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
+    """With several micro-batches: else each parameter has two gradients, one of its own and one in the bucket."""
+    done = fork("gradients_in_their_buckets", tmp_path / "out", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(read(tmp_path / "out")) == [True] * 3
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1646,6 +1775,27 @@ def test_resume_to_the_bit(undisturbed, tmp_path, capsys):
         assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
         assert [m["step"] for m in history] == [1, 2, 3, 4]
         assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, tmp_path, monkeypatch):
+    out, loaded, alive = tmp_path / "out", [], []
+    copy_cut_back(undisturbed, out, 2)
+    load, moved = harness.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def noted(path):
+        checkpoint = load(path)
+        moments = checkpoint.state["optimizer"]["state"].values()
+        loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
+        return checkpoint
+
+    monkeypatch.setattr(harness, "load_checkpoint", noted)
+    # as if they went to a GPU
+    elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)
+    at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    assert len(loaded) > 30 and alive == []
+    assert state_of(out) == state_of(undisturbed)
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, capsys):
