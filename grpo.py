@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import sys
 import time
 import warnings
@@ -37,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import harness
 import reward as reward_module
-from harness import ConfigError, Run, TrainingError, World, first_line, flag, need, say, seed_of
+from harness import ConfigError, Prompt, Run, TrainingError, World, first_line, flag, need, say, seed_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEAD_CHUNK = dict(cpu=2**24, cuda=2**27)  # logits alive at once in the output head, in elements: 64 and 512 MB
@@ -193,15 +192,7 @@ def autocast(cfg: Config, device: torch.device):
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Prompts: rows to token ids
-
-
-@dataclass
-class Prompt:
-    ids: np.ndarray  # [P] int32
-    text: str
-    row: dict
-    messages: list | None = None  # where it is a chat
+# Samples, and the prompts that they answer
 
 
 @dataclass
@@ -224,84 +215,6 @@ class Sample:
 
     def __len__(self):
         return len(self.prompt.ids) + len(self.completion_ids)
-
-
-def load_tokenizer(cfg: Config):
-    from transformers import AutoTokenizer
-
-    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--{name} {path}: {first_line(error)}") from None
-
-
-def load_prompts(name: str, rewards, tokenizer, cfg: Config) -> list[Prompt]:
-    """The prompts of --train_data or --eval_data, less those longer than --max_prompt_length."""
-    path, prompts, rows = getattr(cfg, name), [], harness.read_rows(getattr(cfg, name), name)
-    for number, row in enumerate(rows, 1):
-        try:
-            missing = [column for reward in rewards for column in reward.columns if column not in row]
-            if missing:
-                raise ValueError(f"no column '{missing[0]}', which --reward {cfg.reward} reads")
-            prompts.append(encode_prompt(row, tokenizer, cfg))
-        except Exception as error:
-            raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= cfg.max_prompt_length]
-    limit = f"longer than --max_prompt_length {cfg.max_prompt_length}"
-    if not kept:
-        raise ConfigError(f"--{name} {path}: every prompt is {limit}")
-    if len(kept) < len(rows):
-        say(f"--{name} {path}: {len(rows) - len(kept)} of {len(rows)} prompts are left out, {limit}")
-    if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
-        say(f"warning: --{name} {path}: string prompts do not go through the model's chat template; --chat does that")
-    return kept
-
-
-def encode_prompt(row: dict, tokenizer, cfg: Config) -> Prompt:
-    """`prompt` (or what --prompt_template makes) is a string, taken as it is, or chat messages, through the template.
-    What is wrong with a row is a ValueError."""
-
-    def column(name):
-        if name not in row:
-            raise ValueError(f"no column '{name}'; see --prompt_template")
-        return row[name]
-
-    prompt = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell
-    if prompt:  # braces around anything but a column's name stand as they are: \boxed{}
-        prompt = re.sub(r"\{([A-Za-z_]\w*)\}", lambda found: str(column(found[1])), prompt)
-    else:
-        prompt = column("prompt")
-    if not prompt or not isinstance(prompt, (str, list)):
-        raise ValueError(f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}")
-    if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
-        ids = tokenizer(prompt)["input_ids"]
-        if not ids:
-            raise ValueError("empty prompt")
-        return Prompt(np.array(ids, dtype=np.int32), prompt, row)
-    system = [dict(role="system", content=cfg.system_prompt)] if cfg.system_prompt else []
-    turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    messages = [*system, *({**turn, "content": plain_text(turn["content"])} for turn in turns)]
-    if not tokenizer.chat_template:
-        raise ValueError("chat messages, but the tokenizer has no chat template")
-    begun = messages[-1]["role"] == "assistant"  # an answer that the policy goes on with
-    options = json.loads(cfg.chat_template_kwargs or "{}")
-    options |= dict(tokenize=False, add_generation_prompt=not begun, continue_final_message=begun)
-    try:
-        text = tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:
-        raise ValueError(f"chat template: {error}") from None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template already wrote the BOS
-    return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
-
-
-def plain_text(content) -> str:
-    """A message's content: a string, or a list of parts of type text."""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"a message's content must be text: {content!r}")
-    return content
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
@@ -1258,9 +1171,9 @@ def train(cfg: Config) -> list[dict]:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    rewards, tokenizer = load_rewards(cfg), load_tokenizer(cfg)
-    train_prompts = load_prompts("train_data", rewards, tokenizer, cfg)
-    eval_prompts = load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
+    rewards, tokenizer = load_rewards(cfg), harness.load_tokenizer(cfg)
+    train_prompts = harness.load_prompts("train_data", rewards, tokenizer, cfg)
+    eval_prompts = harness.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
     if cfg.show_prompt:
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []

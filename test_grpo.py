@@ -819,7 +819,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
 
     if kind == "mixtral":
         options = dict(num_experts_per_tok=4)  # so that every expert is used
-    model, tokenizer = tiny_model(kind, **options), grpo.load_tokenizer(BUNDLED)
+    model, tokenizer = tiny_model(kind, **options), harness.load_tokenizer(BUNDLED)
     policy, cfg = Policy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
     before = {name: p.clone() for name, p in model.named_parameters()}
     samples = random_samples(24, 4)
@@ -846,7 +846,7 @@ def test_end_and_padding_tokens_from_everywhere():
     with pytest.raises(ConfigError, match="names an EOS token"):
         grpo.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
     assert (
-        grpo.decode(grpo.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
+        grpo.decode(harness.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
     )  # ids of a padded vocabulary have no text
 
 
@@ -1411,8 +1411,8 @@ def encode(tmp_path):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         rewards = [types.SimpleNamespace(columns=columns)]
-        tokenizer = tokenizer or grpo.load_tokenizer(BUNDLED)
-        return grpo.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
+        tokenizer = tokenizer or harness.load_tokenizer(BUNDLED)
+        return harness.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
 
     return call
 
@@ -1461,7 +1461,7 @@ TEMPLATE = (
 
 
 def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
-    tokenizer = grpo.load_tokenizer(BUNDLED)
+    tokenizer = harness.load_tokenizer(BUNDLED)
     tokenizer.chat_template = TEMPLATE
     chat = [{"prompt": [{"role": "user", "content": "12"}]}]
     [p] = encode(chat, tokenizer)
@@ -1500,7 +1500,7 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
     assert grpo.train(Config(**options)) == []
     text, ids = capsys.readouterr().out.splitlines()
     assert text.endswith("+1=") and not out.exists()
-    assert grpo.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
+    assert harness.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
 
 
 @pytest.mark.parametrize(
@@ -1534,14 +1534,14 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
 def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monkeypatch):
     if options["reward"] == "math":
         pytest.importorskip("math_verify")
-    load = grpo.load_tokenizer
+    load = harness.load_tokenizer
 
     def with_template(cfg):
         tokenizer = load(cfg)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
         return tokenizer
 
-    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    monkeypatch.setattr(harness, "load_tokenizer", with_template)
     path = os.path.join(HERE, "sample_data", data)
     options = dict(max_steps=1, max_prompt_length=5000, num_minibatches=1, train_data=path) | options
     [metrics] = small_run(tmp_path / "out", **options)
@@ -1693,14 +1693,14 @@ def test_a_reward_that_fails_is_said(tmp_path, capsys):
 def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
-    load = grpo.load_tokenizer
+    load = harness.load_tokenizer
 
     def with_template(cfg):
         tokenizer = load(cfg)
         tokenizer.chat_template = TEMPLATE
         return tokenizer
 
-    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    monkeypatch.setattr(harness, "load_tokenizer", with_template)
     metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
     assert [m["from_step"] for m in metrics] == [0, 1, 2, 3]
     for row in lines(tmp_path / "out" / "completions.jsonl"):
@@ -2785,7 +2785,7 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
 
 
 def test_ranks_of_one_engine_sample_the_same_prompts_and_one_of_them_keeps_them():
-    tokenizer, prompts = grpo.load_tokenizer(BUNDLED), [Prompt(ids_of([5 + i]), "", {}) for i in range(5)]
+    tokenizer, prompts = harness.load_tokenizer(BUNDLED), [Prompt(ids_of([5 + i]), "", {}) for i in range(5)]
 
     class Echo:
         def generate(self, prompts, n, seeds, temperature):

@@ -283,8 +283,8 @@ def run_floor(files, spec, steps) -> dict:
     import harness
 
     record, cfg = Record(), grpo.parse_args(flags(files, spec, steps, "vllm"))
-    tokenizer, world = grpo.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
-    prompts = grpo.load_prompts("train_data", [], tokenizer, cfg)
+    tokenizer, world = harness.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
+    prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
     grpo.choose_sampler(cfg, world.device, False)
     eos, _ = grpo.special_ids(model.generation_config, tokenizer, cfg)

@@ -23,6 +23,7 @@ import torch
 from transformers.utils import logging
 
 import grpo
+import harness
 import reward
 from grpo import Config
 from harness import World
@@ -124,8 +125,8 @@ class Run:
 @functools.cache
 def data():
     cfg = Config(**grpo.BUNDLED)
-    tokenizer, rewards = grpo.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    return tokenizer, *(grpo.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
+    tokenizer, rewards = harness.load_tokenizer(cfg), grpo.load_rewards(cfg)
+    return tokenizer, *(harness.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
