@@ -19,7 +19,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
@@ -183,6 +182,8 @@ def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
             why = f"this CPU {'has' if fast else 'has no'} fast bfloat16" + (", the model is small" if small else "")
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         say(f"--dtype {cfg.dtype} ({why})")
+    if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
+        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
     tokens = cfg.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
     return dataclasses.replace(cfg, micro_batch_tokens=tokens)
 
@@ -725,19 +726,6 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_modul
     return scores
 
 
-def failure_metrics(scores: list, run: Run, step: int, n_samples: int) -> dict:
-    """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came through
-    in the run's first step. And what they logged of their own."""
-    failed = sum(sum(s.failed) for s in scores)
-    for line in [*(s.first_failure for s in scores), *(s.first_retry for s in scores)]:
-        run.say_once("failed" if "failed on" in line else "retry", line)
-    if failed == n_samples and step == 1:
-        raise TrainingError("every reward of the first step failed; the line above says how the first one did")
-    causes = sum((Counter(s.failures) for s in scores), Counter())
-    metrics = {name: value for s in scores for name, value in s.metrics.items()}
-    return metrics | {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
-
-
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
     """How much better than its own group each sample did. rewards [N], groups consecutive -> [N].
 
@@ -1146,20 +1134,6 @@ def wrap(policy: Policy, cfg: Config, world: World):
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def introduce(model, train_prompts, eval_prompts, sampler: str, cfg: Config, world: World) -> None:
-    """The first lines of the log."""
-    say(f"flags: {harness.differing_flags(cfg, Config())}")
-    size = model.num_parameters() / 1e6
-    say(f"policy {cfg.model}: {size:.2f} M parameters on {world.device}, {world.size} rank(s), rollouts by {sampler}")
-    say(f"{len(train_prompts)} train prompts, {len(eval_prompts)} eval prompts")
-    say(
-        "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
-        "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
-    )
-    if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
-        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
-
-
 def train(cfg: Config) -> list[dict]:
     """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
     started = time.monotonic()
@@ -1203,7 +1177,13 @@ def train(cfg: Config) -> list[dict]:
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
         run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
-        introduce(model, train_prompts, eval_prompts, f"{kind} ({why})", cfg, world)
+        run.introduce(
+            Config(), f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts, rollouts by {kind} ({why})"
+        )
+        say(
+            "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
+            "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
+        )
         with run.clock("sync"):
             sampler.wake()
             sampler.push(model)
@@ -1218,7 +1198,7 @@ def train(cfg: Config) -> list[dict]:
             with run.clock("reward"):
                 scores = world.gather([score(samples, scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)
-            failures = failure_metrics(scores, run, step, len(samples))
+            failures = run.failures(scores, step, len(samples))
             frac_zero_std = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -704,6 +705,23 @@ class Run:
                 f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
                 "at the rewards and at completions.jsonl, and go on with --resume"
             )
+
+    def introduce(self, defaults, what: str) -> None:
+        say(f"flags: {differing_flags(self.cfg, defaults)}")
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        say(f"{self.cfg.model}: {size:.2f} M parameters on {self.world.device}, {self.world.size} rank(s); {what}")
+
+    def failures(self, scores: list, step: int, n_samples: int) -> dict:
+        """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came
+        through in the first step. And what they logged of their own."""
+        failed = sum(sum(s.failed) for s in scores)
+        for line in [*(s.first_failure for s in scores), *(s.first_retry for s in scores)]:
+            self.say_once("failed" if "failed on" in line else "retry", line)
+        if failed == n_samples and step == 1:
+            raise TrainingError("every reward of the first step failed; the line above says how the first one did")
+        causes = sum((Counter(s.failures) for s in scores), Counter())
+        metrics = {name: value for s in scores for name, value in s.metrics.items()}
+        return metrics | {f"reward_failed/{c}": n for c, n in causes.items()} | dict(failed_rewards=failed or None)
 
     def say_once(self, what: str, line: str) -> None:
         if line and what not in self.said:
