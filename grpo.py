@@ -1177,9 +1177,8 @@ def train(cfg: Config) -> list[dict]:
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
         run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
-        run.introduce(
-            Config(), f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts, rollouts by {kind} ({why})"
-        )
+        counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
+        run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
         say(
             "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
             "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
