@@ -16,12 +16,9 @@ import importlib.util
 import json
 import math
 import os
-import re
-import shutil
 import sys
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
@@ -38,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import harness
 import reward as reward_module
-from harness import ConfigError, Run, TrainingError, World, first_line, flag, need, say, seed_of
+from harness import ConfigError, Prompt, Run, TrainingError, World, first_line, flag, need, say, seed_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEAD_CHUNK = dict(cpu=2**24, cuda=2**27)  # logits alive at once in the output head, in elements: 64 and 512 MB
@@ -52,9 +49,7 @@ SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 a
 
 @dataclass
 class Config:
-    model: str = flag(
-        "", "policy: a directory or a Hugging Face hub name; empty: the bundled task", group="model and data"
-    )
+    model: str = flag("", "policy: a directory or a hub name; empty: the bundled task", group="model and data")
     tokenizer: str = flag("", "directory or hub name of the tokenizer; empty: the model's own")
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
@@ -78,9 +73,7 @@ class Config:
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
-    scale_rewards: str = flag(
-        "group", "divide r - mean by the std of", ("group", "batch", "none"), group="advantages and objective"
-    )
+    scale_rewards: str = flag("group", "std that divides", ("group", "batch", "none"), group="advantages and objective")
     loss_reduction: str = flag("token", "what weighs the same in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
@@ -94,9 +87,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(
-        0, "tokens, padding included, of one forward and backward; 0: 16384 on cuda, else 2048", low=0
-    )
+    micro_batch_tokens: int = flag(0, "of one forward and backward, padded; 0: 16384 on cuda, else 2048", low=0)
     share_prompt: str = flag("auto", "compute a prompt once for its group; auto: where it saves", ("auto", "on", "off"))
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
@@ -106,9 +97,7 @@ class Config:
     max_steps: int = flag(100, "rollouts; each is num_minibatches * num_epochs optimiser steps", low=0)
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
     compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
-    dtype: str = flag(
-        "auto", "bfloat16 is autocast; auto: where the device is fast at it", ("auto", "float32", "bfloat16", "float64")
-    )
+    dtype: str = flag("auto", "auto: bfloat16 autocast where fast", ("auto", "float32", "bfloat16", "float64"))
     device: str = flag("auto", "auto: cuda, else mps, else cpu", ("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, "every random number is a function of it and the step", low=0)
 
@@ -157,23 +146,29 @@ def validate(cfg: Config) -> Config:
     if not cfg.model:  # a Config made in Python
         changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
         return validate(with_preset(changed))
-    need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
-    need(cfg.num_generations > 1, cfg, "num_generations", "must be at least 2: a group of one has no baseline")
-    need(cfg.temperature > 0, cfg, "temperature", "must be above 0")
-    need(cfg.reward_timeout > 0, cfg, "reward_timeout", "must be above 0")
-    need(0 < cfg.vllm_gpu_memory_utilization <= 1, cfg, "vllm_gpu_memory_utilization", "must be in (0, 1]")
-    need(cfg.clip_low <= 1, cfg, "clip_low", "must be at most 1, a ratio is never negative")
-    samples = cfg.num_prompts * cfg.num_generations
-    need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    there = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
-    need(there, cfg, "report_to", f"not installed; pip install {cfg.report_to}")
-    ranks, together = int(os.environ.get("WORLD_SIZE", 1)), cfg.vllm_tensor_parallel_size
-    need(ranks % together == 0, cfg, "vllm_tensor_parallel_size", f"must divide the number of ranks, {ranks}")
+    try:
+        options = json.loads(cfg.chat_template_kwargs or "{}")
+    except ValueError:
+        options = None
+    samples, ranks = cfg.num_prompts * cfg.num_generations, int(os.environ.get("WORLD_SIZE", 1))
     recomputed = cfg.gradient_checkpointing or cfg.compile
-    needless = cfg.share_prompt != "on" or not recomputed
-    need(needless, cfg, "share_prompt", "not with --gradient_checkpointing or --compile")
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
-    need(k1, cfg, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there")
+    reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
+    for name, fine, why in (
+        ("train_data", cfg.train_data, "needed, with a --model of your own"),
+        ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
+        ("temperature", cfg.temperature > 0, "must be above 0"),
+        ("reward_timeout", cfg.reward_timeout > 0, "must be above 0"),
+        ("vllm_gpu_memory_utilization", 0 < cfg.vllm_gpu_memory_utilization <= 1, "must be in (0, 1]"),
+        ("vllm_tensor_parallel_size", ranks % cfg.vllm_tensor_parallel_size == 0, f"must divide the {ranks} ranks"),
+        ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
+        ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
+        ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
+        ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
+        ("share_prompt", cfg.share_prompt != "on" or not recomputed, "not with --gradient_checkpointing or --compile"),
+        ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
+    ):
+        need(fine, cfg, name, why)
     return cfg
 
 
@@ -182,10 +177,13 @@ def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
     if cfg.dtype == "auto":
         fast, why = device.type == "cuda", f"{device.type} is fast at it" if device.type == "cuda" else "safe anywhere"
         if device.type == "cpu":
-            fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+            asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+            fast = any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
             why = f"this CPU {'has' if fast else 'has no'} fast bfloat16" + (", the model is small" if small else "")
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         say(f"--dtype {cfg.dtype} ({why})")
+    if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
+        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
     tokens = cfg.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
     return dataclasses.replace(cfg, micro_batch_tokens=tokens)
 
@@ -195,15 +193,7 @@ def autocast(cfg: Config, device: torch.device):
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Prompts: rows to token ids
-
-
-@dataclass
-class Prompt:
-    ids: np.ndarray  # [P] int32
-    text: str
-    row: dict
-    messages: list | None = None  # where it is a chat
+# Samples, and the prompts that they answer
 
 
 @dataclass
@@ -226,84 +216,6 @@ class Sample:
 
     def __len__(self):
         return len(self.prompt.ids) + len(self.completion_ids)
-
-
-def load_tokenizer(cfg: Config):
-    from transformers import AutoTokenizer
-
-    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--{name} {path}: {first_line(error)}") from None
-
-
-def load_prompts(name: str, rewards, tokenizer, cfg: Config) -> list[Prompt]:
-    """The prompts of --train_data or --eval_data, less those longer than --max_prompt_length."""
-    path, prompts, rows = getattr(cfg, name), [], harness.read_rows(getattr(cfg, name), name)
-    for number, row in enumerate(rows, 1):
-        try:
-            missing = [column for reward in rewards for column in reward.columns if column not in row]
-            if missing:
-                raise ValueError(f"no column '{missing[0]}', which --reward {cfg.reward} reads")
-            prompts.append(encode_prompt(row, tokenizer, cfg))
-        except Exception as error:
-            raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= cfg.max_prompt_length]
-    limit = f"longer than --max_prompt_length {cfg.max_prompt_length}"
-    if not kept:
-        raise ConfigError(f"--{name} {path}: every prompt is {limit}")
-    if len(kept) < len(rows):
-        say(f"--{name} {path}: {len(rows) - len(kept)} of {len(rows)} prompts are left out, {limit}")
-    if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
-        say(f"warning: --{name} {path}: string prompts do not go through the model's chat template; --chat does that")
-    return kept
-
-
-def encode_prompt(row: dict, tokenizer, cfg: Config) -> Prompt:
-    """`prompt` (or what --prompt_template makes) is a string, taken as it is, or chat messages, through the template.
-    What is wrong with a row is a ValueError."""
-
-    def column(name):
-        if name not in row:
-            raise ValueError(f"no column '{name}'; see --prompt_template")
-        return row[name]
-
-    prompt = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell
-    if prompt:  # braces around anything but a column's name stand as they are: \boxed{}
-        prompt = re.sub(r"\{([A-Za-z_]\w*)\}", lambda found: str(column(found[1])), prompt)
-    else:
-        prompt = column("prompt")
-    if not prompt or not isinstance(prompt, (str, list)):
-        raise ValueError(f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}")
-    if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
-        ids = tokenizer(prompt)["input_ids"]
-        if not ids:
-            raise ValueError("empty prompt")
-        return Prompt(np.array(ids, dtype=np.int32), prompt, row)
-    system = [dict(role="system", content=cfg.system_prompt)] if cfg.system_prompt else []
-    turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    messages = [*system, *({**turn, "content": plain_text(turn["content"])} for turn in turns)]
-    if not tokenizer.chat_template:
-        raise ValueError("chat messages, but the tokenizer has no chat template")
-    begun = messages[-1]["role"] == "assistant"  # an answer that the policy goes on with
-    options = json.loads(cfg.chat_template_kwargs or "{}")
-    options |= dict(tokenize=False, add_generation_prompt=not begun, continue_final_message=begun)
-    try:
-        text = tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:
-        raise ValueError(f"chat template: {error}") from None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template already wrote the BOS
-    return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
-
-
-def plain_text(content) -> str:
-    """A message's content: a string, or a list of parts of type text."""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"a message's content must be text: {content!r}")
-    return content
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
@@ -345,17 +257,18 @@ def load_model(path: str, cfg: Config):
     return model.eval()
 
 
-def load_reference(cfg: Config, device: torch.device, identity: int | None):
-    """The frozen model that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
+def load_reference(cfg: Config, device: torch.device, identity: int | None) -> "Policy":
+    """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity not in (None, harness.fingerprint(model)):
         why = "not the weights that this run began with, so its KL would be measured from another reference"
         raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
+    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
     tied = model.get_input_embeddings().weight
     for module in model.modules() if cfg.dtype == "bfloat16" else []:
         if isinstance(module, nn.Linear) and module.weight is not tied:
             module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
-    return model
+    return reference
 
 
 def check_sizes(model, prompts: list[Prompt], cfg: Config) -> None:
@@ -377,24 +290,6 @@ def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], i
     if not eos:
         raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
     return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def find_generation_config(path: str) -> str | None:
-    """The user's own generation_config.json."""
-    from transformers.utils import cached_file
-
-    return cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-
-
-def save_model(path: str, model, tokenizer, generation_file: str | None) -> None:
-    """What from_pretrained loads. generation_file: the user's own generation_config.json, which transformers may
-    refuse to write, or None."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(path, "generation_config.json"))  # the one that samples for us
-    if generation_file:
-        shutil.copyfile(generation_file, os.path.join(path, "generation_config.json"))
 
 
 class HeadLogps(torch.autograd.Function):
@@ -831,19 +726,6 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_modul
     return scores
 
 
-def failure_metrics(scores: list, run: Run, step: int, n_samples: int) -> dict:
-    """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came through
-    in the run's first step. And what they logged of their own."""
-    failed = sum(sum(s.failed) for s in scores)
-    for line in [*(s.first_failure for s in scores), *(s.first_retry for s in scores)]:
-        run.say_once("failed" if "failed on" in line else "retry", line)
-    if failed == n_samples and step == 1:
-        raise TrainingError("every reward of the first step failed; the line above says how the first one did")
-    causes = sum((Counter(s.failures) for s in scores), Counter())
-    metrics = {name: value for s in scores for name, value in s.metrics.items()}
-    return metrics | {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
-
-
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
     """How much better than its own group each sample did. rewards [N], groups consecutive -> [N].
 
@@ -1093,8 +975,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
         elif has_signal:  # without one Adam's momentum would move the weights all the same
             optimizer.step()
-        # kept and zeroed: a gradient that is dropped leaves DDP's buckets, and exists twice from then on
-        optimizer.zero_grad(set_to_none=False)
+        # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
+        optimizer.zero_grad(set_to_none=world.size == 1)
     policy.eval()
 
     tokens = max(1, totals.pop("tokens"))
@@ -1252,20 +1134,6 @@ def wrap(policy: Policy, cfg: Config, world: World):
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def introduce(model, train_prompts, eval_prompts, sampler: str, cfg: Config, world: World) -> None:
-    """The first lines of the log."""
-    say(f"flags: {harness.differing_flags(cfg, Config())}")
-    size = model.num_parameters() / 1e6
-    say(f"policy {cfg.model}: {size:.2f} M parameters on {world.device}, {world.size} rank(s), rollouts by {sampler}")
-    say(f"{len(train_prompts)} train prompts, {len(eval_prompts)} eval prompts")
-    say(
-        "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
-        "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
-    )
-    if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
-        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
-
-
 def train(cfg: Config) -> list[dict]:
     """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
     started = time.monotonic()
@@ -1277,14 +1145,15 @@ def train(cfg: Config) -> list[dict]:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    rewards, tokenizer = load_rewards(cfg), load_tokenizer(cfg)
-    train_prompts = load_prompts("train_data", rewards, tokenizer, cfg)
-    eval_prompts = load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
+    rewards, tokenizer = load_rewards(cfg), harness.load_tokenizer(cfg)
+    train_prompts = harness.load_prompts("train_data", rewards, tokenizer, cfg)
+    eval_prompts = harness.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
     if cfg.show_prompt:
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []
     checkpoint = harness.find_checkpoint(cfg)  # None: from the beginning
-    model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    source = checkpoint.path if checkpoint else cfg.model
+    model = load_model(source, cfg).to(device)
     small = device.type == "cpu" and model.num_parameters() < SMALL
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
@@ -1293,7 +1162,7 @@ def train(cfg: Config) -> list[dict]:
     eos_ids, pad_id = special_ids(model.generation_config, tokenizer, cfg)
     kind, why = choose_sampler(cfg, device, small)
     identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
-    reference = Policy(load_reference(cfg, device, identity), cfg.temperature) if cfg.beta > 0 else None
+    reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy = Policy(model, cfg.temperature)
     need(cfg.share_prompt != "on" or policy.can_share, cfg, "share_prompt", f"{cfg.model} cannot share one exactly")
 
@@ -1307,9 +1176,13 @@ def train(cfg: Config) -> list[dict]:
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        generation_file = find_generation_config(checkpoint.path if checkpoint else cfg.model)
-        run.track(model, optimizer, lambda path: save_model(path, model, tokenizer, generation_file), identity)
-        introduce(model, train_prompts, eval_prompts, f"{kind} ({why})", cfg, world)
+        run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
+        counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
+        run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
+        say(
+            "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
+            "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
+        )
         with run.clock("sync"):
             sampler.wake()
             sampler.push(model)
@@ -1324,7 +1197,7 @@ def train(cfg: Config) -> list[dict]:
             with run.clock("reward"):
                 scores = world.gather([score(samples, scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)
-            failures = failure_metrics(scores, run, step, len(samples))
+            failures = run.failures(scores, step, len(samples))
             frac_zero_std = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out

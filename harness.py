@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -273,6 +274,96 @@ def dataset_rows(path: str) -> list[dict]:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Prompts: rows to token ids
+
+
+@dataclass
+class Prompt:
+    ids: np.ndarray  # [P] int32
+    text: str
+    row: dict
+    messages: list | None = None  # where it is a chat
+
+
+def load_tokenizer(cfg):
+    from transformers import AutoTokenizer
+
+    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of a file that is not what it should be
+        raise ConfigError(f"--{name} {path}: {first_line(error)}") from None
+
+
+def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
+    """The prompts of --train_data or --eval_data, less those longer than --max_prompt_length."""
+    path, prompts, rows = getattr(cfg, name), [], read_rows(getattr(cfg, name), name)
+    for number, row in enumerate(rows, 1):
+        try:
+            missing = [column for reward in rewards for column in reward.columns if column not in row]
+            if missing:
+                raise ValueError(f"no column '{missing[0]}', which --reward {cfg.reward} reads")
+            prompts.append(encode_prompt(row, tokenizer, cfg))
+        except Exception as error:
+            raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= cfg.max_prompt_length]
+    limit = f"longer than --max_prompt_length {cfg.max_prompt_length}"
+    if not kept:
+        raise ConfigError(f"--{name} {path}: every prompt is {limit}")
+    if len(kept) < len(rows):
+        say(f"--{name} {path}: {len(rows) - len(kept)} of {len(rows)} prompts are left out, {limit}")
+    if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
+        say(f"warning: --{name} {path}: string prompts do not go through the model's chat template; --chat does that")
+    return kept
+
+
+def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
+    """`prompt` (or what --prompt_template makes) is a string, taken as it is, or chat messages, through the template.
+    What is wrong with a row is a ValueError."""
+
+    def column(name):
+        if name not in row:
+            raise ValueError(f"no column '{name}'; see --prompt_template")
+        return row[name]
+
+    prompt = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell
+    if prompt:  # braces around anything but a column's name stand as they are: \boxed{}
+        prompt = re.sub(r"\{([A-Za-z_]\w*)\}", lambda found: str(column(found[1])), prompt)
+    else:
+        prompt = column("prompt")
+    if not prompt or not isinstance(prompt, (str, list)):
+        raise ValueError(f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}")
+    if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
+        ids = tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise ValueError("empty prompt")
+        return Prompt(np.array(ids, dtype=np.int32), prompt, row)
+    system = [dict(role="system", content=cfg.system_prompt)] if cfg.system_prompt else []
+    turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    messages = [*system, *({**turn, "content": plain_text(turn["content"])} for turn in turns)]
+    if not tokenizer.chat_template:
+        raise ValueError("chat messages, but the tokenizer has no chat template")
+    begun = messages[-1]["role"] == "assistant"  # an answer that the policy goes on with
+    options = json.loads(cfg.chat_template_kwargs or "{}")
+    options |= dict(tokenize=False, add_generation_prompt=not begun, continue_final_message=begun)
+    try:
+        text = tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        raise ValueError(f"chat template: {error}") from None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template already wrote the BOS
+    return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
+
+
+def plain_text(content) -> str:
+    """A message's content: a string, or a list of parts of type text."""
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"a message's content must be text: {content!r}")
+    return content
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # The run's directory: one run writes there, and what others left is moved aside, never overwritten, mixed or removed
 
 WRITTEN = re.compile(  # by a run; nothing else in out_dir is ever touched
@@ -441,6 +532,28 @@ def find_checkpoint(cfg) -> Checkpoint | None:
     return None
 
 
+def model_writer(model, tokenizer, source: str):
+    """write(directory), which writes what from_pretrained loads. The generation_config.json of `source` comes along as
+    it is: transformers refuses to write some that it reads."""
+    from transformers.utils import cached_file
+
+    generation = None
+    with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
+        generation = file.read()
+
+    def write(path):
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        file = os.path.join(path, "generation_config.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(file)  # the one that samples for us
+        if generation is not None:
+            with open(file, "wb") as target:
+                target.write(generation)
+
+    return write
+
+
 def write_checkpoint(final: str, partial: str, write_model, state: dict) -> None:
     """It gets its name only when it is whole."""
     shutil.rmtree(partial, ignore_errors=True)
@@ -592,6 +705,23 @@ class Run:
                 f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
                 "at the rewards and at completions.jsonl, and go on with --resume"
             )
+
+    def introduce(self, defaults, what: str) -> None:
+        say(f"flags: {differing_flags(self.cfg, defaults)}")
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        say(f"{self.cfg.model}: {size:.2f} M parameters on {self.world.device}, {self.world.size} rank(s); {what}")
+
+    def failures(self, scores: list, step: int, n_samples: int) -> dict:
+        """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came
+        through in the first step. And what they logged of their own."""
+        failed = sum(sum(s.failed) for s in scores)
+        for line in [*(s.first_failure for s in scores), *(s.first_retry for s in scores)]:
+            self.say_once("failed" if "failed on" in line else "retry", line)
+        if failed == n_samples and step == 1:
+            raise TrainingError("every reward of the first step failed; the line above says how the first one did")
+        causes = sum((Counter(s.failures) for s in scores), Counter())
+        metrics = {name: value for s in scores for name, value in s.metrics.items()}
+        return metrics | {f"reward_failed/{c}": n for c, n in causes.items()} | dict(failed_rewards=failed or None)
 
     def say_once(self, what: str, line: str) -> None:
         if line and what not in self.said:

@@ -25,6 +25,7 @@ import traceback
 import types
 import unicodedata
 import warnings
+import weakref
 from decimal import Decimal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices threads only wait for each other
@@ -819,7 +820,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
 
     if kind == "mixtral":
         options = dict(num_experts_per_tok=4)  # so that every expert is used
-    model, tokenizer = tiny_model(kind, **options), grpo.load_tokenizer(BUNDLED)
+    model, tokenizer = tiny_model(kind, **options), harness.load_tokenizer(BUNDLED)
     policy, cfg = Policy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
     before = {name: p.clone() for name, p in model.named_parameters()}
     samples = random_samples(24, 4)
@@ -829,7 +830,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
     path = str(tmp_path / "saved")
-    grpo.save_model(path, model, tokenizer, None)
+    harness.model_writer(model, tokenizer, path)(path)
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(2, 20)[None]
@@ -846,7 +847,7 @@ def test_end_and_padding_tokens_from_everywhere():
     with pytest.raises(ConfigError, match="names an EOS token"):
         grpo.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
     assert (
-        grpo.decode(grpo.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
+        grpo.decode(harness.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
     )  # ids of a padded vocabulary have no text
 
 
@@ -873,6 +874,92 @@ def test_gradient_checkpointing_changes_memory_only():
     assert policy.model.is_gradient_checkpointing
     recomputed, _ = update_gradient(cfg, samples, policy=policy)
     assert relative(recomputed, plain) < 1e-6
+
+
+def in_bfloat16(policy, samples, shared=False):
+    with torch.autocast("cpu", torch.bfloat16):
+        return logps_of(policy, samples, shared)
+
+
+def cosine(a, b):
+    return (a @ b / (a.norm() * b.norm())).item()
+
+
+@pytest.mark.parametrize("how", ["plain", "shared prompt", "checkpointed", "own logits"])
+def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
+    """It runs after the autocast block, where CUDA's answer is float16: a gradient of 1/n_tokens underflows there."""
+    policy, samples, weights = Policy(tiny_model(), 1.0), random_samples(40, 4), []
+    policy.plain_head = how != "own logits"
+    if how == "checkpointed":
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        policy.model.train()
+    body = [p for name, p in policy.model.named_parameters() if "lm_head" not in name]
+    advantages = torch.tensor([s.advantage for s in samples])[:, None]
+    default = torch.get_autocast_dtype("cpu")
+    for forward, n_tokens in ((logps_of, 1), (in_bfloat16, 1e4), (in_bfloat16, 1e6)):
+        logps, _ = forward(policy, samples, how == "shared prompt")
+        try:
+            torch.set_autocast_dtype("cpu", torch.float16)
+            gradient = torch.autograd.grad((logps * advantages).sum() / n_tokens, body)
+        finally:
+            torch.set_autocast_dtype("cpu", default)
+        weights.append(torch.cat([g.flatten() for g in gradient]))
+    assert all(cosine(g, weights[0]) > 0.999 for g in weights)
+
+
+def test_the_entropy_is_computed_in_float32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 64), torch.randn(5000, 64) * 0.3
+    with torch.autocast("cpu", torch.bfloat16):
+        _, entropy = grpo.HeadLogps.apply(hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0)
+        logits = torch.nn.functional.linear(hidden, weight)
+    logps = logits.double().log_softmax(-1)
+    expected = -(logps.exp() * logps).sum(-1)
+    assert logits.dtype == torch.bfloat16 and expected.std() > 0.1
+    assert (entropy - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path):
+    path = str(tmp_path / "model")
+    tiny_model(tie_word_embeddings=tied).save_pretrained(path)
+    shutil.copy(os.path.join(BUNDLED.model, "generation_config.json"), path)
+    cfg = Config(model=path, dtype="bfloat16")
+    policy, reference = Policy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
+    assert reference.plain_head and reference.can_share
+    kinds = {name: p.dtype for name, p in reference.model.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16 and kinds["model.norm.weight"] == torch.float32
+    assert kinds.get("lm_head.weight", kinds["model.embed_tokens.weight"]) == (torch.float32, torch.bfloat16)[not tied]
+    samples = random_samples(9, 3)
+    for shared in (False, True):
+        values = [in_bfloat16(p, samples, shared) for p in (policy, reference)]
+        assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+    given = dict(model=path, tokenizer=BUNDLED.model, dtype="bfloat16", max_sampler_gap=1e9)
+    first, *_, last = small_run(tmp_path / "out", num_minibatches=1, learning_rate=1e-2, **given)
+    assert first["kl_k1"] == first["kl_k3"] == 0 < last["kl_k3"]
+
+
+def test_compiled_layers_keep_the_fast_attention(monkeypatch):
+    """Without a mask and causal: the body as a whole, compiled, would build one (transformers asks for values)."""
+    import torch._dynamo
+
+    calls = []
+
+    def backend(graph, _):
+        attention = [n for n in graph.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        calls.extend((node.kwargs.get("attn_mask"), node.kwargs["is_causal"]) for node in attention)
+        return graph.forward
+
+    policy, samples = Policy(tiny_model(), 1.0), random_samples(6, 3)
+    plain, _ = logps_of(policy, samples)
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options))
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    grpo.wrap(policy, Config(compile=True), CPU)
+    for samples_ in (samples, random_samples(9, 3, longest=30)):
+        compiled, _ = logps_of(policy, samples_)
+        assert len(calls) >= 1 and all(call == (None, True) for call in calls)
+    assert torch.allclose(logps_of(policy, samples)[0], plain, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -989,7 +1076,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
     metrics = grpo.update(policy, policy, optimizer, samples, 1, Config(max_sampler_gap=1e9), CPU)
     assert metrics["skipped_steps"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert all(not p.grad.any() for p in policy.parameters())
+    assert all(p.grad is None for p in policy.parameters())
 
 
 def test_no_step_without_a_signal():
@@ -1102,6 +1189,48 @@ def test_pass_at_k_is_unbiased():
     assert grpo.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
 
 
+def gradients_in_their_buckets(out):
+    """Run by every rank: for each step after the first, whether every gradient lies in a bucket before every backward
+    of its micro-batches."""
+    world = harness.join_world(torch.device("cpu"))
+    policy, buckets, places, honest = Policy(tiny_model(), 1.0), {}, [], grpo.grpo_loss
+    cfg = Config(max_sampler_gap=1e9, micro_batch_tokens=40)
+    ddp, optimizer = grpo.wrap(policy, cfg, world), grpo.make_optimizer(policy, cfg)
+    ddp.register_comm_hook(buckets, lambda state, bucket: reduce_and_note(state, bucket, world))
+
+    def loss(*args):
+        places[-1].append([0 if p.grad is None else p.grad.data_ptr() for p in policy.parameters()])
+        return honest(*args)
+
+    grpo.grpo_loss = loss
+    for step in range(1, 5):
+        places.append([])
+        grpo.update(policy, ddp, optimizer, random_samples(16, 4, seed=step), step, cfg, world)
+    assert all(len(found) > 2 for found in places)
+    inside = [all(any(a <= p < b for a, b in buckets.values()) for p in sum(found, [])) for found in places[1:]]
+    if world.rank == 0:
+        with open(out, "w") as file:
+            json.dump(inside, file)
+    torch.distributed.barrier()
+    del ddp
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+def reduce_and_note(state, bucket, world):
+    buffer = bucket.buffer()
+    state[bucket.index()] = (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+    work = torch.distributed.all_reduce(buffer.div_(world.size), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
+    """With several micro-batches: else each parameter has two gradients, one of its own and one in the bucket."""
+    done = fork("gradients_in_their_buckets", tmp_path / "out", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(read(tmp_path / "out")) == [True] * 3
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Data and flags
 
@@ -1123,13 +1252,95 @@ def test_pass_at_k_is_unbiased():
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),
         (["--share_prompt", "on", "--compile"], "--share_prompt on: not with --gradient_checkpointing or --compile"),
-        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the number of ranks, 1"),
+        (["--num_generations", "1000000000000"], "--num_generations 1000000000000: must be at most 1048576"),
+        (["--max_completion_length", "100000000000"], "--max_completion_length 100000000000: must be at most"),
+        (["--seed", str(2**32)], f"--seed {2**32}: must be at most 2147483647"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--model", "m"], "--train_data : needed, with a --model of your own"),
+        (["--chat_template_kwargs", "{"], "--chat_template_kwargs {: must be a JSON object"),
+        (["--chat_template_kwargs", "[1]"], "--chat_template_kwargs [1]: must be a JSON object"),
+        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the 1 ranks"),
     ],
 )
 def test_impossible_flags_are_refused(args, message):
     with pytest.raises(ConfigError) as error:
         grpo.parse_args(args)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_bundled_tasks_flags_apply_where_no_model_is_named(tmp_path):
+    assert grpo.parse_args([]) == BUNDLED == grpo.validate(Config())
+    assert grpo.validate(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
+    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
+    mine = grpo.parse_args(["--train_data", "rows.jsonl"])
+    assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
+    for flags in (["--model", "m"], ["--model", "m", "--seed", "1"]):
+        cfg = grpo.parse_args([*flags, "--train_data", "rows.jsonl"])
+        assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
+    assert Config(beta=0.04).warmup_steps == 0 and Config().kl_estimator == "wk3"
+
+
+@pytest.mark.parametrize("value", ["x", None, 1.5, True])
+def test_values_of_the_wrong_type_are_refused(value):
+    with pytest.raises(ConfigError, match="--num_prompts .*: must be"):
+        grpo.validate(dataclasses.replace(BUNDLED, num_prompts=value))
+
+
+def test_what_a_model_brings_is_checked_before_anything_is_written(tmp_path):
+    """Truncated, mismatched, incomplete and odd model files; more tokens than the model has positions or words."""
+
+    def refused(message, change=lambda path: None, **options):
+        path = tmp_path / "model"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(BUNDLED.model, path)
+        change(path)
+        with pytest.raises(ConfigError, match=message) as error:
+            small_run(tmp_path / "out", **(dict(model=str(path)) | options))
+        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+    def config(**changes):
+        def change(path):
+            known = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(known | changes))
+
+        return change
+
+    def without(name):
+        from safetensors.torch import load_file, save_file
+
+        def change(path):
+            weights = load_file(path / "model.safetensors")
+            del weights[name]
+            save_file(weights, path / "model.safetensors", metadata=dict(format="pt"))
+
+        return change
+
+    refused("--model .*", lambda path: os.truncate(path / "model.safetensors", 1000))
+    refused("--model .*", lambda path: (path / "config.json").write_text("[]"))
+    refused("--model .*", lambda path: (path / "tokenizer.json").write_text("{"))
+    refused("--model .*", config(hidden_size=64))
+    refused("no weights for model.norm.weight", without("model.norm.weight"))
+    refused("--max_completion_length 250: .* more than the model's 256 positions", max_completion_length=250)
+    other = tmp_path / "tokenizer"
+    shutil.copytree(BUNDLED.model, other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    words["="] = 99
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    refused("--tokenizer .*: makes the token id 99, and the model knows 18", tokenizer=str(other))
+
+
+def test_a_terminal_that_is_not_utf8(tmp_path):
+    """A sample with an accent must not end a run before its save."""
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(tokenizer.replace('"="', '"é"'))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2é", "answer": "3"}\n')
+    flags = dict(model=model, train_data=tmp_path / "rows.jsonl", eval_data=tmp_path / "rows.jsonl", num_prompts=1)
+    flags |= dict(max_completion_length=4, max_steps=1, rollout="hf", out_dir=tmp_path / "out")
+    done = run(*[x for k, v in flags.items() for x in (f"--{k}", v)], env=dict(PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0 and r"\xe9" in done.stdout, done.stderr[-2000:]
 
 
 def test_flags_reach_the_config():
@@ -1154,6 +1365,7 @@ def test_bad_files_are_named(tmp_path):
 
     assert rows('{"prompt": "a"}\n\n{"prompt": "b"}\n') == [{"prompt": "a"}, {"prompt": "b"}]
     assert rows('[{"prompt": "a"}]', "x.json") == [{"prompt": "a"}]
+    assert rows('prompt,answer\n"a, b",1\n', "x.csv") == [{"prompt": "a, b", "answer": "1"}]
     for text, message in (
         ('{"prompt": "a"}\n{"prompt": \n', "row 2: not valid JSON"),
         ('{"prompt": "a"}\n[1]\n', "row 2: must be a JSON object"),
@@ -1170,6 +1382,28 @@ def test_bad_files_are_named(tmp_path):
         rows('[{"prompt": "a"}, 3]', "x.json")
 
 
+def test_rows_from_python(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def rows():\n    yield {'prompt': '1+1='}\ndef needs():\n    raise ImportError('needs x: pip install x')\n"
+        "def none(): return None\n"
+    )
+
+    def read_rows(name):
+        return harness.read_rows(f"{tmp_path}/{name}", "train_data")
+
+    assert read_rows("mine.py:rows") == [{"prompt": "1+1="}]
+    for name, message in (
+        ("mine.py:needs", "needs x: pip install x"),
+        ("mine.py:nothing", "nothing"),
+        ("mine.py:none", "None"),
+        ("other.py:rows", "no file"),
+    ):
+        with pytest.raises(ConfigError, match=f"--train_data .*{name}: .*{message}"):
+            read_rows(name)
+    [metrics] = small_run(tmp_path / "out", train_data=f"{tmp_path}/mine.py:rows", max_steps=1, num_minibatches=1)
+    assert metrics["tokens"] > 0
+
+
 @pytest.fixture
 def encode(tmp_path):
     """encode(rows, tokenizer, columns, **flags) -> prompts, through a file."""
@@ -1178,8 +1412,8 @@ def encode(tmp_path):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         rewards = [types.SimpleNamespace(columns=columns)]
-        tokenizer = tokenizer or grpo.load_tokenizer(BUNDLED)
-        return grpo.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
+        tokenizer = tokenizer or harness.load_tokenizer(BUNDLED)
+        return harness.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
 
     return call
 
@@ -1228,7 +1462,7 @@ TEMPLATE = (
 
 
 def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
-    tokenizer = grpo.load_tokenizer(BUNDLED)
+    tokenizer = harness.load_tokenizer(BUNDLED)
     tokenizer.chat_template = TEMPLATE
     chat = [{"prompt": [{"role": "user", "content": "12"}]}]
     [p] = encode(chat, tokenizer)
@@ -1267,7 +1501,7 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
     assert grpo.train(Config(**options)) == []
     text, ids = capsys.readouterr().out.splitlines()
     assert text.endswith("+1=") and not out.exists()
-    assert grpo.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
+    assert harness.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
 
 
 @pytest.mark.parametrize(
@@ -1301,14 +1535,14 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
 def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monkeypatch):
     if options["reward"] == "math":
         pytest.importorskip("math_verify")
-    load = grpo.load_tokenizer
+    load = harness.load_tokenizer
 
     def with_template(cfg):
         tokenizer = load(cfg)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
         return tokenizer
 
-    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    monkeypatch.setattr(harness, "load_tokenizer", with_template)
     path = os.path.join(HERE, "sample_data", data)
     options = dict(max_steps=1, max_prompt_length=5000, num_minibatches=1, train_data=path) | options
     [metrics] = small_run(tmp_path / "out", **options)
@@ -1460,14 +1694,14 @@ def test_a_reward_that_fails_is_said(tmp_path, capsys):
 def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
-    load = grpo.load_tokenizer
+    load = harness.load_tokenizer
 
     def with_template(cfg):
         tokenizer = load(cfg)
         tokenizer.chat_template = TEMPLATE
         return tokenizer
 
-    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    monkeypatch.setattr(harness, "load_tokenizer", with_template)
     metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
     assert [m["from_step"] for m in metrics] == [0, 1, 2, 3]
     for row in lines(tmp_path / "out" / "completions.jsonl"):
@@ -1542,6 +1776,27 @@ def test_resume_to_the_bit(undisturbed, tmp_path, capsys):
         assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
         assert [m["step"] for m in history] == [1, 2, 3, 4]
         assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, tmp_path, monkeypatch):
+    out, loaded, alive = tmp_path / "out", [], []
+    copy_cut_back(undisturbed, out, 2)
+    load, moved = harness.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def noted(path):
+        checkpoint = load(path)
+        moments = checkpoint.state["optimizer"]["state"].values()
+        loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
+        return checkpoint
+
+    monkeypatch.setattr(harness, "load_checkpoint", noted)
+    # as if they went to a GPU
+    elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)
+    at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    assert len(loaded) > 30 and alive == []
+    assert state_of(out) == state_of(undisturbed)
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, capsys):
@@ -2022,13 +2277,15 @@ def test_the_users_generation_config_is_kept_as_it_is(undisturbed, tmp_path):
     saved = tmp_path / "out" / "step_000001"
     assert (saved / "generation_config.json").read_text() == mine
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
+    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")  # its source goes
+    assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
     os.remove(model / "generation_config.json")
     small_run(tmp_path / "none", model=str(model), max_steps=1)
     assert not (tmp_path / "none" / "step_000001" / "generation_config.json").exists()
 
 
 def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "save_model", lambda *_: 1 / 0)
+    monkeypatch.setattr(harness, "model_writer", lambda *_: lambda path: 1 / 0)
     with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
         small_run(tmp_path / "out")
     assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
@@ -2264,7 +2521,7 @@ def two_rank_run(fork, out, rollout, *args, launch=False):
     args = [*PRIME, "--rollout", rollout, "--out_dir", out, *args]
     done = run(*args, nproc=2) if launch else fork("command_line", *args, ranks=2)[1]()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert f"2 rank(s), rollouts by {rollout} (asked for)" in done.stdout
+    assert "2 rank(s); " in done.stdout and f"rollouts by {rollout} (asked for)" in done.stdout
     assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
     return state_of(out)
 
@@ -2548,7 +2805,7 @@ class TestEngine:
     def test_vllm_learns_like_hf(self, fork, default_run, tmp_path):
         done = fork("command_line", *DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")[1]()
         assert done.returncode == 0, done.stderr[-3000:]
-        mine = r"(--dtype|flags: |policy |\d+ train |peak memory |watch |step \d|  sample: |\w+: )"  # nothing else's
+        mine = r"(--dtype|flags: |/.*: 0.49 M |peak memory |watch |step \d|  sample: |\w+: )"  # nothing else's
         assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
         ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
         assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
@@ -2556,9 +2813,25 @@ class TestEngine:
         assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
 
     def test_sampler_and_trainer_differ_in_bfloat16(self, engine):
+        """By how much depends on the machine; on some they agree to the last bit."""
         for m in engine[1]["half"]:
-            assert 1e-4 < m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
-            assert m["sampler_ratio_q01"] < 1 < m["sampler_ratio_q99"] and m["tis_max"] <= 2
+            assert m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
+            assert m["sampler_ratio_q01"] <= 1 <= m["sampler_ratio_q99"] and m["tis_max"] <= 2
+
+
+def test_what_is_measured_of_the_gap():
+    """Over all ranks and tokens, from sums: as from the whole list."""
+    log_ratio = torch.randn(1001, dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.3
+    cfg = Config(max_sampler_gap=1e9, tis_cap=1.5)
+    found = grpo.gap_metrics([grpo.gap_sums(part, cfg) for part in log_ratio.split(400)], cfg)
+    weight = log_ratio.exp().clamp(max=1.5)
+    assert found["sampler_gap"] == pytest.approx(log_ratio.abs().mean().item())
+    assert found["sampler_gap_max"] == pytest.approx(log_ratio.abs().max().item())
+    assert found["tis_mean"] == pytest.approx(weight.mean().item()) and found["tis_max"] == pytest.approx(1.5)
+    assert found["tis_ess"] == pytest.approx((weight.sum() ** 2 / (1001 * weight.square().sum())).item())
+    quantiles = np.quantile(log_ratio.exp().numpy(), (0.01, 0.99))
+    assert (found["sampler_ratio_q01"], found["sampler_ratio_q99"]) == pytest.approx(tuple(quantiles), rel=1e-5)
+    assert grpo.gap_metrics([grpo.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
 
 
 class RecordedLLM:
@@ -2597,7 +2870,7 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
 
 
 def test_ranks_of_one_engine_sample_the_same_prompts_and_one_of_them_keeps_them():
-    tokenizer, prompts = grpo.load_tokenizer(BUNDLED), [Prompt(ids_of([5 + i]), "", {}) for i in range(5)]
+    tokenizer, prompts = harness.load_tokenizer(BUNDLED), [Prompt(ids_of([5 + i]), "", {}) for i in range(5)]
 
     class Echo:
         def generate(self, prompts, n, seeds, temperature):

@@ -18,6 +18,7 @@ from common import CPU, HERE, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
+import harness
 
 ROUNDS = 3
 KINDS = {
@@ -48,10 +49,10 @@ def measured(work) -> dict:
 def sides(files: dict, spec: dict) -> dict:
     """What each side does after sampling, as a function without arguments."""
     cfg = grpo.parse_args(flags(files, spec, 1, "hf") + ["--max_sampler_gap", "1e9"])
-    model, tokenizer = grpo.load_model(cfg.model, cfg), grpo.load_tokenizer(cfg)
+    model, tokenizer = grpo.load_model(cfg.model, cfg), harness.load_tokenizer(cfg)
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
-    prompts, _ = grpo.load_prompts("train_data", [], tokenizer, cfg)
+    prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
     sampler = grpo.HFSampler(model, *grpo.special_ids(model.generation_config, tokenizer, cfg), cfg)
     drawn = grpo.prompts_of_step(prompts, 1, cfg)
     samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
@@ -60,7 +61,7 @@ def sides(files: dict, spec: dict) -> dict:
 
     def ours():
         grpo.compute_logps(policy, samples, "ref_logps", cfg, CPU)
-        grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+        grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
 
     ids, P = rows_without_padding(samples, model.config.vocab_size)
 

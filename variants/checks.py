@@ -156,8 +156,8 @@ def check_guess_number(copy):
     gap = max(step["sampler_gap"] for step in copy.run("--train_data", file, "--max_turns", 3))
     assert gap < 1e-4, f"gap {gap}: a turn does not see the turns before it"
     cfg, world, hints = grpo.Config(train_data=str(file), max_turns=3), grpo.World(0, 1, torch.device("cpu")), 0
-    tokenizer = grpo.load_tokenizer(cfg)
-    prompts, _ = grpo.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
+    tokenizer = harness.load_tokenizer(cfg)
+    prompts, _ = harness.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
     sampler = grpo.HFSampler(copy.policy().model, [tokenizer.eos_token_id], tokenizer.pad_token_id, cfg)
     for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
         guess = []
