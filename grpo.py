@@ -73,7 +73,9 @@ class Config:
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
-    scale_rewards: str = flag("group", "std that divides", ("group", "batch", "none"), group="advantages and objective")
+    scale_rewards: str = flag(
+        "group", "r - mean over std of", ("group", "batch", "none"), group="advantages and objective"
+    )
     loss_reduction: str = flag("token", "what weighs the same in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
@@ -87,7 +89,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(0, "of one forward and backward, padded; 0: 16384 on cuda, else 2048", low=0)
+    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 16384 on cuda, else 2048", low=0)
     share_prompt: str = flag("auto", "compute a prompt once for its group; auto: where it saves", ("auto", "on", "off"))
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
@@ -179,7 +181,7 @@ def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
         if device.type == "cpu":
             asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
             fast = any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
-            why = f"this CPU {'has' if fast else 'has no'} fast bfloat16" + (", the model is small" if small else "")
+            why = "the model is small" if small else f"this CPU {'has' if fast else 'has no'} fast bfloat16"
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
@@ -660,8 +662,8 @@ def choose_sampler(cfg: Config, device: torch.device, small: bool) -> tuple[str,
         except ImportError as error:
             problem = f"vllm cannot be imported: {error}"
     if problem and cfg.rollout == "vllm":
-        lock = "requirements-cpu.txt" if device.type == "cpu" else "requirements.txt"
-        raise ConfigError(f"--rollout vllm: {problem}; pip install --no-deps -r {lock}")
+        install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
+        raise ConfigError(f"--rollout vllm: {problem}; pip install {install}")
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
@@ -1221,7 +1223,7 @@ def train(cfg: Config) -> list[dict]:
 
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
-    less_memory = "turn down --micro_batch_tokens or --vllm_gpu_memory_utilization, or set --gradient_checkpointing"
+    less_memory = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, --beta 0"
     return harness.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
 
 

@@ -136,7 +136,12 @@ def check_flags(cfg) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = number if f.type in (int, float) else isinstance(value, f.type)
         need(f.type is not bool or fits, cfg, f.name, "must be true or false")
-        need(fits and (f.type is not int or value == int(value)), cfg, f.name, f"must be of type {f.type}")
+        need(
+            fits and (f.type is not int or value == int(value)),
+            cfg,
+            f.name,
+            f"must be of type {getattr(f.type, '__name__', f.type)}",
+        )
         need(not number or math.isfinite(value), cfg, f.name, "must be a finite number")
         need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices or ())}")
         need(low is None or value >= low, cfg, f.name, f"must be at least {low}")
@@ -894,7 +899,8 @@ class Clock:
     def say_peaks(self) -> None:
         self.first = False
         where = "on the GPU" if self.device.type == "cuda" else "resident"
-        flags = dict(rollout="--vllm_gpu_memory_utilization", logps="--beta 0")
+        sampling = "--vllm_gpu_memory_utilization" if self.device.type == "cuda" else "--num_prompts"
+        flags = dict(rollout=sampling, logps="--beta 0")
         flags |= dict(update="--micro_batch_tokens, --gradient_checkpointing")
         shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
         if shown:
@@ -972,13 +978,13 @@ class Log:
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
         metrics |= dict(num_tokens=metrics["tokens"] + (self.history[-1].get("num_tokens", 0) if self.history else 0))
-        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        metrics = finite(metrics)
         self.history.append(metrics)
         if not self.rank0:
             return
         count = self.cfg.log_completions
         self.metrics.write(metrics)
-        self.completions.write(*(rows if count < 0 else rows[:count]))
+        self.completions.write(*map(finite, rows if count < 0 else rows[:count]))
         self.report(metrics["step"], trl_names(metrics), rows)
         if rows:
             row = rows[metrics["step"] % len(rows)]
@@ -1020,10 +1026,17 @@ class Log:
         values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))
         values |= dict(train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
         values |= dict(tokens_per_s=f"{sum(m.get('tokens', 0) for m in mine) / max(seconds, 1e-9):.0f}")
-        values |= dict(best=f"{out}/best, of step {best['step']}") if best else {}
+        values |= dict(best=f"{out}/best, of step {best['step']}") if os.path.islink(os.path.join(out, "best")) else {}
         values |= dict(out_dir=out) | (dict(curves=picture) if picture else {})
         values |= dict(samples=f"python view.py {out} --step")
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
+
+
+def finite(values):
+    """What JSON cannot hold becomes null."""
+    if isinstance(values, dict):
+        return {key: finite(value) for key, value in values.items()}
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def short(text, most=200) -> str:
