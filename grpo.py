@@ -73,9 +73,7 @@ class Config:
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
-    scale_rewards: str = flag(
-        "group", "r - mean over std of", ("group", "batch", "none"), group="advantages and objective"
-    )
+    scale_rewards: str = flag("group", "divide r - mean by the std of", ("group", "batch", "none"), group="objective")
     loss_reduction: str = flag("token", "what weighs the same in the loss", ("token", "sequence", "constant"))
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))

@@ -136,12 +136,8 @@ def check_flags(cfg) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = number if f.type in (int, float) else isinstance(value, f.type)
         need(f.type is not bool or fits, cfg, f.name, "must be true or false")
-        need(
-            fits and (f.type is not int or value == int(value)),
-            cfg,
-            f.name,
-            f"must be of type {getattr(f.type, '__name__', f.type)}",
-        )
+        kind = getattr(f.type, "__name__", f.type)
+        need(fits and (f.type is not int or value == int(value)), cfg, f.name, f"must be of type {kind}")
         need(not number or math.isfinite(value), cfg, f.name, "must be a finite number")
         need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices or ())}")
         need(low is None or value >= low, cfg, f.name, f"must be at least {low}")

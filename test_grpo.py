@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import gc
 import html.parser
+import importlib.machinery
 import importlib.util
 import itertools
 import json
@@ -1591,11 +1592,15 @@ def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
     writer = types.SimpleNamespace(add_scalar=lambda k, v, step: log({k: v}, step), flush=lambda: None)
     logger = types.SimpleNamespace(log=log)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda _: writer))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: logger, Table=tuple_of))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    fake = types.SimpleNamespace(init=lambda **_: logger, Table=tuple_of, __spec__=importlib.machinery.ModuleSpec)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    installed, find_spec = [], importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: installed if name == kind else find_spec(name, *rest)
+    )
     with pytest.raises(ConfigError, match=f"--report_to {kind}: not installed; pip install {kind}"):
         small_run(tmp_path / "out", report_to=kind)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    installed.append("somewhere")
     rows = os.path.join(HERE, "sample_data", "train.jsonl")
     small_run(tmp_path / "out", report_to=kind, max_steps=1, eval_data=str(tmp_path / "rows.jsonl"), train_data=rows)
     names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
