@@ -449,7 +449,7 @@ class Policy(nn.Module):
 
 @dataclass
 class Completion:
-    ids: np.ndarray  # [T] int32
+    ids: np.ndarray  # [T] int32, the sampled EOS included
     logps: np.ndarray  # [T] float32, after temperature
     finish_reason: str
 
@@ -470,37 +470,37 @@ class HFSampler:
     def nothing(self, *_):
         pass
 
-    push = sleep = wake = close = nothing  # the weights are the policy's own
+    push = sleep = close = nothing  # the weights are the policy's own
 
     @torch.no_grad()
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
         """n completions for each prompt, sample i from the random stream (seed, i); temperature 0 is greedy."""
         from transformers import LogitsProcessorList
 
-        rows = [(p, i) for p in range(len(prompts)) for i in range(n)]
+        device, rows = self.model.device, [(p, i) for p in range(len(prompts)) for i in range(n)]
         rows.sort(key=lambda row: len(prompts[row[0]]))  # rows of one call have prompts of similar length
         completions = {}
         for start in range(0, len(rows), GENERATE_ROWS):
             part = rows[start : start + GENERATE_ROWS]
             width = max(len(prompts[p]) for p, _ in part)
-            ids, mask = torch.full((len(part), width), self.pad_id), torch.zeros(len(part), width, dtype=torch.long)
-            for i, (p, _) in enumerate(part):  # [N, P], padded on the left
-                ids[i, width - len(prompts[p]) :] = torch.from_numpy(prompts[p])
-                mask[i, width - len(prompts[p]) :] = 1
-            sampling = SeededSampling([(seeds[p], i) for p, i in part], temperature, self.cfg.max_completion_length)
-            device = self.model.device
+            ids = np.full((len(part), width), self.pad_id)  # [N, P], padded on the left
+            mask = np.zeros_like(ids)
+            for row, (p, _) in enumerate(part):
+                ids[row, width - len(prompts[p]) :], mask[row, width - len(prompts[p]) :] = prompts[p], 1
+            streams = [(seeds[p], i) for p, i in part]
+            sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device):
                 out = self.model.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
+                    input_ids=torch.from_numpy(ids).to(device),
+                    attention_mask=torch.from_numpy(mask).to(device),
                     logits_processor=LogitsProcessorList([sampling]),
                 )
-            logps = torch.stack(sampling.logps, 1).cpu().numpy()  # [N, T]
-            for row, tokens, lp in zip(part, out[:, width:].tolist(), logps, strict=True):
-                ends = [t for t, token in enumerate(tokens) if token in self.eos_ids]
-                length = ends[0] + 1 if ends else len(tokens)
-                ids = np.array(tokens[:length], dtype=np.int32)
-                completions[row] = Completion(ids, lp[:length], "stop" if ends else "length")
+            tokens = out[:, width:].cpu().numpy().astype(np.int32)  # [N, T]
+            logps = torch.stack(sampling.logps, 1).cpu().numpy()
+            ends = np.isin(tokens, self.eos_ids)
+            for row, t, lp, end in zip(part, tokens, logps, ends, strict=True):
+                length = end.argmax() + 1 if end.any() else len(t)
+                completions[row] = Completion(t[:length], lp[:length], "stop" if end.any() else "length")
         return [[completions[p, i] for i in range(n)] for p in range(len(prompts))]
 
 
@@ -510,17 +510,18 @@ class SeededSampling:
     Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
     """
 
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int):
-        self.uniforms = torch.tensor(np.stack([np.random.default_rng(s).random(max_length) for s in streams]))  # [N, T]
-        self.temperature = temperature
-        self.logps = []
+    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
+        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
+        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
+        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
+        self.temperature, self.logps = temperature, []
 
     def __call__(self, input_ids, logits):
         logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
         if self.temperature == 0:
             token = logits.argmax(-1, keepdim=True)  # [N, 1]
         else:
-            cumulative = logps.cpu().double().exp().cumsum(-1)  # [N, V]; float64: MPS has none, so on the CPU
+            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
             point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
             token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
             token = token.to(logits.device)
@@ -536,37 +537,55 @@ class VLLMSampler:
 
         self.new_params, self.eos_ids, self.cfg = SamplingParams, eos_ids, cfg
         self.cuda, self.asleep = world.device.type == "cuda", False
-        options = dict(model=cfg.model, dtype="bfloat16" if cfg.dtype == "bfloat16" else "float32")
-        options |= dict(max_model_len=longest_prompt + cfg.max_completion_length, seed=cfg.seed)
+        self.pushes, self.comparable = 0, cfg.vllm_tensor_parallel_size == 1  # else a rank holds parts of matrices
+        self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+        length = longest_prompt + cfg.max_completion_length
+        options = dict(model=cfg.model, dtype=str(self.dtype)[6:], max_model_len=length, seed=cfg.seed)
         options |= dict(skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False)
         options |= dict(logprobs_mode="processed_logprobs")  # after the temperature, as the trainer's are
         options |= dict(load_format="dummy")  # the first push brings the weights: none are read twice
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
         else:
-            options |= dict(kv_cache_memory_bytes=2**28, enforce_eager=True)
-            # seeded requests crash the CPU build where a prompt is split over two engine steps
-            options |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(2048, options["max_model_len"]))
+            options |= dict(enforce_eager=True, block_size=harness.CACHE_BLOCK)
+            options |= dict(kv_cache_memory_bytes=harness.cache_bytes(cfg, length, self.dtype, world))
+            options |= dict(enable_chunked_prefill=False)  # a seeded request whose prompt is divided crashes on a CPU
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
             options |= dict(tensor_parallel_size=cfg.vllm_tensor_parallel_size)
-        with quiet(cfg):
-            self.llm = LLM(**options)
+        self.llm = LLM(**options)
         # A tensor that no push sets stays NaN, and the first rollout says so.
         self.llm.apply_model(lambda model: [p.data.fill_(math.nan) for p in model.parameters()] and None)
 
     def push(self, model):
-        """In memory: reload, repack, forget cached prefixes."""
+        """In memory: reload, repack, forget cached prefixes; then the engine must hold the trainer's weights."""
         from transformers.core_model_loading import revert_weight_conversion
 
+        if self.asleep:  # weights first, the cache only after them: the two peaks never meet
+            torch.cuda.empty_cache()
+            self.wake_up("weights")
         weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
         weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
-        self.llm.apply_model(repack)
-        self.llm.reset_prefix_cache()  # its keys and values are the old policy's
+        self.llm.apply_model(harness.repack)
+        if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
+            raise TrainingError("vLLM did not reset its prefix cache after a push of new weights")
         if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            self.wake_up("kv_cache")
             self.asleep = False
+        self.compare(model)
+        self.pushes += 1
+
+    def compare(self, model):
+        """Stops if a push failed. A model that the engine lays out in another way shows that at the first push."""
+        if self.comparable:
+            [theirs] = self.llm.apply_model(lambda engine: harness.weight_bits(engine, self.dtype, self.pushes))
+            same = theirs == harness.weight_bits(model, self.dtype, self.pushes)
+            if self.pushes and not same:
+                raise TrainingError("after a push the sampler's weights are not the trainer's")
+            if not same:
+                say("vLLM lays this model out in its own way: only sampler_gap, not its weights, shows a failed push")
+            self.comparable = same
 
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
@@ -574,11 +593,11 @@ class VLLMSampler:
             self.llm.sleep(level=2)
             self.asleep = True
 
-    def wake(self):
-        """Weights first, the KV cache only after the push: the two peaks never meet."""
-        if self.asleep:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
+    def wake_up(self, tag: str):
+        try:
+            self.llm.wake_up(tags=[tag])
+        except RuntimeError as error:  # what vLLM's allocator raises
+            raise torch.OutOfMemoryError(f"vLLM cannot wake up its {tag}: {first_line(error)}.") from error
 
     def close(self):
         self.llm.llm_engine.engine_core.shutdown()
@@ -588,55 +607,24 @@ class VLLMSampler:
         params = [
             self.new_params(
                 n=n, seed=seed, temperature=temperature, max_tokens=self.cfg.max_completion_length,
-                stop_token_ids=self.eos_ids, logprobs=0, detokenize=False,
+                stop_token_ids=self.eos_ids, logprobs=0, flat_logprobs=True, detokenize=False,
             )
             for seed in seeds
         ]  # fmt: skip
-        requests = self.llm.generate([{"prompt_token_ids": ids.tolist()} for ids in prompts], params, use_tqdm=False)
+        requests = self.llm.generate([{"prompt_token_ids": p.tolist()} for p in prompts], params, use_tqdm=False)
         return [[self.completion(c) for c in request.outputs] for request in requests]
 
     def completion(self, output) -> Completion:
-        try:  # by token id: the entry of a position may hold more than the sampled token
-            pairs = zip(output.logprobs, output.token_ids, strict=True)
-            logps = np.array([entry[token].logprob for entry, token in pairs], dtype=np.float32)
-        except (KeyError, TypeError, ValueError):
-            raise TrainingError("vLLM returned a token without its log-probability") from None
+        flat = output.logprobs  # with logprobs=0 one entry a token: the sampled one
+        if flat is None or list(flat.token_ids) != list(output.token_ids):
+            raise TrainingError("vLLM returned a token without its log-probability")
+        logps = np.array(flat.logprobs, np.float32)
         if not np.isfinite(logps).all() or output.finish_reason not in ("stop", "length"):
             raise TrainingError(
                 f"vLLM returned non-finite log-probabilities or a broken completion ({output.finish_reason}): some "
                 "weights of the engine were never set, or the policy itself is not finite"
             )
-        return Completion(np.array(output.token_ids, dtype=np.int32), logps, output.finish_reason)
-
-
-def repack(model) -> None:
-    """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w2_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
-@contextlib.contextmanager
-def quiet(cfg: Config):
-    """Hides what libraries write to the terminal while an engine starts; an exception still comes through."""
-    if cfg.verbose:
-        yield
-        return
-    sys.stdout.flush()
-    saved = [os.dup(1), os.dup(2)]
-    with open(os.devnull, "w") as null:
-        try:
-            os.dup2(null.fileno(), 1)
-            os.dup2(null.fileno(), 2)
-            yield
-        finally:
-            for target, handle in enumerate(saved, 1):
-                os.dup2(handle, target)
-                os.close(handle)
+        return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
 
 
 def choose_sampler(cfg: Config, device: torch.device, small: bool) -> tuple[str, str]:
@@ -645,23 +633,9 @@ def choose_sampler(cfg: Config, device: torch.device, small: bool) -> tuple[str,
         return "hf", "asked for"
     if cfg.rollout == "auto" and small:
         return "hf", "vLLM would take longer to start than it saves on a model this small"
-    if device.type == "mps" or cfg.dtype == "float64":
-        problem = f"vLLM has no {device.type} backend" if device.type == "mps" else "vLLM has no float64"
-    else:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights go by reference
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
-        if device.type == "cpu" and not cfg.compile:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # saves 10 s of C++ compiling at the first rollout
-        try:
-            from vllm.platforms import current_platform
-
-            built = current_platform.is_cuda() if device.type == "cuda" else current_platform.is_cpu()
-            problem = "" if built else f"the installed vllm is not a {device.type} build"
-        except ImportError as error:
-            problem = f"vllm cannot be imported: {error}"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else harness.find_vllm(device, cfg.verbose)
     if problem and cfg.rollout == "vllm":
-        install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
-        raise ConfigError(f"--rollout vllm: {problem}; pip install {install}")
+        raise ConfigError(f"--rollout vllm: {problem}")
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
@@ -669,9 +643,10 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
     try:
-        return VLLMSampler(eos_ids, longest_prompt, cfg, world)
+        with harness.quiet(cfg.verbose):
+            return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
-        raise TrainingError(f"vllm did not start: {first_line(error)} (--verbose shows more; --rollout hf)") from error
+        raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
 
 
 def sample(sampler, prompts, n, temperature, stream, step, tokenizer, cfg: Config, world: World) -> list[Sample]:
@@ -1039,7 +1014,7 @@ def gap_metrics(parts: list[tuple], cfg: Config) -> dict:
         return dict(sampler_gap=0.0)
     total, weight, square = np.sum([part["sums"] for part, _ in parts], 0)
     worst, largest = np.max([part["most"] for part, _ in parts], 0)
-    limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-3)
+    limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-4)
     if not total / n <= limit:
         raise TrainingError(
             f"the sampler's log-probabilities are off by {total / n:.2g} on average (at most {worst:.2g}; "
@@ -1184,7 +1159,6 @@ def train(cfg: Config) -> list[dict]:
             "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
         )
         with run.clock("sync"):
-            sampler.wake()
             sampler.push(model)
         if run.eval_due(run.first):
             run.record_eval(run.first, evaluate(sampler, eval_prompts, tokenizer, scorer, run.first, cfg, world))
@@ -1210,12 +1184,10 @@ def train(cfg: Config) -> list[dict]:
             metrics |= dict(frac_zero_std=frac_zero_std) | sample_metrics(samples, cfg) | failures
             run.record(step, metrics, completion_rows(samples, step))
             with run.clock("sync"):
-                sampler.wake()
                 sampler.push(model)
             if run.eval_due(step):
                 run.record_eval(step, evaluate(sampler, eval_prompts, tokenizer, scorer, step, cfg, world))
-    del ddp
-    harness.leave_world(world)
+        del ddp  # before its process group, which the engine may end
     return run.log.history
 
 

@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -200,14 +201,6 @@ def join_world(device: torch.device) -> World:
             store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-def leave_world(world: World) -> None:
-    if world.size > 1:
-        dist.barrier()  # nobody leaves while rank 0 still writes
-        gc.collect()  # DDP before its group: freed after it, it can wait for gloo's thread, which waits for the GIL
-    if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
-        dist.destroy_process_group()
 
 
 def seed_of(*numbers: int) -> int:
@@ -851,7 +844,12 @@ class Run:
         self.held = True  # no more stops
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
             self.log.close(time.monotonic() - self.started, self.best)
+            if error is None and self.world.size > 1:
+                dist.barrier()  # nobody leaves while rank 0 still writes
+                gc.collect()  # what is left of DDP: freed after its group, it can wait for ever for gloo's thread
             self.exits.close()
+            if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
+                dist.destroy_process_group()
         self.left = True
         if self.lock_file is not None:
             os.close(self.lock_file)
@@ -901,6 +899,96 @@ class Clock:
         shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
         if shown:
             say(f"peak memory of the first step, GB {where}, and what lowers it: {', '.join(shown)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# vLLM: what its builds differ in
+
+CACHE_BLOCK = 32  # tokens: of its cache of keys and values on a CPU; samples of a prompt share whole blocks of it
+CACHE_LIMIT = 2**31  # bytes that this cache takes at most
+COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
+
+
+def find_vllm(device: torch.device, verbose: bool) -> str:
+    """Prepares this process for an engine inside it; what stands in the way, or nothing."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        return f"vllm cannot be imported: {error}; pip install {install}"
+    if device.type != current_platform.device_type:
+        return f"the installed vllm has no {device.type} build; pip install {install}"
+    if device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
+        type(current_platform).simple_compile_backend = "eager"
+    return ""
+
+
+def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
+    """What the keys and values of a step need on a CPU, within CACHE_LIMIT; and no more, for a cache that is small is
+    a cache that stays in the processor's."""
+    from transformers import AutoConfig
+
+    sizes = AutoConfig.from_pretrained(cfg.model).get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
+    one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
+    return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def repack(model) -> None:
+    """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w2_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def weight_bits(model, dtype: torch.dtype, number: int) -> int:
+    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, the same for a model
+    here and in the engine, which casts to its dtype and fuses matrices by rows; a tied matrix counts once.
+
+    vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
+    """
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if name == "weight" and hasattr(module, "cpu_linear"):
+                size = getattr(module, "input_size", 0) or module.embedding_dim
+                units = torch.nn.functional.one_hot(torch.arange(first, size, COLUMNS), size)
+                columns = module.cpu_linear(units.to(p.dtype), p, None)
+            else:
+                columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
+            columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
+            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))
+    return sum(bits for _, bits in found)
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool):
+    """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
+    if verbose:
+        yield
+        return
+    sys.stdout.flush()
+    saved = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as hidden:
+        try:
+            os.dup2(hidden.fileno(), 1)
+            os.dup2(hidden.fileno(), 2)
+            yield
+            hidden.truncate(0)
+        finally:
+            for target, handle in enumerate(saved, 1):
+                os.dup2(handle, target)
+                os.close(handle)
+            hidden.seek(0)
+            sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
 
 
 # ----------------------------------------------------------------------------------------------------------------
