@@ -151,7 +151,6 @@ def validate(cfg: Config) -> Config:
     except ValueError:
         options = None
     samples, ranks = cfg.num_prompts * cfg.num_generations, int(os.environ.get("WORLD_SIZE", 1))
-    recomputed = cfg.gradient_checkpointing or cfg.compile
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
     reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
     for name, fine, why in (
@@ -165,7 +164,6 @@ def validate(cfg: Config) -> Config:
         ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
         ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
         ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
-        ("share_prompt", cfg.share_prompt != "on" or not recomputed, "not with --gradient_checkpointing or --compile"),
         ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
     ):
         need(fine, cfg, name, why)
@@ -366,7 +364,7 @@ class Policy(nn.Module):
         self.backbone = [model.base_model]  # in a list: not a second path to the same parameters
         self.head = [model.get_output_embeddings()]
         self.plain_head = self.head_is_plain()
-        self.exact_cache = self.plain_head and self.continues_from_a_cache()
+        self.can_share = harness.packs_exactly(model, self.hidden)
 
     @torch.no_grad()
     def head_is_plain(self) -> bool:
@@ -377,70 +375,34 @@ class Policy(nn.Module):
         hidden = self.backbone[0](input_ids=ids, use_cache=False).last_hidden_state
         return torch.allclose(self.head[0](hidden), self.model(input_ids=ids, use_cache=False).logits, atol=1e-5)
 
-    @property
-    def can_share(self) -> bool:
-        return self.exact_cache and not self.model.is_gradient_checkpointing  # layers that are recomputed keep no cache
-
-    @torch.no_grad()
-    def continues_from_a_cache(self) -> bool:
-        """Whether a shared prompt changes nothing: not so for models whose cache holds no keys and values."""
-        device = next(self.model.parameters()).device
-        ids, lengths = torch.arange(1, 9, device=device).repeat(2, 1), torch.full((2,), 4, device=device)
-        try:
-            plain, shared = (self(ids, lengths, lengths, groups)[0] for groups in (None, torch.zeros_like(lengths)))
-        except Exception:
-            return False
-        return torch.allclose(plain, shared, atol=1e-4, rtol=1e-3)
-
     def forward(self, input_ids, prompt_lengths, completion_lengths, groups=None):
         T = int(completion_lengths.max())
         mask = torch.arange(T, device=input_ids.device) < completion_lengths[:, None]  # [N, T]
         row, t = mask.nonzero(as_tuple=True)  # [n], [n]: the n real completion tokens
-        position = prompt_lengths[row] + t - 1  # a token is predicted by the position before it
-        targets = input_ids[row, position + 1]  # [n]
-        # No attention mask: attention is causal and the padding is on the right, so no token ever sees it.
-        if groups is not None:
-            hidden = self.shared_hidden(input_ids, prompt_lengths, groups, T)[row, t]  # [n, H]
-        elif self.plain_head:
-            hidden = self.backbone[0](input_ids=input_ids, use_cache=False).last_hidden_state[row, position]  # [n, H]
+        targets = input_ids[row, prompt_lengths[row] + t]  # [n]
+        hidden = self.hidden(input_ids, prompt_lengths, mask, groups)
         if self.plain_head:
             head = self.head[0]
             logps, entropy = HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n], [n]
         else:
-            logits = self.model(input_ids=input_ids, use_cache=False).logits[row, position]  # [n, V]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+            logits = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature  # [n, V]
             logps = -nn.functional.cross_entropy(logits, targets, reduction="none")  # [n]
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()  # [n]
         return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logps, entropy))  # [N, T] each
 
-    def shared_hidden(self, input_ids, prompt_lengths, groups, T):
-        """[N, T, H], of the position before each completion token. The gradient of a prompt's keys and values, which
-        every row of its group continues from, is summed by autograd. 1.8 times faster at (128, 8, 64) tokens of
-        prompt, G, tokens of completion, 4.3 times at (512, 16, 64), with 30 M parameters."""
-        from transformers import DynamicCache
-
-        names, which = groups.unique(return_inverse=True)  # [P], [N]: the row of its prompt
-        first = (groups == names[:, None]).int().argmax(-1)  # [P]: a sample that has it
-        L, device = int(prompt_lengths.max()), groups.device
-        # Prompts are padded on the left here: a completion follows its prompt, also for a sliding window.
-        column = torch.arange(L, device=device) - (L - prompt_lengths[:, None])  # [N, L]
-        seen = column >= 0  # no mask where nothing is padded: the fast causal kernel
-        mask = None if bool(seen.all()) else seen
-        ids, position, cache = input_ids.gather(1, column.clamp(min=0))[first], column.clamp(min=0), DynamicCache()
-        options = dict(past_key_values=cache, use_cache=True)
-        prompts = self.backbone[0](
-            input_ids=ids, position_ids=position[first], attention_mask=None if mask is None else mask[first], **options
-        )
-        last = prompts.last_hidden_state[which, -1:]  # [N, 1, H]
-        if T == 1:
-            return last
-        cache.batch_select_indices(which)
-        position = prompt_lengths[:, None] + torch.arange(T - 1, device=device)  # [N, T-1]: nothing follows the last
-        ids = input_ids.gather(1, position.clamp(max=input_ids.shape[1] - 1))
-        if mask is not None:
-            mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        rest = self.backbone[0](input_ids=ids, position_ids=position, attention_mask=mask, **options)
-        return torch.cat([last, rest.last_hidden_state], 1)
+    def hidden(self, input_ids, prompt_lengths, mask, groups=None):
+        """[n, H] at the position before each real completion token, which predicts it; [n, V], the model's own logits,
+        where the head is not plain."""
+        body = self.backbone[0] if self.plain_head else self.model
+        output = "last_hidden_state" if self.plain_head else "logits"
+        if groups is not None:
+            ids, positions, blocks, read = harness.pack_row(input_ids, prompt_lengths, groups, mask)
+            with harness.packed(blocks):  # ones: else the positions are read as another kind of packing
+                options = dict(position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+                return getattr(body(input_ids=ids, **options), output)[0, read]
+        # No attention mask: attention is causal and the padding is on the right, so no token ever sees it.
+        row, t = mask.nonzero(as_tuple=True)
+        return getattr(body(input_ids=input_ids, use_cache=False), output)[row, prompt_lengths[row] + t - 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -473,6 +435,7 @@ class HFSampler:
     push = sleep = close = nothing  # the weights are the policy's own
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # a cache that grows would be compiled at every length
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
         """n completions for each prompt, sample i from the random stream (seed, i); temperature 0 is greedy."""
         from transformers import LogitsProcessorList
@@ -812,12 +775,11 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 
 
 def tokens_of(samples: list[Sample], shared: bool) -> int:
-    """Tokens that the forward of one micro-batch computes, padding included."""
+    """Tokens that the forward of one micro-batch computes; padding included, of which shared prompts have none."""
     if not shared:
         return len(samples) * max(map(len, samples))
     prompts = {s.group: len(s.prompt.ids) for s in samples}
-    longest = max(len(s.completion_ids) for s in samples)
-    return len(prompts) * max(prompts.values()) + len(samples) * (longest - 1)  # nothing follows a last token
+    return sum(prompts.values()) + sum(len(s.completion_ids) - 1 for s in samples)  # nothing follows a last token
 
 
 def deal(samples: list[Sample], n_ranks: int, shared: bool) -> list[list[Sample]]:
@@ -833,8 +795,8 @@ def deal(samples: list[Sample], n_ranks: int, shared: bool) -> list[list[Sample]
 
 
 def pack(samples: list[Sample], budget: int, shared: bool) -> list[list[Sample]]:
-    """Micro-batches of at most `budget` tokens, padding included, from samples in the order of deal(). One that is a
-    quarter full ends where padding would be a fifth of a row: that leaves 7 to 10 % padding of 25 to 30 %."""
+    """Micro-batches of at most `budget` tokens, from samples in the order of deal(). One with padding that is a quarter
+    full ends where that would be a fifth of a row: it leaves 7 to 10 % padding of 25 to 30 %."""
     batches = []
     for sample in samples:
         last = batches[-1] if batches else []
@@ -845,12 +807,13 @@ def pack(samples: list[Sample], budget: int, shared: bool) -> list[list[Sample]]
     return batches
 
 
-def plan(samples: list[Sample], n_ranks: int, can_share: bool, cfg: Config) -> tuple[list, bool]:
-    """The micro-batches of every rank, and whether they share prompts: auto, where that saves a sixth of the tokens."""
-    ways = {"off": [False], "on": [True], "auto": [False, True]}[cfg.share_prompt]
+def plan(samples: list[Sample], policy, cfg: Config, world: World) -> tuple[list, bool]:
+    """The micro-batches of every rank, and whether they share prompts: auto, where that saves a sixth of the tokens;
+    on a CPU always, for the attention of a packed row is the faster one there."""
+    ways = {"off": [False], "on": [True], "auto": [True] if world.device.type == "cpu" else [False, True]}
     plans, tokens = {}, {}
-    for shared in ways if can_share and not cfg.compile else [False]:
-        plans[shared] = [pack(share, cfg.micro_batch_tokens, shared) for share in deal(samples, n_ranks, shared)]
+    for shared in ways[cfg.share_prompt] if policy.can_share else [False]:
+        plans[shared] = [pack(share, cfg.micro_batch_tokens, shared) for share in deal(samples, world.size, shared)]
         tokens[shared] = sum(tokens_of(micro, shared) for share in plans[shared] for micro in share)
     shared = True in plans and (False not in plans or 1.2 * tokens[True] < tokens[False])
     return plans[shared], shared
@@ -890,7 +853,7 @@ def compute_logps(policy: Policy, samples: list[Sample], name: str, cfg: Config,
     """Log-probabilities of the samples under `policy`, shared out over the ranks, stored as `sample.name` on each."""
     numbered = {id(sample): i for i, sample in enumerate(samples)}
     results = []
-    shares, shared = plan(samples, world.size, policy.can_share, cfg)
+    shares, shared = plan(samples, policy, cfg, world)
     for micro in shares[world.rank]:
         batch = collate(micro, world.device)
         groups = batch["groups"] if shared else None
@@ -968,7 +931,7 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     # what has no gradient gets no pass: a sample out of the loss, and without a KL term one without advantage
     learned = [s for s in counted if cfg.beta or s.advantage != 0]
     minibatch = learned or counted[:1] or minibatch[:1]
-    shares, shared = plan(minibatch, world.size, policy.can_share, cfg)
+    shares, shared = plan(minibatch, policy, cfg, world)
     rounds = max(map(len, shares))  # a rank with fewer joins in with weight zero: none waits
     sums, log_ratios = {}, []  # they stay on the device until the last micro-batch: no pass waits for them
     for i in range(rounds):
@@ -1100,9 +1063,11 @@ def wrap(policy: Policy, cfg: Config, world: World):
     if cfg.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     if cfg.compile:
-        layers = max((m for m in policy.backbone[0].modules() if isinstance(m, nn.ModuleList)), key=len)
-        for layer in layers:  # not the body: that would build a mask, and lose the fast attention
-            layer.compile(dynamic=True)
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for layer in policy.modules():  # each layer by itself: the code of one serves them all
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile(dynamic=True)
     if world.size == 1:
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -1139,7 +1104,9 @@ def train(cfg: Config) -> list[dict]:
     identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy = Policy(model, cfg.temperature)
-    need(cfg.share_prompt != "on" or policy.can_share, cfg, "share_prompt", f"{cfg.model} cannot share one exactly")
+    need(policy.can_share or cfg.share_prompt != "on", cfg, "share_prompt", "texts of this model do not pack in a row")
+    if not policy.can_share:
+        say("prompts are not shared: texts of this model in one row do not ignore each other")
 
     world = harness.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import difflib
 import fcntl
+import functools
 import gc
 import json
 import math
@@ -899,6 +900,117 @@ class Clock:
         shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
         if shown:
             say(f"peak memory of the first step, GB {where}, and what lowers it: {', '.join(shown)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Packed rows: prompts, each once, and their completions in one row without padding. Only attention knows what belongs
+# together, so linear layers see no padding, and layers that are compiled need one graph for all lengths
+
+
+def pack_row(input_ids, prompt_lengths, groups, mask):
+    """input_ids [N, L], right-padded, prompt_lengths [N], groups [N] of rows with the same prompt, mask [N, T] of the
+    completions -> the row [1, S], its positions in the texts [1, S], what attention needs (see packed_attention), and
+    where in the row stands the token before each completion token [n]."""
+    (N, T), device = mask.shape, input_ids.device
+    names, which = groups.unique(return_inverse=True)  # [P], [N]: the row of its prompt
+    first = (groups == names[:, None]).int().argmax(-1)  # [P]: a sample that has it
+    column = torch.arange(int(prompt_lengths.max()), device=device)[None]  # [1, L]
+    real = column < prompt_lengths[first, None]  # [P, L]
+    place = real.flatten().cumsum(0).view_as(real) - 1  # [P, L]: where in the row
+    ids, at = input_ids[first, : real.shape[1]][real], column.expand_as(real)[real]
+    blocks = [(place, place, real.flatten().nonzero()[:, 0], column, column)]
+    read = place[which].gather(1, prompt_lengths[:, None] - 1)  # [N, 1]: the last token of each prompt
+    if T > 1:
+        rest = mask[:, 1:]  # [N, T-1]: nothing follows the last token, so it is not in the row
+        follows = prompt_lengths[:, None] + torch.arange(T - 1, device=device)  # [N, T-1]
+        after = rest.flatten().cumsum(0).view_as(rest) - 1 + len(ids)  # [N, T-1]
+        ids = torch.cat([ids, input_ids.gather(1, follows.clamp(max=input_ids.shape[1] - 1))[rest]])
+        at, read = torch.cat([at, follows[rest]]), torch.cat([read, after], 1)
+        k_at = torch.where(torch.cat([real[which], rest], 1), torch.cat([column.expand(N, -1), follows], 1), 2**30)
+        q_at = torch.where(rest, follows, prompt_lengths[:, None] - 1)  # padding sees what its prompt saw
+        k_from = torch.cat([place[which], after], 1)
+        blocks.append((after, k_from, rest.flatten().nonzero()[:, 0], q_at, k_at))
+    return ids[None], at[None], blocks, read[mask]
+
+
+@contextlib.contextmanager
+def packed(blocks):
+    """Within it the model's attention takes its row for these blocks of texts."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionMaskInterface.register("packed", functools.partial(packed_masks, blocks))
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def packed_masks(blocks, mask_function, **_):
+    """Stands in for the mask builder of transformers, which every layer gets its mask from. The model's own rule of
+    who sees whom (causal, a sliding window, chunks) is asked by position in the text, not by place in the row."""
+    masks = [mask_function(0, 0, q_at[:, :, None], k_at[:, None]) for *_, q_at, k_at in blocks]  # [N or 1, T, K]
+    plain = [m.shape[0] == 1 and torch.equal(m, m.new_ones(m.shape).tril()) for m in masks]  # the fast causal kernel
+    masks = [None if causal else m[:, None] for m, causal in zip(masks, plain, strict=True)]
+    return [(*block[:3], mask) for block, mask in zip(blocks, masks, strict=True)]
+
+
+def attention_by_products(module, query, key, value, mask, scaling=None, **_):
+    """Attention of short texts on a CPU, where the fused kernel's backward takes 5 times as long in bfloat16."""
+    (N, heads, T, D), (few, K) = query.shape, key.shape[1:3]
+    mask = query.new_ones(T, K, dtype=torch.bool).tril() if mask is None else mask[:, None]
+    bias = torch.where(mask, 0.0, -torch.inf).to(value.dtype)  # [T, K] or [N, 1, 1, T, K]
+    query = (query * (scaling or D**-0.5)).to(value.dtype).reshape(N, few, -1, D)  # heads that have one key: as rows
+    scores = (query @ key.to(value.dtype).transpose(2, 3)).view(N, few, -1, T, K) + bias
+    out = scores.softmax(-1).view(N, few, -1, K) @ value
+    return out.view(N, heads, T, -1).transpose(1, 2), None
+
+
+@torch.compiler.disable  # many shapes: compiled, it would be compiled again and again
+def packed_attention(module, query, key, value, attention_mask, **options):
+    """Attention in a row [1, heads, S, D] of many texts: each block's rows are taken out of it, and put back."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not isinstance(attention_mask, list):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    parts = []
+    for q_from, k_from, real, mask in attention_mask:
+        q, k, v = (
+            x[0].transpose(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape).transpose(1, 2)
+            for x, source in ((query, q_from), (key, k_from), (value, k_from))
+        )  # [N, heads, T or K, D]
+        short = k.shape[2] <= (1024 if v.dtype == torch.bfloat16 else 256)  # its square is kept for backward
+        attend = attention_by_products if short and v.device.type == "cpu" else sdpa_attention_forward
+        out = attend(module, q, k, v, mask, **options)[0]  # [N, T, heads, D]
+        parts.append(out.flatten(0, 1).index_select(0, real))
+    return torch.cat(parts)[None], None
+
+
+@torch.no_grad()
+def packs_exactly(model, hidden) -> bool:
+    """Whether texts that lie in one row ignore each other: not so where more than attention looks back. hidden: what
+    a Policy computes. Leaves the model with an attention that can do it."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    config, device = model.config.get_text_config(), next(model.parameters()).device
+    if config._attn_implementation not in ("sdpa", "packed"):
+        return False
+    AttentionInterface.register("packed", packed_attention)
+    AttentionMaskInterface.register("packed", sdpa_mask)
+    # two prompts, two completions each; every token differs
+    prompts, completions = torch.tensor([[5, 5, 3, 3], [2, 4, 3, 2]], device=device)
+    ids = torch.arange(1, 37, device=device).reshape(4, 9) % config.vocab_size
+    ids[1, :5], ids[3, :3] = ids[0, :5], ids[2, :3]
+    mask = torch.arange(4, device=device) < completions[:, None]
+    try:
+        config._attn_implementation = "packed"
+        rows, one = hidden(ids, prompts, mask), hidden(ids, prompts, mask, prompts)
+        # rounding in float32 makes 1e-6 to 1e-4 of it, one wrong key 0.04 to 0.9
+        exact = ((rows - one).norm(dim=-1) <= 1e-2 * rows.norm(dim=-1)).all().item()
+    except Exception:
+        exact = False
+    config._attn_implementation = "packed" if exact else "sdpa"
+    return exact
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -722,7 +722,8 @@ def logps_of(policy, samples, shared=False):
 MODELS = [
     ("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3", {}), ("llama", {}), ("gemma", {}),
     ("gemma2", {}),  # soft-caps its logits after the head
-    ("gemma3", {}), ("mistral", dict(sliding_window=4)), ("mixtral", {}), ("qwen2", dict(vocab_size=64)),
+    ("gemma3", dict(sliding_window=4)), ("mistral", dict(sliding_window=4)), ("mixtral", {}),
+    ("qwen2", dict(vocab_size=64)),
 ]  # fmt: skip
 
 
@@ -764,9 +765,7 @@ def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
 def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
     model = tiny_model(kind, **options)
     policy = Policy(model, 0.7)
-    assert policy.can_share is (kind != "gemma2")  # whose own logits are used
-    if kind == "gemma2":
-        return
+    assert policy.can_share
     samples = random_samples(11, 4)  # prompts of many lengths; mixed up, as a mini-batch is
     samples = [samples[i] for i in np.random.default_rng(0).permutation(11)]
     values, gradients = [], []
@@ -789,14 +788,49 @@ def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
     assert not policy.can_share and logps_of(policy, random_samples(3, 3))[0].isfinite().all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_products_is_attention(masked):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    g, (T, K) = torch.Generator().manual_seed(0), (5, 7) if masked else (6, 6)
+    q, k, v = (torch.randn(3, h, n, 8, generator=g, dtype=F64) for h, n in ((6, T), (2, K), (2, K)))
+    mask = torch.rand(3, 1, T, K, generator=g) < 0.7 if masked else None
+    layer = types.SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    inputs, outs, grads = [x.requires_grad_() for x in (q, k, v)], [], []
+    for attend in (harness.attention_by_products, sdpa_attention_forward):
+        outs.append(attend(layer, *inputs, mask, scaling=0.3)[0])
+        grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(outs[-1].square().sum(), inputs)]))
+    assert relative(outs[0], outs[1]) < 1e-12 and relative(grads[0], grads[1]) < 1e-12
+
+
+def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
+    honest = harness.packed_masks
+
+    def wrong(blocks, mask_function, **options):
+        *before, (q_from, k_from, real, mask) = honest(blocks, mask_function, **options)
+        k_from = k_from.clone()
+        k_from[0, 0] = k_from[-1, -1]
+        return [*before, (q_from, k_from, real, mask)]
+
+    for scale in (0.02, 0.1):
+        model = tiny_model("llama", initializer_range=scale)
+        assert Policy(model, 1.0).can_share
+        with monkeypatch.context() as patch:
+            patch.setattr(harness, "packed_masks", wrong)
+            assert not Policy(model, 1.0).can_share
+        assert Policy(model, 1.0).can_share
+
+
 def test_prompts_are_shared_where_that_saves_tokens():
     def samples(prompt, completion, groups=4):
         prompts = [Prompt(ids_of([5] * prompt), "", {}) for _ in range(groups)]
         one = [Sample(g, p, ids_of([6] * completion), None, "stop") for g, p in enumerate(prompts)]
         return [s for s in one for _ in range(8)]
 
-    def planned(samples, n_ranks=1, can_share=True, **options):
-        shares, shared = grpo.plan(samples, n_ranks, can_share, Config(**dict(micro_batch_tokens=2048) | options))
+    def planned(samples, n_ranks=1, can_share=True, device="cuda", **options):
+        world = World(0, n_ranks, torch.device(device))
+        cfg = Config(**dict(micro_batch_tokens=2048) | options)
+        shares, shared = grpo.plan(samples, types.SimpleNamespace(can_share=can_share), cfg, world)
         assert sorted(map(id, sum(sum(shares, []), []))) == sorted(map(id, samples))
         return shares, shared
 
@@ -807,8 +841,9 @@ def test_prompts_are_shared_where_that_saves_tokens():
         loads = [sum(len({s.group for s in m}) * 100 + 20 * len(m) for m in share) for share in shares]
         assert max(loads) < 1.5 * sum(loads) / n_ranks + 100
     assert not planned(samples(8, 200))[1]  # next to nothing to save
+    assert planned(samples(8, 200), device="cpu")[1]  # where a packed row has the faster attention
     assert planned(samples(8, 200), share_prompt="on")[1] and not planned(samples(100, 20), share_prompt="off")[1]
-    for options in (dict(compile=True), dict(can_share=False)):
+    for options in (dict(share_prompt="off"), dict(can_share=False)):
         assert not planned(samples(100, 20), **options)[1]
     plain, shared = (sum(len(s) for s in planned(samples(100, 20), share_prompt=how)[0]) for how in ("off", "on"))
     assert shared < plain  # fewer micro-batches of the same size
@@ -1251,7 +1286,6 @@ def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
         (["--clip_low", "2"], "--clip_low 2.0"),
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),
-        (["--share_prompt", "on", "--compile"], "--share_prompt on: not with --gradient_checkpointing or --compile"),
         (["--num_generations", "1000000000000"], "--num_generations 1000000000000: must be at most 1048576"),
         (["--max_completion_length", "100000000000"], "--max_completion_length 100000000000: must be at most"),
         (["--seed", str(2**32)], f"--seed {2**32}: must be at most 2147483647"),
@@ -2500,7 +2534,7 @@ def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
 )
 def test_what_cannot_be_loaded_is_named(options, message, tmp_path, monkeypatch):
     options = grpo.BUNDLED | dict(out_dir=str(tmp_path / "out")) | options
-    monkeypatch.setattr(Policy, "continues_from_a_cache", lambda self: False)
+    monkeypatch.setattr(harness, "packs_exactly", lambda *_: False)
     with pytest.raises(ConfigError) as error:
         grpo.train(Config(**options))
     assert message in str(error.value) and "\n" not in str(error.value)
