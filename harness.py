@@ -201,10 +201,9 @@ def join_world(device: torch.device) -> World:
 
 
 def leave_world(world: World) -> None:
-    if world.size > 1:
+    if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
         dist.barrier()  # nobody leaves while rank 0 still writes
         gc.collect()  # DDP before its group: freed after it, it can wait for gloo's thread, which waits for the GIL
-    if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
         dist.destroy_process_group()
 
 
