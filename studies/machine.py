@@ -1,0 +1,432 @@
+"""What this machine does with a model: is it right, how fast, how much fits. Exit code 1 if something is wrong.
+
+    python studies/machine.py                                          # the bundled model: two minutes on a CPU
+    python studies/machine.py --model Qwen/Qwen2.5-0.5B-Instruct       # ten minutes on a GPU, at most
+    torchrun --nproc_per_node=8 studies/machine.py --random 1.5B       # random weights in the shapes of Qwen2.5
+
+Right: log-probabilities and gradient against float32 without chunks, the loss divided by 1e4 and by 1e6 tokens (small
+gradients must not vanish), also in bfloat16; the sampler around pushes; a resumed step. MFU counts what the mathematics
+of a dense model needs: 6 FLOP per weight and token, and causal attention; not what is computed twice.
+"""
+
+import argparse
+import dataclasses
+import gc
+import os
+import sys
+import tempfile
+import time
+
+THREADS = os.environ.get("OMP_NUM_THREADS")  # common sets it
+
+import numpy as np
+import torch
+from common import HERE, plt, save
+
+import grpo
+import harness
+from grpo import Config, Policy, Sample
+from harness import World, first_line, say
+
+# Dense bfloat16 TFLOP/s with float32 sums, by the makers' data sheets; the longest name within the device's counts
+PEAKS = {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H800": 989, "GH200": 989, "B200": 2250}
+PEAKS |= {"A100": 312, "A800": 312, "A10": 125, "A10G": 70, "A30": 165, "A40": 150, "RTX A6000": 155}
+PEAKS |= {"L4": 121, "L40": 181, "L40S": 362, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209, "MI300X": 1307}
+# hidden, MLP, layers, heads; 2 key-value heads, tied embeddings of 151,936 tokens
+QWEN = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12), "3B": (2048, 11008, 36, 16)}
+RIGHT, SPEED, MEMORY, LEFT_OUT = [], [], [], []
+
+
+def right(m, what: str, fine: bool, shown: str) -> None:
+    """A line of the first table: right if it is on every rank; the numbers are those of the first."""
+    RIGHT.append([what, shown, "yes" if all(m.world.gather([bool(fine)])) else "NO"])
+    say("  ".join(RIGHT[-1]))
+
+
+def alike(m, what: str, found: list, true: list, dtype: str, scale=1.0) -> None:
+    """Of two gradients the cosine, and the largest difference in units of the largest entry."""
+    dot, a2, b2, worst, most = 0.0, 0.0, 0.0, 0.0, 1e-300
+    for a, b in zip(found, true, strict=True):
+        a, b = a.double() * scale, b.double()
+        dot, a2, b2 = dot + (a * b).sum().item(), a2 + (a * a).sum().item(), b2 + (b * b).sum().item()
+        worst, most = max(worst, (a - b).abs().max().item()), max(most, b.abs().max().item())
+    cosine, limit = dot / max(1e-300, a2 * b2) ** 0.5, 0.999 if dtype == "bfloat16" else 0.999999
+    shown = f"cosine {cosine:.6f} (above {limit}), largest difference {worst / most:.1g}"
+    right(m, f"{dtype}: {what}", cosine > limit, shown)
+
+
+def random_model(size: str, device):
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(vocab_size=151936, num_key_value_heads=2)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
+
+
+def made_up(m, rows: int) -> list[Sample]:
+    """Groups of 8 of random tokens, a quarter of each row the prompt; every second sample was a good one."""
+    rng, samples = np.random.default_rng(0), []
+    for i in range(rows):
+        ids = rng.integers(2, m.model.config.vocab_size, m.length).astype(np.int32)
+        prompt = samples[-1].prompt if i % 8 else grpo.Prompt(ids[: m.length // 4], "", {})
+        rest = ids[m.length // 4 :]
+        samples.append(Sample(i // 8, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i))
+    return samples
+
+
+def forward(m, batch, cfg):
+    with grpo.autocast(cfg, m.world.device):
+        return m.policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"])[0]
+
+
+def free(m) -> None:
+    m.policy.zero_grad(set_to_none=m.world.size == 1)
+    gc.collect()
+    if m.cuda:
+        torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Right?
+
+
+def check_gradient(m) -> None:
+    """Against the model's own logits in float32."""
+    batch, cfg, kind = grpo.collate(made_up(m, 8), m.world.device), m.cfg, m.world.device.type
+    head = {id(p) for p in m.policy.head[0].parameters()} if m.policy.head[0] is not None else {}
+    parameters = sorted(m.policy.parameters(), key=lambda p: id(p) in head)  # the head's at the end
+    n, mask, default = sum(id(p) not in head for p in parameters), batch["mask"], torch.get_autocast_dtype("cpu")
+    row, t = mask.nonzero(as_tuple=True)
+    at = batch["prompt_lengths"][row] + t - 1
+    logits = m.model(input_ids=batch["input_ids"], use_cache=False).logits[row, at] / cfg.temperature
+    exact = logits.log_softmax(-1).gather(-1, batch["input_ids"][row, at + 1][:, None])[:, 0]
+    true = torch.autograd.grad(-(exact * batch["advantages"][row]).sum(), parameters)
+    whole, grpo.HEAD_CHUNK[kind] = grpo.HEAD_CHUNK[kind], logits.numel() // 5  # some chunks for any vocabulary
+    del logits
+    for dtype in dict.fromkeys((cfg.dtype, "bfloat16")):
+        run, limit = dataclasses.replace(cfg, dtype=dtype), 0.1 if dtype == "bfloat16" else 1e-4
+        for n_tokens in (1e4, 1e6):
+            logps = forward(m, batch, run)
+            given = (logps, logps.detach(), None, None, batch["advantages"], mask, run, n_tokens, len(logps))
+            # backward must not ask for autocast's dtype outside of it: here a CPU would give CUDA's answer
+            torch.set_autocast_dtype("cpu", torch.float16)
+            found = torch.autograd.grad(grpo.grpo_loss(*given)[0], parameters)
+            torch.set_autocast_dtype("cpu", default)
+            for part, chosen in (("body", slice(n)), ("head", slice(n, None))):
+                what = f"gradient of the {part}, {n_tokens:.0e} tokens a step"
+                alike(m, what, found[chosen], true[chosen], dtype, n_tokens)
+        gap = (logps[mask] - exact).detach().abs()
+        shown = f"off by {gap.mean():.2g} on average (below {limit:g}), at most {gap.max():.2g}"
+        right(m, f"{dtype}: log-probabilities of random tokens", gap.mean() < limit, shown)
+    grpo.HEAD_CHUNK[kind] = whole
+
+
+def check_micro_batches(m) -> None:
+    samples, found = made_up(m, 16 * m.world.size), []
+    for rows in (16, 3):
+        grpo.backward(m.policy, m.ddp, samples, dataclasses.replace(m.cfg, micro_batch_tokens=rows * m.length), m.world)
+        found.append([p.grad.clone() for p in m.policy.parameters()])
+        free(m)
+    alike(m, "gradient in micro-batches of 16 rows and of 3", *found, m.cfg.dtype)
+
+
+def check_resume(m) -> None:
+    """Goes on from memory, and twice from a checkpoint: the same to the bit, if the device's kernels are."""
+    samples = made_up(m, 8)
+
+    def step(policy, optimizer):
+        grpo.update(policy, policy, optimizer, samples, 2, m.cfg, m.world)
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        return [x.detach().to("cpu", copy=True) for x in (*policy.parameters(), *moments)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, state = os.path.join(folder, "step"), dict(optimizer=m.optimizer.state_dict())
+        harness.write_checkpoint(path, path + ".partial", m.model.save_pretrained, state)
+        runs = [step(m.policy, m.optimizer)]
+        for _ in range(2):
+            policy = Policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
+            optimizer = grpo.make_optimizer(policy, m.cfg)
+            optimizer.load_state_dict(harness.load_checkpoint(path).state.pop("optimizer"))
+            runs.append(step(policy, optimizer))
+            del policy, optimizer
+            free(m)
+    off, noise = (sum((a != b).sum().item() for a, b in zip(run, runs[2], strict=True)) for run in runs[:2])
+    why = f"; two runs of one step differ in {noise}: the kernels, not the resume" if noise else ""
+    right(m, "a resumed step, to the bit", not off or noise, f"{off} numbers differ{why}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# How fast, how much?
+
+
+def model_flop(m, samples, passes: int) -> float:
+    """Of `passes` forwards; an update is three."""
+    config, head = m.model.config.get_text_config(), m.model.get_output_embeddings()
+    body = sum(x.weight.numel() for x in m.policy.backbone[0].modules() if isinstance(x, torch.nn.Linear))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width * sum(len(s) ** 2 for s in samples)
+    last = 0 if head is None else 2 * head.weight.numel() * sum(len(s.completion_ids) for s in samples)
+    return passes * (2 * body * sum(map(len, samples)) + last + attention)
+
+
+def timed(m, what: str, samples, size: int, rounds: int) -> bool:
+    """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
+    chunk = grpo.HEAD_CHUNK[m.world.device.type]
+    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), harness.Clock(m.world.device), []
+    line = [what, size, f"2**{chunk.bit_length() - 1}"]
+    free(m)
+    clock.peak()
+    try:
+        for _ in range(1 + rounds):
+            with clock("pass"):
+                if what == "forward":
+                    grpo.compute_logps(m.policy, samples, "ref_logps", cfg, m.world)
+                else:
+                    grpo.backward(m.policy, m.ddp, samples, cfg, m.world)
+            times.append(max(m.world.gather([clock.take()["time_pass"]])))
+        seconds, flop = min(times[1:]), model_flop(m, samples, 1 if what == "forward" else 3) / m.world.size
+        mfu = f"{flop / seconds / m.peak:.1%}" if m.peak else "?"
+        rate = round(sum(map(len, samples)) / seconds)
+        SPEED.append([*line, rate, f"{flop / seconds / 1e12:.3g}", mfu, (clock.peaks["pass"] - m.base) / 1e9])
+    except Exception as error:  # out of memory, or no compiler
+        if m.world.size > 1 or not ("compiled" in what or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        SPEED.append([*line, first_line(error)[:60], "", "", float("nan")])
+    for s in samples:
+        s.ref_logps = None
+    free(m)
+    say("  ".join(map(str, SPEED[-1])))
+    return not isinstance(SPEED[-1][3], str)
+
+
+def speed(m, quick: bool) -> None:
+    kind, alone = m.world.device.type, World(0, 1, m.world.device)
+    sizes = [2048, 8192, 16384, 32768] if m.cuda else [1024, 4096] if quick else [2048, 8192]
+    samples, rounds = made_up(m, sizes[-1] * m.world.size // m.length), 3 if m.cuda else 1 if quick else 2
+    chunk = grpo.HEAD_CHUNK[kind]
+    m.policy.train()  # as in an update: only there layers are recomputed
+
+    def sweep(what):
+        return max((size for size in sizes if timed(m, what, samples, size, rounds)), default=0)
+
+    sweep("forward")
+    fits = sweep("update")
+    for power in range(24, 29) if m.cuda else (24, 26):
+        if 2**power != chunk and (m.cuda or m.model.config.vocab_size * sizes[-1] > 2**24):
+            grpo.HEAD_CHUNK[kind] = 2**power
+            timed(m, "update", samples, sizes[-2], rounds)
+    grpo.HEAD_CHUNK[kind] = chunk
+    grpo.wrap(m.policy, dataclasses.replace(m.cfg, gradient_checkpointing=True), alone)
+    sweep("update, checkpointed")
+    m.model.gradient_checkpointing_disable()
+    if quick and not m.cuda:
+        LEFT_OUT.append("compiled layers: a minute of compiling (without --quick)")
+    else:
+        grpo.wrap(m.policy, dataclasses.replace(m.cfg, compile=True), alone)
+        sweep("update, compiled layers")
+        for module in m.policy.modules():
+            module._compiled_call_impl = None
+    if m.cuda and m.world.size == 1 and fits == sizes[-1]:
+        while fits < 2**21 and timed(m, "update", made_up(m, 2 * fits // m.length), 2 * fits, 1):
+            fits *= 2
+        MEMORY.append(["the largest power of two that fits as a micro-batch", "", fits])
+    m.policy.eval()
+
+
+def kept(m, rows: int) -> int:
+    """Bytes that a forward keeps for its backward, parameters not counted."""
+    sizes, own = {}, {p.untyped_storage().data_ptr() for p in m.policy.parameters()}
+
+    def note(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    batch = grpo.collate(made_up(m, rows), m.world.device)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        logps = forward(m, batch, m.cfg)  # while it lives, no address is used twice
+    return sum(size for pointer, size in sizes.items() if pointer not in own) + 0 * len(logps)
+
+
+def memory(m) -> None:
+    """What is kept for backward is counted, tensor by tensor; peaks are the device's, or the process's on a CPU."""
+    config, n, low = m.model.config.get_text_config(), m.model.num_parameters(), m.cfg.dtype == "bfloat16"
+    few, more, head = kept(m, 4), kept(m, 8), m.model.get_output_embeddings()
+    slope, copies = (more - few) / (4 * m.length), 2 * few - more
+    state = sum(x.nbytes for s in m.optimizer.state.values() for x in s.values())
+    state += sum(p.nbytes for p in m.model.parameters())
+    per_unit = slope / config.hidden_size / config.num_hidden_layers
+    MEMORY.insert(0, ["weights and Adam's moments, bytes a parameter (a gradient: 4 more)", 12, state / n])
+    MEMORY.insert(1, ["copies of the weights for autocast, bytes a parameter", 2 if low else 0, copies / n])
+    MEMORY.insert(2, ["kept for backward, bytes per token, hidden unit and layer", 75 if low else "", per_unit])
+    for what, size, chunk, rate, _, _, peak in SPEED:
+        if what == "update" and not isinstance(rate, str) and head is not None:
+            logits = min(2 ** int(chunk[3:]), 3 * size // 4 * head.weight.shape[0])
+            total = state + 4 * n + copies + slope * size + 10 * logits + 6 * head.weight.numel()
+            MEMORY.append([f"update, micro-batch {size}, chunk {chunk}: peak, GB", total / 1e9, peak])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The sampler, and the phases of a step
+
+
+def sampler_and_phases(m, tokenizer) -> dict:
+    """Gaps to the sampler around pushes; seconds of each phase of a step."""
+    if "torch._dynamo" in sys.modules and not m.cuda:
+        sys.modules["torch._dynamo"].config.disable = True  # as grpo.py does: else vLLM compiles for 10 s
+    kind, why = grpo.choose_sampler(m.cfg, m.world.device, False)
+    sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
+    cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
+    eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64 * 8)[::8]]
+    if tokenizer:
+        eos, pad = grpo.special_ids(m.model.generation_config, tokenizer, cfg)
+        prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
+    prompts = prompts[: 64 if sleeps else 16]
+    room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, harness.Clock(m.world.device), {}
+    sampler = grpo.make_sampler(kind, m.model, eos, pad, max(map(len, prompts)), cfg, m.world)
+
+    def phase(name, work):
+        with clock(name):
+            result = work()
+        seconds[name] = clock.take()[f"time_{name}"]
+        return result
+
+    def push():
+        sampler.wake()
+        phase("push", lambda: sampler.push(m.model))
+
+    def rollout(name, seen=False):
+        seeds, first = [harness.seed_of(7, m.world.rank, i) for i in range(len(prompts))], 64 * m.world.rank
+        groups = phase("rollout", lambda: sampler.generate(prompts, 8, seeds, cfg.temperature))
+        samples = [
+            Sample(first + p, grpo.Prompt(prompts[p], "", {}), c.ids, c.logps, c.finish_reason, advantage=(-1.0) ** i)
+            for p, group in enumerate(groups)
+            for i, c in enumerate(group)
+        ]
+        samples = m.world.gather(samples)
+        phase("logps", lambda: grpo.compute_logps(m.policy, samples, "old_logps", cfg, m.world))
+        gap = np.mean(np.abs(np.concatenate([s.old_logps - s.sampler_logps for s in samples])))
+        limit = (0.1 if low else 1e-3) if seen else 0.03 if low else 1e-3
+        shown = f"{gap:.2g} ({'above' if seen else 'below'} {limit})"
+        right(m, f"gap to the sampler, {name}", gap > limit if seen else gap < limit, shown)
+        for s in samples:
+            s.old_logps = None
+        return samples
+
+    def update(samples):
+        phase("update", lambda: grpo.update(m.policy, m.ddp, m.optimizer, samples, 1, cfg, m.world))
+
+    push()
+    rollout("after the first push")
+    samples = rollout("again")
+    tokens = sum(len(s.completion_ids) for s in samples)
+    what = f"rollout by {kind}, {len(samples)} samples of {tokens / len(samples):.3g} tokens"
+    SPEED.append([what, "", "", round(tokens / seconds["rollout"]), "", "", float("nan")])
+    update(samples)  # a bold one, so that a push that is left out must show
+    if kind == "vllm":
+        rollout("a push left out", seen=True)
+    else:
+        LEFT_OUT.append(f"a push left out, sleep and wake: rollouts are by hf, on the policy's own weights ({why})")
+    push()
+    samples = rollout("after an update and a push")
+    if sleeps:
+        phase("sleep", sampler.sleep)
+        free(m)
+        held = (room - torch.cuda.mem_get_info()[0]) / 1e9
+        right(m, "memory that the sleeping engine keeps", held < 2, f"{held:.2g} GB (below 2)")
+        update(samples)
+        phase("wake", sampler.wake)
+        phase("push", lambda: sampler.push(m.model))
+        rollout("after sleep, update, wake and push")
+    sampler.close()
+    return seconds
+
+
+def draw(seconds: dict, title: str):
+    figure, (left, middle, last) = plt.subplots(1, 3, figsize=(12, 3.4))
+    for what in ("forward", "update", "update, compiled layers", "update, checkpointed"):
+        rows = [row for row in SPEED if row[0] == what and row[2] == SPEED[0][2] and not isinstance(row[3], str)]
+        for axis, column in ((left, 3), (middle, 6)):
+            axis.plot([row[1] for row in rows], [row[column] for row in rows], "o-", label=what)
+    left.set(title="tokens a second", xlabel="--micro_batch_tokens", xscale="log", ylim=0)
+    middle.set(title="peak memory, GB", xlabel="--micro_batch_tokens", xscale="log", ylim=0)
+    left.legend()
+    last.barh([*seconds], [*seconds.values()])
+    last.set(title="seconds of the phases of a step")
+    last.invert_yaxis()
+    figure.suptitle(title)
+    figure.tight_layout()
+    return figure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=grpo.BUNDLED["model"], help="a directory or a hub name")
+    parser.add_argument("--random", default="", choices=["", *QWEN], help="random weights of this size instead")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--peak_tflops", type=float, default=0.0, help="of the device, dense, in the run's dtype")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes; writes to a temporary directory")
+    parser.add_argument("--jobs", help="of run_all: without effect")
+    args = parser.parse_args()
+    args.started, args.jobs = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
+    args.out = os.path.join(tempfile.gettempdir(), "studies_quick") if args.quick else os.path.join(HERE, "figures")
+    os.makedirs(args.out, exist_ok=True)
+
+    device = harness.pick_device(args.device)
+    grpo.HEAD_CHUNK.setdefault(device.type, 2**24)
+    m = argparse.Namespace(world=harness.join_world(device), cuda=device.type == "cuda")
+    cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9, share_prompt="off")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.random:  # the engine reads config.json there, and gets its weights by the first push
+            cfg, m.model = dataclasses.replace(cfg, model=folder), random_model(args.random, device)
+            m.model.config.save_pretrained(folder)
+        else:
+            m.model = grpo.load_model(cfg.model, cfg).to(device)
+        size = m.model.num_parameters()
+        small = device.type == "cpu" and size < grpo.SMALL
+        if device.type == "cpu" and not small and not THREADS:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        m.cfg = grpo.resolved(cfg, small, device)
+        name = torch.cuda.get_device_name(device) if m.cuda else device.type
+        m.peak = 1e12 * (args.peak_tflops or PEAKS.get(max((p for p in PEAKS if p in name), key=len, default=""), 0))
+        title = f"{args.random or os.path.basename(args.model)}, {size / 1e6:.3g} M parameters, {m.cfg.dtype}, "
+        title += f"{m.world.size} x {name}, torch {torch.__version__}"
+        say(title)
+        if not m.peak:
+            old = ": it has no fast bfloat16" if any(x in name for x in ("T4", "V100", "P100", "RTX 20")) else ""
+            LEFT_OUT.append(f"MFU: '{name}' is not in the table{old} (--peak_tflops)")
+        positions = getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
+        m.length = min(positions, 512 if m.cuda else 256)
+
+        m.policy, clock = Policy(m.model, m.cfg.temperature), harness.Clock(device)
+        m.base = 0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size  # what Python and its libraries hold
+        check_gradient(m)
+        m.ddp, m.optimizer = grpo.wrap(m.policy, m.cfg, m.world), grpo.make_optimizer(m.policy, m.cfg)
+        check_micro_batches(m)
+        grpo.update(m.policy, m.ddp, m.optimizer, made_up(m, 8 * m.world.size), 1, m.cfg, m.world)
+        if m.world.size == 1:
+            check_resume(m)
+        else:
+            LEFT_OUT.append("a resumed step: with one process only")
+            weights = m.world.gather([harness.fingerprint(m.model)])
+            right(m, "all ranks have the same weights after an update", len(set(weights)) == 1, f"{len(set(weights))}")
+        speed(m, args.quick)
+        memory(m)
+        free(m)
+        seconds = sampler_and_phases(m, None if args.random else grpo.load_tokenizer(m.cfg))
+    if harness.is_rank0():
+        rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
+        shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
+        tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]
+        header = ["pass", "micro-batch", "head chunk", "tokens/s", "TFLOP/s a device", "MFU", "peak GB"]
+        tables += [[header, *rates], [["memory", "arithmetic", "measured"], *MEMORY]]
+        save(args, "machine", draw(seconds, title), *tables, [["phase", "seconds", "share"], *shares])
+    del m.ddp
+    harness.leave_world(m.world)
+    return int(any(row[-1] == "NO" for row in RIGHT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
