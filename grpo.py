@@ -173,12 +173,9 @@ def validate(cfg: Config) -> Config:
 def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
     """The values that the flags leave to the model and the device; says what it took, and why."""
     if cfg.dtype == "auto":
-        fast, why = device.type == "cuda", f"{device.type} is fast at it" if device.type == "cuda" else "safe anywhere"
-        if device.type == "cpu":
-            asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
-            fast = any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
-            why = "the model is small" if small else f"this CPU {'has' if fast else 'has no'} fast bfloat16"
+        fast = harness.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
+        why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
         say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
@@ -269,27 +266,6 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None) -> "
     return reference
 
 
-def check_sizes(model, prompts: list[Prompt], cfg: Config) -> None:
-    """What would end in an index error, in the middle of the run."""
-    longest, words = max(len(p.ids) for p in prompts), model.get_input_embeddings().num_embeddings
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    why = f"with the longest prompt ({longest} tokens) more than the model's {positions} positions"
-    need(longest + cfg.max_completion_length <= positions, cfg, "max_completion_length", why)
-    top = max(int(p.ids.max()) for p in prompts)
-    need(top < words, cfg, "tokenizer", f"makes the token id {top}, and the model knows {words}")
-
-
-def special_ids(generation_config, tokenizer, cfg: Config) -> tuple[list[int], int]:
-    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids)."""
-    eos = generation_config.eos_token_id
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
-        eos = [*eos, tokenizer.eos_token_id]
-    if not eos:
-        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
-    return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
 
@@ -363,17 +339,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.backbone = [model.base_model]  # in a list: not a second path to the same parameters
         self.head = [model.get_output_embeddings()]
-        self.plain_head = self.head_is_plain()
+        self.plain_head = harness.head_is_plain(model)
         self.can_share = harness.packs_exactly(model, self.hidden)
-
-    @torch.no_grad()
-    def head_is_plain(self) -> bool:
-        """Some architectures scale or soft-cap after the head: there the model's own logits are used."""
-        ids = torch.arange(1, 9, device=next(self.model.parameters()).device)[None]
-        if not isinstance(self.head[0], nn.Linear) or self.backbone[0] is self.model:
-            return False
-        hidden = self.backbone[0](input_ids=ids, use_cache=False).last_hidden_state
-        return torch.allclose(self.head[0](hidden), self.model(input_ids=ids, use_cache=False).logits, atol=1e-5)
 
     def forward(self, input_ids, prompt_lengths, completion_lengths, groups=None):
         T = int(completion_lengths.max())
@@ -445,11 +412,8 @@ class HFSampler:
         completions = {}
         for start in range(0, len(rows), GENERATE_ROWS):
             part = rows[start : start + GENERATE_ROWS]
-            width = max(len(prompts[p]) for p, _ in part)
-            ids = np.full((len(part), width), self.pad_id)  # [N, P], padded on the left
-            mask = np.zeros_like(ids)
-            for row, (p, _) in enumerate(part):
-                ids[row, width - len(prompts[p]) :], mask[row, width - len(prompts[p]) :] = prompts[p], 1
+            ids = harness.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
+            mask = harness.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device):
@@ -458,7 +422,7 @@ class HFSampler:
                     attention_mask=torch.from_numpy(mask).to(device),
                     logits_processor=LogitsProcessorList([sampling]),
                 )
-            tokens = out[:, width:].cpu().numpy().astype(np.int32)  # [N, T]
+            tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
             ends = np.isin(tokens, self.eos_ids)
             for row, t, lp, end in zip(part, tokens, logps, ends, strict=True):
@@ -822,29 +786,23 @@ def plan(samples: list[Sample], policy, cfg: Config, world: World) -> tuple[list
 def collate(samples: list[Sample], device: torch.device) -> dict:
     """Right-padded tensors of one micro-batch."""
 
-    def on_device(array):
+    def tensor(rows, dtype):  # [N, widest row], or [N]
+        array = harness.padded(rows, dtype) if isinstance(rows[0], np.ndarray) else np.array(rows, dtype)
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-    def padded(rows, dtype):
-        out = np.zeros((len(rows), max(map(len, rows))), dtype=dtype)
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = row
-        return on_device(out)
-
-    lengths = [len(s.completion_ids) for s in samples]
     batch = dict(
-        input_ids=padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64),  # [N, L]
-        prompt_lengths=on_device(np.array([len(s.prompt.ids) for s in samples])),  # [N]
-        completion_lengths=on_device(np.array(lengths)),  # [N]
-        groups=on_device(np.array([s.group for s in samples])),  # [N]
-        mask=padded([np.full(n, s.in_loss) for n, s in zip(lengths, samples, strict=True)], bool),  # [N, T]
-        advantages=on_device(np.array([s.advantage for s in samples], dtype=np.float32)),  # [N]
+        input_ids=tensor([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64),  # [N, L]
+        prompt_lengths=tensor([len(s.prompt.ids) for s in samples], np.int64),  # [N]
+        completion_lengths=tensor([len(s.completion_ids) for s in samples], np.int64),  # [N]
+        groups=tensor([s.group for s in samples], np.int64),  # [N]
+        mask=tensor([np.full(len(s.completion_ids), s.in_loss) for s in samples], bool),  # [N, T]
+        advantages=tensor([s.advantage for s in samples], np.float32),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
         if getattr(samples[0], name) is not None:  # all of a micro-batch have it or none
             rows = [getattr(s, name) for s in samples]
-            batch[name] = padded(rows, rows[0].dtype)  # [N, T]
+            batch[name] = tensor(rows, rows[0].dtype)  # [N, T]
     return batch
 
 
@@ -899,13 +857,13 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         for group in optimizer.param_groups:
             group["lr"] = lr
         sums, log_ratio, has_signal = backward(policy, ddp, minibatch, cfg, world)
-        parts = world.gather([(sums, gap_sums(log_ratio, cfg))])
+        parts = world.gather([(sums, harness.gap_sums(log_ratio, cfg))])
         for name in sums:  # sums and counts over the ranks, never means of means
             totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
         losses.append(totals.pop("loss"))
         if number < cfg.num_minibatches:  # in the first epoch; may stop the run: before the step
             gaps += [gap for _, gap in parts]
-            mismatch = gap_metrics(gaps, cfg)
+            mismatch = harness.gap_metrics(gaps, cfg)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
@@ -957,40 +915,6 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     log_ratio = torch.cat(log_ratios)
     has_signal = any(s.advantage != 0 for s in counted)
     return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], has_signal
-
-
-def gap_sums(log_ratio, cfg: Config) -> tuple[dict, np.ndarray]:
-    """How far the sampler is from the trainer, log(trainer / sampler) of a rank's tokens [n]: sums of absolute values,
-    of truncated importance weights and of their squares, the largest of each, and every k-th value for quantiles."""
-    gap = log_ratio.abs()
-    weight = log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
-    values = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist() if len(gap) else [0.0] * 3
-    most = torch.stack([gap.max(), weight.max()]).tolist() if len(gap) else [0.0] * 2
-    some = log_ratio[:: len(gap) // 10_000 + 1].float().cpu().numpy()
-    return dict(n=len(gap), sums=values, most=most), some
-
-
-def gap_metrics(parts: list[tuple], cfg: Config) -> dict:
-    """The step's metrics from the sums of all ranks. Stops the run if the sampler is not the policy."""
-    n = sum(part["n"] for part, _ in parts)
-    if not n:
-        return dict(sampler_gap=0.0)
-    total, weight, square = np.sum([part["sums"] for part, _ in parts], 0)
-    worst, largest = np.max([part["most"] for part, _ in parts], 0)
-    limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-4)
-    if not total / n <= limit:
-        raise TrainingError(
-            f"the sampler's log-probabilities are off by {total / n:.2g} on average (at most {worst:.2g}; "
-            f"--max_sampler_gap {limit:g}). Likely causes: weights not pushed or a cache not reset after a push, "
-            "log-probabilities before the temperature, top-p or top-k in the sampler, another prompt or chat template "
-            "than the one that was scored, another dtype"
-        )
-    low, high = np.quantile(np.exp(np.concatenate([some for _, some in parts])), (0.01, 0.99))
-    metrics = dict(sampler_gap=total / n, sampler_gap_max=worst, sampler_ratio_q01=low, sampler_ratio_q99=high)
-    if cfg.tis_cap:
-        # ess: the effective share of the tokens
-        metrics |= dict(tis_mean=weight / n, tis_max=largest, tis_ess=weight**2 / (n * square))
-    return {name: float(value) for name, value in metrics.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1080,11 +1004,7 @@ def train(cfg: Config) -> list[dict]:
     # what can be wrong with the flags and files is found first, by every rank by itself
     cfg = validate(cfg)
     device = harness.pick_device(cfg.device)
-    if not cfg.verbose:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+    harness.quiet_transformers(cfg.verbose)
     rewards, tokenizer = load_rewards(cfg), harness.load_tokenizer(cfg)
     train_prompts = harness.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = harness.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
@@ -1098,8 +1018,8 @@ def train(cfg: Config) -> list[dict]:
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
     cfg = resolved(cfg, small, device)
-    check_sizes(model, train_prompts + eval_prompts, cfg)
-    eos_ids, pad_id = special_ids(model.generation_config, tokenizer, cfg)
+    harness.check_sizes(model, train_prompts + eval_prompts, cfg)
+    eos_ids, pad_id = harness.special_ids(model.generation_config, tokenizer, cfg)
     kind, why = choose_sampler(cfg, device, small)
     identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None

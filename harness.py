@@ -359,6 +359,65 @@ def plain_text(content) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Models: what is asked of any of them
+
+
+def quiet_transformers(verbose: bool) -> None:
+    if not verbose:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+    cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+    return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+
+def check_sizes(model, prompts: list[Prompt], cfg) -> None:
+    """What would end in an index error, in the middle of the run."""
+    longest, words = max(len(p.ids) for p in prompts), model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    why = f"with the longest prompt ({longest} tokens) more than the model's {positions} positions"
+    need(longest + cfg.max_completion_length <= positions, cfg, "max_completion_length", why)
+    top = max(int(p.ids.max()) for p in prompts)
+    need(top < words, cfg, "tokenizer", f"makes the token id {top}, and the model knows {words}")
+
+
+def special_ids(generation_config, tokenizer, cfg) -> tuple[list[int], int]:
+    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids)."""
+    eos = generation_config.eos_token_id
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
+        eos = [*eos, tokenizer.eos_token_id]
+    if not eos:
+        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
+    return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+@torch.no_grad()
+def head_is_plain(model) -> bool:
+    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
+    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, torch.nn.Linear) or body is model:
+        return False
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+
+
+def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
+    """[N, longest]"""
+    width = max(map(len, rows))
+    out = np.full((len(rows), width), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        out[i, slice(width - len(row), width) if left else slice(len(row))] = row
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # The run's directory: one run writes there, and what others left is moved aside, never overwritten, mixed or removed
 
 WRITTEN = re.compile(  # by a run; nothing else in out_dir is ever touched
@@ -1014,7 +1073,7 @@ def packs_exactly(model, hidden) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# vLLM: what its builds differ in
+# The sampler: what vLLM's builds differ in, and whether it samples from the policy
 
 CACHE_BLOCK = 32  # tokens: of its cache of keys and values on a CPU; samples of a prompt share whole blocks of it
 CACHE_LIMIT = 2**31  # bytes that this cache takes at most
@@ -1079,6 +1138,40 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
             columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
             found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))
     return sum(bits for _, bits in found)
+
+
+def gap_sums(log_ratio, cfg) -> tuple[dict, np.ndarray]:
+    """How far the sampler is from the trainer, log(trainer / sampler) of a rank's tokens [n]: sums of absolute values,
+    of truncated importance weights and of their squares, the largest of each, and every k-th value for quantiles."""
+    gap = log_ratio.abs()
+    weight = log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
+    values = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist() if len(gap) else [0.0] * 3
+    most = torch.stack([gap.max(), weight.max()]).tolist() if len(gap) else [0.0] * 2
+    some = log_ratio[:: len(gap) // 10_000 + 1].float().cpu().numpy()
+    return dict(n=len(gap), sums=values, most=most), some
+
+
+def gap_metrics(parts: list[tuple], cfg) -> dict:
+    """The step's metrics from the sums of all ranks. Stops the run if the sampler is not the policy."""
+    n = sum(part["n"] for part, _ in parts)
+    if not n:
+        return dict(sampler_gap=0.0)
+    total, weight, square = np.sum([part["sums"] for part, _ in parts], 0)
+    worst, largest = np.max([part["most"] for part, _ in parts], 0)
+    limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-4)
+    if not total / n <= limit:
+        raise TrainingError(
+            f"the sampler's log-probabilities are off by {total / n:.2g} on average (at most {worst:.2g}; "
+            f"--max_sampler_gap {limit:g}). Likely causes: weights not pushed or a cache not reset after a push, "
+            "log-probabilities before the temperature, top-p or top-k in the sampler, another prompt or chat template "
+            "than the one that was scored, another dtype"
+        )
+    low, high = np.quantile(np.exp(np.concatenate([some for _, some in parts])), (0.01, 0.99))
+    metrics = dict(sampler_gap=total / n, sampler_gap_max=worst, sampler_ratio_q01=low, sampler_ratio_q99=high)
+    if cfg.tis_cap:
+        # ess: the effective share of the tokens
+        metrics |= dict(tis_mean=weight / n, tis_max=largest, tis_ess=weight**2 / (n * square))
+    return {name: float(value) for name, value in metrics.items()}
 
 
 @contextlib.contextmanager

@@ -876,11 +876,11 @@ def test_end_and_padding_tokens_from_everywhere():
     tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None)
     for eos, expected in ((None, [2]), (7, [7, 2]), ([7, 2], [7, 2])):
         config = types.SimpleNamespace(eos_token_id=eos)
-        assert grpo.special_ids(config, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
+        assert harness.special_ids(config, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
     tokenizer.pad_token_id, tokenizer.eos_token_id = 0, None
-    assert grpo.special_ids(types.SimpleNamespace(eos_token_id=[7]), tokenizer, Config()) == ([7], 0)
+    assert harness.special_ids(types.SimpleNamespace(eos_token_id=[7]), tokenizer, Config()) == ([7], 0)
     with pytest.raises(ConfigError, match="names an EOS token"):
-        grpo.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
+        harness.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
     assert (
         grpo.decode(harness.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
     )  # ids of a padded vocabulary have no text
@@ -2895,7 +2895,7 @@ def test_what_is_measured_of_the_gap():
     """Over all ranks and tokens, from sums: as from the whole list."""
     log_ratio = torch.randn(1001, dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.3
     cfg = Config(max_sampler_gap=1e9, tis_cap=1.5)
-    found = grpo.gap_metrics([grpo.gap_sums(part, cfg) for part in log_ratio.split(400)], cfg)
+    found = harness.gap_metrics([harness.gap_sums(part, cfg) for part in log_ratio.split(400)], cfg)
     weight = log_ratio.exp().clamp(max=1.5)
     assert found["sampler_gap"] == pytest.approx(log_ratio.abs().mean().item())
     assert found["sampler_gap_max"] == pytest.approx(log_ratio.abs().max().item())
@@ -2903,7 +2903,7 @@ def test_what_is_measured_of_the_gap():
     assert found["tis_ess"] == pytest.approx((weight.sum() ** 2 / (1001 * weight.square().sum())).item())
     quantiles = np.quantile(log_ratio.exp().numpy(), (0.01, 0.99))
     assert (found["sampler_ratio_q01"], found["sampler_ratio_q99"]) == pytest.approx(tuple(quantiles), rel=1e-5)
-    assert grpo.gap_metrics([grpo.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
+    assert harness.gap_metrics([harness.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
 
 
 class RecordedLLM:

@@ -287,7 +287,7 @@ def run_floor(files, spec, steps) -> dict:
     prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
     grpo.choose_sampler(cfg, world.device, False)
-    eos, _ = grpo.special_ids(model.generation_config, tokenizer, cfg)
+    eos, _ = harness.special_ids(model.generation_config, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
     engine.push(model)
     record.step_ends()

@@ -77,7 +77,7 @@ class Run:
         self.policy = grpo.Policy(self.model, cfg.temperature)
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
         self.sampler = grpo.HFSampler(
-            self.model, *grpo.special_ids(self.model.generation_config, self.tokenizer, cfg), cfg
+            self.model, *harness.special_ids(self.model.generation_config, self.tokenizer, cfg), cfg
         )
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = reward.Scorer(grpo.load_rewards(cfg))

@@ -53,7 +53,7 @@ def sides(files: dict, spec: dict) -> dict:
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
-    sampler = grpo.HFSampler(model, *grpo.special_ids(model.generation_config, tokenizer, cfg), cfg)
+    sampler = grpo.HFSampler(model, *harness.special_ids(model.generation_config, tokenizer, cfg), cfg)
     drawn = grpo.prompts_of_step(prompts, 1, cfg)
     samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
     for number, sample in enumerate(samples):
