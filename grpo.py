@@ -40,7 +40,6 @@ from harness import ConfigError, Prompt, Run, TrainingError, World, first_line, 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEAD_CHUNK = dict(cpu=2**24, cuda=2**27)  # logits alive at once in the output head, in elements: 64 and 512 MB
 GENERATE_ROWS = 256  # rows of one HF generate call
-SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 and an engine cost more than they bring
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -998,6 +997,23 @@ def wrap(policy: Policy, cfg: Config, world: World):
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
 
 
+def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
+    """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
+    these decide; the fingerprint of the weights at the start of the run."""
+    model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    small = harness.is_small(model, device)
+    if small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # on small matrices threads cost more than they bring
+    cfg = resolved(cfg, small, device)
+    identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
+    reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
+    policy = Policy(model, cfg.temperature)
+    need(policy.can_share or cfg.share_prompt != "on", cfg, "share_prompt", "texts of this model do not pack in a row")
+    if not policy.can_share:
+        say("prompts are not shared: texts of this model in one row do not ignore each other")
+    return cfg, policy, reference, identity
+
+
 def train(cfg: Config) -> list[dict]:
     """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
     started = time.monotonic()
@@ -1012,32 +1028,22 @@ def train(cfg: Config) -> list[dict]:
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []
     checkpoint = harness.find_checkpoint(cfg)  # None: from the beginning
-    source = checkpoint.path if checkpoint else cfg.model
-    model = load_model(source, cfg).to(device)
-    small = device.type == "cpu" and model.num_parameters() < SMALL
-    if small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # on small matrices threads cost more than they bring
-    cfg = resolved(cfg, small, device)
-    harness.check_sizes(model, train_prompts + eval_prompts, cfg)
+    cfg, policy, reference, identity = load_policies(cfg, checkpoint, device)
+    model, prompts = policy.model, train_prompts + eval_prompts
+    harness.check_sizes(model, prompts, cfg)
     eos_ids, pad_id = harness.special_ids(model.generation_config, tokenizer, cfg)
-    kind, why = choose_sampler(cfg, device, small)
-    identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
-    reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
-    policy = Policy(model, cfg.temperature)
-    need(policy.can_share or cfg.share_prompt != "on", cfg, "share_prompt", "texts of this model do not pack in a row")
-    if not policy.can_share:
-        say("prompts are not shared: texts of this model in one row do not ignore each other")
+    kind, why = choose_sampler(cfg, device, harness.is_small(model, device))
 
     world = harness.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:
         cfg = run.cfg
-        longest = max(len(p.ids) for p in train_prompts + eval_prompts)
-        sampler = make_sampler(kind, model, eos_ids, pad_id, longest, cfg, world)
+        sampler = make_sampler(kind, model, eos_ids, pad_id, max(len(p.ids) for p in prompts), cfg, world)
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
+        source = checkpoint.path if checkpoint else cfg.model
         run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")

@@ -370,6 +370,13 @@ def quiet_transformers(verbose: bool) -> None:
         logging.set_verbosity_error()
 
 
+SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 and an engine cost more than they bring
+
+
+def is_small(model, device: torch.device) -> bool:
+    return device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
+
+
 def fast_bfloat16(device: torch.device) -> bool:
     asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
     cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
