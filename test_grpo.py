@@ -1,6 +1,7 @@
 """Tests of the trainer: behaviour, through the seams that people copy and through the command line. CPU only."""
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import html.parser
@@ -9,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -34,15 +36,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
+import harness
 import reward
 import view
-from grpo import Config, ConfigError, Policy, Prompt, Sample, World, group_advantages, grpo_loss, kl_estimate
+from grpo import Config, Policy, Prompt, Sample, group_advantages, grpo_loss, kl_estimate
+from harness import ConfigError, World
 from reward import Scorer, load_rewards
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CPU = World(0, 1, torch.device("cpu"))
 REDUCTIONS = ("token", "sequence", "constant")
 F64 = torch.float64
+BUNDLED = Config(**grpo.BUNDLED)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -71,13 +76,17 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
+def ids_of(values):
+    return np.array(values, dtype=np.int32)
+
+
 def random_samples(n, group_size, dtype=np.float32, seed=0, longest=12):
     """n samples in groups, of many lengths, with made-up log-probabilities and advantages."""
     rng, samples = np.random.default_rng(seed), []
     for i in range(n):
         if i % group_size == 0:
-            prompt = Prompt(rng.integers(2, 32, rng.integers(1, 9)).tolist(), "", {})
-        ids = rng.integers(2, 32, rng.integers(1, longest + 1)).tolist()
+            prompt = Prompt(ids_of(rng.integers(2, 32, rng.integers(1, 9))), "", {})
+        ids = ids_of(rng.integers(2, 32, rng.integers(1, longest + 1)))
         sample = Sample(i // group_size, prompt, ids, rng.normal(-2, 1, len(ids)).astype(dtype), "stop")
         sample.advantage = float(rng.normal())
         sample.ref_logps = rng.normal(-2, 0.5, len(ids)).astype(dtype)
@@ -92,9 +101,10 @@ class Recorder:
         self.policy, self.param_groups, self.grads = policy, [{"lr": 0.0}], []
 
     def step(self):
-        self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in self.policy.parameters()]))
+        pass
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none):
+        self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in self.policy.parameters()]))
         for p in self.policy.parameters():
             p.grad = None
 
@@ -103,8 +113,9 @@ def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, wo
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
+    cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
-    metrics = grpo.update(policy, ddp or policy, recorder, samples, 1, True, cfg, world)
+    metrics = grpo.update(policy, ddp or policy, recorder, samples, 1, cfg, world)
     return recorder.grads[0], metrics
 
 
@@ -234,7 +245,9 @@ def small_run(out, **options):
     if not os.path.exists(rows):
         with open(os.path.join(HERE, "sample_data", "train.jsonl")) as source, open(rows, "w") as target:
             target.writelines(itertools.islice(source, 5))  # an epoch ends in the middle of the second step
-    settings_ = dict(reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5)
+    settings_ = grpo.BUNDLED | dict(
+        reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5
+    )
     settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
@@ -254,7 +267,7 @@ def samples_of_ranks(dtype, reduction):
 
 def gradients_of_ranks(out):
     """Run by every rank: rank 0 writes the gradient of every reduction, and what a zero-signal step did."""
-    world = grpo.join_world(torch.device("cpu"))
+    world = harness.join_world(torch.device("cpu"))
     results = {}
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
         policy = Policy(tiny_model(dtype=dtype), 0.8)
@@ -354,12 +367,12 @@ def test_no_mean_of_means():
 
 def test_ranks_finish_together_and_nothing_is_lost():
     samples = random_samples(23, 1, longest=40)
-    shares = grpo.deal(samples, 3)
+    shares = grpo.deal(samples, 3, False)
     assert sorted(map(id, sum(shares, []))) == sorted(map(id, samples))
     loads = [sum(map(len, share)) for share in shares]
     assert max(loads) - min(loads) <= max(map(len, samples))
     for share in shares:
-        for micro in grpo.pack(share, 100):
+        for micro in grpo.pack(share, 100, False):
             assert len(micro) * max(map(len, micro)) <= 100 or len(micro) == 1
 
 
@@ -383,6 +396,20 @@ def test_equal_rewards_give_exactly_zero(scale):
     assert (group_advantages(r, 3, scale)[:3] == 0).all()
     assert (group_advantages(r, 3, scale)[3:] != 0).any()
     assert (group_advantages(torch.full((6,), 0.7), 3, scale) == 0).all()
+
+
+def test_small_differences_of_large_rewards_are_a_signal():
+    r = torch.tensor([1e6, 1e6 + 0.5, 1e6, 1e6 + 1.0], dtype=F64)
+    for scale in ("group", "batch", "none"):
+        assert (group_advantages(r, 4, scale) != 0).all() and (group_advantages(r + 1e9, 4, scale) != 0).all()
+        assert (group_advantages(torch.full((4,), 1e6 + 0.1, dtype=F64), 4, scale) == 0).all()
+
+
+def test_rewards_of_which_few_are_there_give_no_nan():
+    one = torch.tensor([1.0, math.nan, math.nan, math.nan])
+    for scale in ("group", "batch", "none"):
+        assert (group_advantages(one, 4, scale) == 0).all()
+        assert (group_advantages(torch.full((8,), math.nan), 4, scale) == 0).all()
 
 
 def test_an_excluded_reward_leaves_the_others_alone():
@@ -706,7 +733,8 @@ def test_logps_are_the_models_own(kind, options, temperature):
     samples = random_samples(7, 7)
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
-        logits = model(torch.tensor([s.prompt.ids + s.completion_ids])).logits[0, len(s.prompt.ids) - 1 : -1]
+        ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
+        logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
         assert torch.allclose(together[i, :n], expected[torch.arange(n), s.completion_ids], atol=1e-5)
@@ -718,7 +746,7 @@ def test_logps_are_the_models_own(kind, options, temperature):
 
 @pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
 def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
-    monkeypatch.setattr(grpo, "HEAD_CHUNK", 7 * 4)  # 4 tokens at once, of 10
+    monkeypatch.setitem(grpo.HEAD_CHUNK, "cpu", 7 * 4)  # 4 tokens at once, of 10
     hidden, weight, bias = (torch.randn(*shape, dtype=F64) for shape in ((10, 5), (7, 5), (7,)))
     hidden.requires_grad_(), weight.requires_grad_(not frozen), bias.requires_grad_()
     arguments = (hidden, weight, bias if with_bias else None, torch.randint(0, 7, (10,)), 0.7)
@@ -761,11 +789,12 @@ def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
 
 def test_prompts_are_shared_where_that_saves_tokens():
     def samples(prompt, completion, groups=4):
-        one = [Sample(g, Prompt([5] * prompt, "", {}), [6] * completion, None, "stop") for g in range(groups)]
+        prompts = [Prompt(ids_of([5] * prompt), "", {}) for _ in range(groups)]
+        one = [Sample(g, p, ids_of([6] * completion), None, "stop") for g, p in enumerate(prompts)]
         return [s for s in one for _ in range(8)]
 
     def planned(samples, n_ranks=1, can_share=True, **options):
-        shares, shared = grpo.plan(samples, n_ranks, can_share, Config(**options))
+        shares, shared = grpo.plan(samples, n_ranks, can_share, Config(**dict(micro_batch_tokens=2048) | options))
         assert sorted(map(id, sum(sum(shares, []), []))) == sorted(map(id, samples))
         return shares, shared
 
@@ -789,16 +818,17 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
 
     if kind == "mixtral":
         options = dict(num_experts_per_tok=4)  # so that every expert is used
-    model, tokenizer = tiny_model(kind, **options), grpo.load_tokenizer(Config())
+    model, tokenizer = tiny_model(kind, **options), grpo.load_tokenizer(BUNDLED)
     policy, cfg = Policy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
     before = {name: p.clone() for name, p in model.named_parameters()}
     samples = random_samples(24, 4)
     for s in samples[::3]:  # every token of the vocabulary is used
         s.completion_ids[:] = (np.arange(len(s.completion_ids)) + len(s.prompt.ids) * 3) % 32
     optimizer = grpo.make_optimizer(policy, cfg)
-    grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+    grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
-    path = grpo.save_checkpoint(1, model, model.generation_config, tokenizer, optimizer, {}, cfg, CPU)
+    path = str(tmp_path / "saved")
+    harness.model_writer(model, tokenizer, path)(path)
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(2, 20)[None]
@@ -814,13 +844,15 @@ def test_end_and_padding_tokens_from_everywhere():
     assert grpo.special_ids(types.SimpleNamespace(eos_token_id=[7]), tokenizer, Config()) == ([7], 0)
     with pytest.raises(ConfigError, match="names an EOS token"):
         grpo.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
-    assert grpo.decode(grpo.load_tokenizer(Config()), [8, 10**6]) == "3"  # ids of a padded vocabulary have no text
+    assert (
+        grpo.decode(grpo.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
+    )  # ids of a padded vocabulary have no text
 
 
 def test_the_head_is_chunked_and_the_chunks_change_nothing(monkeypatch):
     samples, cfg = random_samples(9, 3), Config(beta=0.1)
     whole, _ = update_gradient(cfg, samples, F64)
-    monkeypatch.setattr(grpo, "HEAD_CHUNK", 32 * 5)  # 5 tokens at once
+    monkeypatch.setitem(grpo.HEAD_CHUNK, "cpu", 32 * 5)  # 5 tokens at once
     chunked, _ = update_gradient(cfg, samples, F64)
     assert relative(chunked, whole) < 1e-12
 
@@ -846,6 +878,10 @@ def test_gradient_checkpointing_changes_memory_only():
 # Rollout
 
 
+def texts(completions):
+    return [c.ids.tolist() for c in completions]
+
+
 def sampler_of(model, eos=(1,), **options):
     cfg = Config(max_completion_length=options.pop("max_completion_length", 10), **options)
     return grpo.HFSampler(model, list(eos), 0, cfg)
@@ -858,7 +894,7 @@ def test_samples_follow_the_scored_distribution():
     model = tiny_model()
     model.generation_config = transformers.GenerationConfig(top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True)
     sampler = sampler_of(model, max_completion_length=1)
-    [samples] = sampler.generate([[5, 6, 7]], 4000, [0], 0.7)
+    [samples] = sampler.generate([ids_of([5, 6, 7])], 4000, [0], 0.7)
     logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
     counts = torch.bincount(torch.tensor([s.ids[0] for s in samples]), minlength=32) / 4000
     assert (counts - logps.exp()).abs().max() < 4 * 0.5 / math.sqrt(4000)
@@ -868,19 +904,20 @@ def test_samples_follow_the_scored_distribution():
 
 def test_a_sample_depends_on_its_seed_only():
     sampler = sampler_of(tiny_model())
-    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    prompts = [ids_of(ids) for ids in ([5, 6, 7], [8], [9, 10, 11, 12, 13])]
     together = sampler.generate(prompts, 4, [1, 2, 3], 1.0)
     for i, prompt in enumerate(prompts):
         [alone] = sampler.generate([prompt], 4, [i + 1], 1.0)
-        assert [c.ids for c in alone] == [c.ids for c in together[i]]
+        assert texts(alone) == texts(together[i])
         assert len({tuple(c.ids) for c in alone}) > 1
-    assert sampler.generate(prompts, 4, [4, 5, 6], 1.0) != together
+    others = sampler.generate(prompts, 4, [4, 5, 6], 1.0)
+    assert list(map(texts, others)) != list(map(texts, together))
     assert sampler.generate([], 4, [], 1.0) == []
 
 
 def test_every_eos_id_stops_and_is_kept():
     sampler = sampler_of(tiny_model(), eos=(1, 2, 3, 4, 5, 6, 7, 8), max_completion_length=20)
-    [samples] = sampler.generate([[9, 10]], 64, [0], 1.0)
+    [samples] = sampler.generate([ids_of([9, 10])], 64, [0], 1.0)
     assert {s.finish_reason for s in samples} == {"stop", "length"} or all(s.finish_reason == "stop" for s in samples)
     for s in samples:
         ended = s.ids[-1] <= 8 and s.ids[-1] >= 1
@@ -891,13 +928,14 @@ def test_every_eos_id_stops_and_is_kept():
 def test_pad_may_equal_eos():
     model = tiny_model()
     cfg = Config(max_completion_length=10)
-    one = grpo.HFSampler(model, [1], 0, cfg).generate([[5], [6, 7, 8]], 8, [1, 2], 1.0)
-    other = grpo.HFSampler(model, [1], 1, cfg).generate([[5], [6, 7, 8]], 8, [1, 2], 1.0)
-    assert [[c.ids for c in g] for g in one] == [[c.ids for c in g] for g in other]
+    prompts = [ids_of([5]), ids_of([6, 7, 8])]
+    one = grpo.HFSampler(model, [1], 0, cfg).generate(prompts, 8, [1, 2], 1.0)
+    other = grpo.HFSampler(model, [1], 1, cfg).generate(prompts, 8, [1, 2], 1.0)
+    assert list(map(texts, one)) == list(map(texts, other))
     ended = [c for g in one for c in g if c.finish_reason == "stop"]
     assert ended and all(c.ids[-1] == 1 for c in ended)
     # the sampled EOS is an action: it is in the loss
-    batch = grpo.collate([Sample(0, Prompt([5], "", {}), ended[0].ids, ended[0].logps, "stop")], CPU.device)
+    batch = grpo.collate([Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")], CPU.device)
     assert batch["mask"].sum() == len(ended[0].ids)
 
 
@@ -934,7 +972,7 @@ def test_several_updates_use_the_rollouts_own_logps():
     grpo.compute_logps(policy, samples, "old_logps", cfg, CPU)
     before = [s.old_logps.copy() for s in samples]
     optimizer = grpo.make_optimizer(policy, cfg)
-    metrics = grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+    metrics = grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert metrics["clip_frac"] > 0  # the ratio moved
     now, _ = logps_of(policy, samples)
     assert any(not np.allclose(a, b.detach().numpy()[: len(a)], atol=1e-3) for a, b in zip(before, now, strict=True))
@@ -947,26 +985,29 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
     policy = Policy(tiny_model(), 1.0)
     before = [p.clone() for p in policy.parameters()]
     optimizer = grpo.make_optimizer(policy, Config())
-    metrics = grpo.update(policy, policy, optimizer, samples, 1, True, Config(max_sampler_gap=1e9), CPU)
+    metrics = grpo.update(policy, policy, optimizer, samples, 1, Config(max_sampler_gap=1e9), CPU)
     assert metrics["skipped_steps"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert all(p.grad is None for p in policy.parameters())
+    assert all(not p.grad.any() for p in policy.parameters())
 
 
 def test_no_step_without_a_signal():
     samples = random_samples(6, 3)
     for s in samples:
         s.reward = 1.0
-    cfg = Config(num_generations=3, weight_decay=0.1, max_sampler_gap=1e9)
+    cfg = Config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9)
     assert grpo.assign_advantages(samples, 1, cfg) == 1.0
     policy = Policy(tiny_model(), 1.0)
-    before = [p.clone() for p in policy.parameters()]
     optimizer = grpo.make_optimizer(policy, cfg)
-    metrics = grpo.update(policy, policy, optimizer, samples, 1, False, cfg, CPU)
+    learned = random_samples(6, 3)
+    grpo.update(policy, policy, optimizer, learned, 1, cfg, CPU)  # leaves momentum
+    before = [p.clone() for p in policy.parameters()]
+    metrics = grpo.update(policy, policy, optimizer, samples, 2, cfg, CPU)
+    for s in learned:  # an advantage that nothing in the loss has is no signal
+        s.in_loss = False
+    grpo.update(policy, policy, optimizer, learned, 3, cfg, CPU)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-    grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
-    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
 def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
@@ -1081,6 +1122,13 @@ def test_pass_at_k_is_unbiased():
         (["--mask_truncated", "maybe"], "--mask_truncated"),
         (["--num_minibatches", "1000"], "--num_minibatches 1000"),
         (["--share_prompt", "on", "--compile"], "--share_prompt on: not with --gradient_checkpointing or --compile"),
+        (["--num_generations", "1000000000000"], "--num_generations 1000000000000: must be at most 1048576"),
+        (["--max_completion_length", "100000000000"], "--max_completion_length 100000000000: must be at most"),
+        (["--seed", str(2**32)], f"--seed {2**32}: must be at most 2147483647"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--model", "m"], "--train_data : needed, with a --model of your own"),
+        (["--chat_template_kwargs", "{"], "--chat_template_kwargs {: must be a JSON object"),
+        (["--chat_template_kwargs", "[1]"], "--chat_template_kwargs [1]: must be a JSON object"),
         (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the number of ranks, 1"),
     ],
 )
@@ -1088,6 +1136,81 @@ def test_impossible_flags_are_refused(args, message):
     with pytest.raises(ConfigError) as error:
         grpo.parse_args(args)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_bundled_tasks_flags_apply_where_no_model_is_named(tmp_path):
+    assert grpo.parse_args([]) == BUNDLED == grpo.validate(Config())
+    assert grpo.validate(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
+    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
+    mine = grpo.parse_args(["--train_data", "rows.jsonl"])
+    assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
+    for flags in (["--model", "m"], ["--model", "m", "--seed", "1"]):
+        cfg = grpo.parse_args([*flags, "--train_data", "rows.jsonl"])
+        assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
+    assert Config(beta=0.04).warmup_steps == 0 and Config().kl_estimator == "wk3"
+
+
+@pytest.mark.parametrize("value", ["x", None, 1.5, True])
+def test_values_of_the_wrong_type_are_refused(value):
+    with pytest.raises(ConfigError, match="--num_prompts .*: must be"):
+        grpo.validate(dataclasses.replace(BUNDLED, num_prompts=value))
+
+
+def test_what_a_model_brings_is_checked_before_anything_is_written(tmp_path):
+    """Truncated, mismatched, incomplete and odd model files; more tokens than the model has positions or words."""
+
+    def refused(message, change=lambda path: None, **options):
+        path = tmp_path / "model"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(BUNDLED.model, path)
+        change(path)
+        with pytest.raises(ConfigError, match=message) as error:
+            small_run(tmp_path / "out", **(dict(model=str(path)) | options))
+        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+    def config(**changes):
+        def change(path):
+            known = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(known | changes))
+
+        return change
+
+    def without(name):
+        from safetensors.torch import load_file, save_file
+
+        def change(path):
+            weights = load_file(path / "model.safetensors")
+            del weights[name]
+            save_file(weights, path / "model.safetensors", metadata=dict(format="pt"))
+
+        return change
+
+    refused("--model .*", lambda path: os.truncate(path / "model.safetensors", 1000))
+    refused("--model .*", lambda path: (path / "config.json").write_text("[]"))
+    refused("--model .*", lambda path: (path / "tokenizer.json").write_text("{"))
+    refused("--model .*", config(hidden_size=64))
+    refused("no weights for model.norm.weight", without("model.norm.weight"))
+    refused("--max_completion_length 250: .* more than the model's 256 positions", max_completion_length=250)
+    other = tmp_path / "tokenizer"
+    shutil.copytree(BUNDLED.model, other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    words["="] = 99
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    refused("--tokenizer .*: makes the token id 99, and the model knows 18", tokenizer=str(other))
+
+
+def test_a_terminal_that_is_not_utf8(tmp_path):
+    """A sample with an accent must not end a run before its save."""
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(tokenizer.replace('"="', '"é"'))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2é", "answer": "3"}\n')
+    flags = dict(model=model, train_data=tmp_path / "rows.jsonl", eval_data=tmp_path / "rows.jsonl", num_prompts=1)
+    flags |= dict(max_completion_length=4, max_steps=1, rollout="hf", out_dir=tmp_path / "out")
+    done = run(*[x for k, v in flags.items() for x in (f"--{k}", v)], env=dict(PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0 and r"\xe9" in done.stdout, done.stderr[-2000:]
 
 
 def test_flags_reach_the_config():
@@ -1099,7 +1222,7 @@ def test_flags_reach_the_config():
         -1.0,
         "latest",
     )
-    assert grpo.parse_args([]) == Config() and grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
+    assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
     # what may be asked for in the reward without a KL to put there
     grpo.parse_args("--kl_in reward --beta 0".split())
     grpo.parse_args("--kl_in reward --kl_estimator k1".split())
@@ -1108,10 +1231,11 @@ def test_flags_reach_the_config():
 def test_bad_files_are_named(tmp_path):
     def rows(text, name="x.jsonl"):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        return grpo.read_rows(str(tmp_path / name), "train_data")
+        return harness.read_rows(str(tmp_path / name), "train_data")
 
     assert rows('{"prompt": "a"}\n\n{"prompt": "b"}\n') == [{"prompt": "a"}, {"prompt": "b"}]
     assert rows('[{"prompt": "a"}]', "x.json") == [{"prompt": "a"}]
+    assert rows('prompt,answer\n"a, b",1\n', "x.csv") == [{"prompt": "a, b", "answer": "1"}]
     for text, message in (
         ('{"prompt": "a"}\n{"prompt": \n', "row 2: not valid JSON"),
         ('{"prompt": "a"}\n[1]\n', "row 2: must be a JSON object"),
@@ -1123,56 +1247,131 @@ def test_bad_files_are_named(tmp_path):
             rows(text)
         assert "--train_data" in str(error.value) and "x.jsonl" in str(error.value)
     with pytest.raises(ConfigError, match="No such file"):
-        grpo.read_rows(str(tmp_path / "none.jsonl"), "train_data")
+        harness.read_rows(str(tmp_path / "none.jsonl"), "train_data")
     with pytest.raises(ConfigError, match="row 2"):
         rows('[{"prompt": "a"}, 3]', "x.json")
 
 
-def test_prompts_are_encoded_once_and_long_ones_dropped():
-    tokenizer = grpo.load_tokenizer(Config())
-    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1" * 50, "answer": "0"}]
-    prompts = grpo.encode_prompts(rows, {"answer"}, tokenizer, Config(max_prompt_length=10), "train_data")
-    assert [p.text for p in prompts] == ["1+2="] and len(prompts[0].ids) == 4
-    for bad, message in (
-        ([{"prompt": "1" * 50, "answer": ""}], "every prompt is longer than --max_prompt_length 10"),
-        ([{"prompt": "1+1="}], "row 1: no column 'answer', which --reward answer reads"),
-        ([{"question": "", "answer": ""}], "row 1: no column 'prompt'"),
-        ([{"prompt": [{"role": "user", "content": "1"}], "answer": ""}], "the tokenizer has no chat template"),
-        ([{"prompt": "", "answer": ""}], "row 1: empty prompt"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            grpo.encode_prompts(bad, {"answer"}, tokenizer, Config(max_prompt_length=10), "train_data")
-        assert message in str(error.value)
-
-
-def test_chat_prompts_go_through_the_template_with_one_bos():
-    tokenizer = grpo.load_tokenizer(Config())
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}={{ m.content }}={% else %}{{ m.content }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}+{% endif %}"
+def test_rows_from_python(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def rows():\n    yield {'prompt': '1+1='}\ndef needs():\n    raise ImportError('needs x: pip install x')\n"
+        "def none(): return None\n"
     )
+
+    def read_rows(name):
+        return harness.read_rows(f"{tmp_path}/{name}", "train_data")
+
+    assert read_rows("mine.py:rows") == [{"prompt": "1+1="}]
+    for name, message in (
+        ("mine.py:needs", "needs x: pip install x"),
+        ("mine.py:nothing", "nothing"),
+        ("mine.py:none", "None"),
+        ("other.py:rows", "no file"),
+    ):
+        with pytest.raises(ConfigError, match=f"--train_data .*{name}: .*{message}"):
+            read_rows(name)
+    [metrics] = small_run(tmp_path / "out", train_data=f"{tmp_path}/mine.py:rows", max_steps=1, num_minibatches=1)
+    assert metrics["tokens"] > 0
+
+
+@pytest.fixture
+def encode(tmp_path):
+    """encode(rows, tokenizer, columns, **flags) -> prompts, through a file."""
+
+    def call(rows, tokenizer=None, columns=(), **options):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rewards = [types.SimpleNamespace(columns=columns)]
+        tokenizer = tokenizer or grpo.load_tokenizer(BUNDLED)
+        return grpo.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
+
+    return call
+
+
+def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1" * 50, "answer": "0"}]
+    prompts = encode(rows, columns=["answer"], max_prompt_length=10)
+    assert [p.text for p in prompts] == ["1+2="] and prompts[0].ids.dtype == np.int32 and len(prompts[0].ids) == 4
+    assert "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ("1" * 50, "every prompt is longer than --max_prompt_length 10"),
+        ("", "row 1: empty prompt"),
+        (5, "row 1: empty prompt, or one that is neither a string nor a list of messages: 5"),
+        (None, "row 1: empty prompt, or one"),
+        ([], "row 1: empty prompt, or one"),
+        ("\ud800", "row 1: "),
+        ([{"role": "user", "content": "1"}], "row 1: chat messages, but the tokenizer has no chat template"),
+        ([{"role": "user", "content": 7}], "row 1: a message's content must be text: 7"),
+        (["user"], "row 1: "),
+        ([{"content": "1"}], "row 1: "),
+    ],
+)
+def test_bad_prompts_are_named(encode, prompt, message):
+    with pytest.raises(ConfigError) as error:
+        encode([{"prompt": prompt, "answer": ""}], max_prompt_length=10)
+    assert message in str(error.value) and "\n" not in str(error.value) and "rows.jsonl" in str(error.value)
+
+
+def test_missing_columns_are_named(encode):
+    for row, message in (
+        ({"prompt": "1+1="}, "row 1: no column 'answer', which --reward answer reads"),
+        ({"question": "", "answer": ""}, "row 1: no column 'prompt'; see --prompt_template"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            encode([row], columns=["answer"])
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}={{ m.content }}={% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}+{% if enable_thinking %}++{% endif %}{% endif %}"
+)
+
+
+def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
+    tokenizer = grpo.load_tokenizer(BUNDLED)
+    tokenizer.chat_template = TEMPLATE
     chat = [{"prompt": [{"role": "user", "content": "12"}]}]
-    [p] = grpo.encode_prompts(chat, set(), tokenizer, Config(), "train_data")
-    assert p.text == "12+" and tokenizer.decode(p.ids) == "12+"
-    cfg = Config(system_prompt="9")
-    assert grpo.encode_prompts(chat, set(), tokenizer, cfg, "train_data")[0].text == "=9=12+"
-    assert grpo.encode_prompts([{"prompt": "12"}], set(), tokenizer, cfg, "train_data")[0].text == "=9=12+"
+    [p] = encode(chat, tokenizer)
+    assert p.text == "12+" and tokenizer.decode(p.ids) == "12+" and p.messages == chat[0]["prompt"]
+    assert encode(chat, tokenizer, system_prompt="9")[0].text == "=9=12+"
+    assert encode([{"prompt": "12"}], tokenizer, system_prompt="9")[0].text == "=9=12+"
+    assert encode([{"prompt": "12"}], tokenizer, chat=True)[0].text == "12+"
+    thinking = dict(chat=True, chat_template_kwargs='{"enable_thinking": true}')
+    assert encode([{"prompt": "12"}], tokenizer, **thinking)[0].text == "12+++"
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    assert encode([{"prompt": [{"role": "user", "content": parts}]}], tokenizer)[0].text == "12+"
+    begun = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
+    assert encode([{"prompt": begun}], tokenizer)[0].text == "123"  # the policy goes on with it
+    assert "do not go through the model's chat template" not in capsys.readouterr().out
+    assert encode([{"prompt": "12"}], tokenizer)[0].text == "12"
+    assert "string prompts do not go through the model's chat template; --chat does that" in capsys.readouterr().out
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match="row 1: chat template: roles must alternate"):
-        grpo.encode_prompts(chat, set(), tokenizer, Config(), "train_data")
+        encode(chat, tokenizer)
 
 
-def test_prompt_template_and_show_prompt(tmp_path, capsys):
-    tokenizer, rows = grpo.load_tokenizer(Config()), [{"a": 12, "b": [3, 4], "answer": "15"}]
-    cfg = Config(prompt_template="{a}+{b[0]}\\n=")
-    assert grpo.encode_prompts(rows, {"answer"}, tokenizer, cfg, "train_data")[0].text == "12+3\n="
-    for template, message in (("{a}{c}", "row 1: no column 'c'"), ("{a", "--prompt_template '{a': ")):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            grpo.encode_prompts(rows, set(), tokenizer, Config(prompt_template=template), "train_data")
+def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
+    rows = [{"a": 12, "b": [3, 4], "answer": "15"}]
+    for template, text in (
+        ("{a}+\\n=", "12+\n="),
+        ("{a}{}", "12{}"),
+        ("{a} \\boxed{}", "12 \\boxed{}"),
+        ("{a} {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}", "12 {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}"),
+        ("{a", "{a"),
+    ):
+        assert encode(rows, prompt_template=template)[0].text == text
+    with pytest.raises(ConfigError, match=re.escape("row 1: no column 'c'")):
+        encode(rows, prompt_template="{a}{c}")
     out = tmp_path / "out"
-    assert grpo.train(Config(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))) == []
+    options = grpo.BUNDLED | dict(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))
+    assert grpo.train(Config(**options)) == []
     text, ids = capsys.readouterr().out.splitlines()
-    assert text.endswith("+1=") and tokenizer.decode(json.loads(ids)) == text and not out.exists()
+    assert text.endswith("+1=") and not out.exists()
+    assert grpo.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
 
 
 @pytest.mark.parametrize(
@@ -1227,19 +1426,19 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     for spec in ("openai/gsm8k:main:test", "org/name", "org/name::dev", str(tmp_path / "x.parquet")):
-        assert grpo.read_rows(spec, "train_data") == [{"prompt": "1"}]
+        assert harness.read_rows(spec, "train_data") == [{"prompt": "1"}]
     parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
     assert asked[:2] == [(("openai/gsm8k", "main"), dict(split="test")), (("org/name", None), dict(split="train"))]
     assert asked[2:] == [(("org/name", None), dict(split="dev")), (("parquet",), parquet)]
     fake.load_dataset = lambda *_, **__: []
     with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
-        grpo.read_rows("org/name", "train_data")
+        harness.read_rows("org/name", "train_data")
     fake.load_dataset = lambda *_, **__: 1 / 0
     with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
-        grpo.read_rows("org/name", "train_data")
+        harness.read_rows("org/name", "train_data")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
-        grpo.read_rows("org/name", "train_data")
+        harness.read_rows("org/name", "train_data")
 
 
 def test_k1_as_a_loss_warns(tmp_path, capsys):
@@ -1248,14 +1447,21 @@ def test_k1_as_a_loss_warns(tmp_path, capsys):
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
 
+def tuple_of(*args):
+    return args
+
+
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
     sent = {}
-    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: sent.setdefault(step, {}).update({k: v}), flush=len)
-    writer.flush = lambda: None
-    logger = types.SimpleNamespace(log=lambda values, step: sent.update({step: values}))
+
+    def log(values, step):
+        sent.setdefault(step, {}).update(values)
+
+    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: log({k: v}, step), flush=lambda: None)
+    logger = types.SimpleNamespace(log=log)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda _: writer))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: logger))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: logger, Table=tuple_of))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"--report_to {kind}: not installed; pip install {kind}"):
         small_run(tmp_path / "out", report_to=kind)
@@ -1266,6 +1472,9 @@ def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
     names += " completions/clipped_ratio clip_ratio/region_mean sampling/sampling_logp_difference/mean"
     assert {f"train/{name}" for name in names.split()} | {"eval/accuracy"} <= set(sent[1])
     assert sent[1]["train/kl"] == lines(tmp_path / "out" / "metrics.jsonl")[1]["kl_k3"]
+    if kind == "wandb":
+        columns, table = sent[1]["completions"]
+        assert columns[1:3] == ["prompt", "completion"] and len(table) == 15 and len(table[0]) == len(columns)
 
 
 def test_quiet_and_verbose(capfd):
@@ -1279,7 +1488,7 @@ def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbe
     import transformers
 
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
-    shutil.copytree(Config().model, model)
+    shutil.copytree(grpo.BUNDLED["model"], model)
     tokenizer.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(model / name, tokenizer)
@@ -1304,7 +1513,7 @@ def test_compile_compiles_the_body(tmp_path, monkeypatch):
     small_run(tmp_path / "out", max_steps=1)
     assert compiled == []
     small_run(tmp_path / "out", max_steps=1, compile=True)
-    assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3Model", dict(dynamic=True))]
+    assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3DecoderLayer", dict(dynamic=True))] * 3
 
 
 def test_a_reward_that_fails_counts_zero_or_is_left_out():
@@ -1314,15 +1523,59 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
     scorer = Scorer(load_rewards("answer"))
     for failure, last in (("zero", 0.0), ("exclude", math.nan)):
         cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
-        assert grpo.score(samples, scorer, cfg) == {"exception": 1}
+        assert grpo.score(samples, scorer, 1, cfg).failures == {"exception": 1}
         rewards = [s.reward for s in samples]
         assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
         grpo.assign_advantages(samples, 1, cfg)
         mean = 0.5 if failure == "zero" else 2 / 3
         assert samples[0].advantage == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
-        metrics = grpo.sample_metrics(samples, [{"exception": 1}, {"exception": 2}], cfg)
-        assert metrics["reward"] == pytest.approx(mean) and metrics["reward_failed/exception"] == 3
+        assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
     scorer.close()
+
+
+REWARDS = """
+def wrong_key(completion, row): return float(row["anwser"] in completion)
+def sometimes(completion, row): return 1 / (len(completion) % 3)
+def none(completion, row): return None
+def messages(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **_):
+    assert prompts[0][-1] == {"role": "user", "content": "1+2="} and completions[0][0]["role"] == "assistant"
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_metric("from_step", trainer_state.global_step)
+    return [len(ids) + trainer_state.max_steps for ids in completion_ids]
+"""
+
+
+def test_a_reward_that_fails_is_said(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with pytest.raises(harness.TrainingError, match="every reward of the first step failed"):
+        small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:wrong_key")
+    line = r"reward wrong_key failed on sample \d+ of 15: exception: KeyError: 'anwser'"
+    assert re.search(line, capsys.readouterr().out)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:sometimes")
+    said = capsys.readouterr().out
+    assert said.count("reward sometimes failed on sample") == 1 and "ZeroDivisionError" in said
+    assert all(m["failed_rewards"] == m["reward_failed/exception"] for m in metrics if m.get("failed_rewards"))
+    shown = [int(n) for n in re.findall(r"FAILED REWARDS (\d+)", said)]
+    assert shown == [m["failed_rewards"] for m in metrics if m["failed_rewards"]] and 0 < shown[0] < 15
+    [metrics] = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:none", max_steps=1, num_minibatches=1)
+    assert metrics["reward"] == 0 and metrics["advantage_abs"] == 0 and metrics["failed_rewards"] is None
+
+
+def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
+    load = grpo.load_tokenizer
+
+    def with_template(cfg):
+        tokenizer = load(cfg)
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
+
+    monkeypatch.setattr(grpo, "load_tokenizer", with_template)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
+    assert [m["from_step"] for m in metrics] == [0, 1, 2, 3]
+    for row in lines(tmp_path / "out" / "completions.jsonl"):
+        assert row["reward"] == row["length"] + 4
 
 
 def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
@@ -1352,8 +1605,9 @@ def test_eval_every_eval_samples_and_log_completions(tmp_path):
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
     assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
-    samples = random_samples(6, 3)
-    assert [len(view.completion_records(samples, 1, count)) for count in (-1, 0, 2)] == [6, 0, 2]
+    for count, expected in ((-1, 15), (0, 0)):
+        small_run(out, max_steps=1, log_completions=count)
+        assert len(lines(out / "completions.jsonl")) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1364,7 +1618,7 @@ def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
     timing = ("time_", "tokens_per_s")
     metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
-    newest = grpo.checkpoints(str(out))[-1]
+    newest = harness.checkpoints(str(out))[-1]
     with open(os.path.join(newest, "model.safetensors"), "rb") as file:
         return metrics, lines(out / "completions.jsonl"), file.read()
 
@@ -1380,7 +1634,7 @@ def undisturbed(tmp_path_factory):
 def copy_cut_back(run, out, saved):
     """A copy of a run that kept every checkpoint, as if it had been killed after its first `saved` ones."""
     shutil.copytree(run, out)
-    for path in grpo.checkpoints(str(out))[saved:]:
+    for path in harness.checkpoints(str(out))[saved:]:
         shutil.rmtree(path)
 
 
@@ -1418,12 +1672,15 @@ def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(undistur
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     state = torch.load(out / "step_000004" / "trainer_state.pt", weights_only=True)
-    torch.save(state | dict(world_size=2), out / "step_000004" / "trainer_state.pt")
+    path = out / "step_000004" / "trainer_state.pt"
+    torch.save(state | dict(world_size=2), path)
+    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.checksum(path)}
+    (path.parent / "checksums.json").write_text(json.dumps(sums))
     options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=5)
     assert [m["step"] for m in small_run(out, **options)] == [1, 2, 3, 4, 5]
     assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
     monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
-    with pytest.raises(grpo.TrainingError, match="the machines hold different checkpoints"):
+    with pytest.raises(harness.TrainingError, match="the machines hold different checkpoints"):
         small_run(out, **options)
 
 
@@ -1438,15 +1695,33 @@ def test_an_earlier_run_is_moved_aside_and_nothing_to_resume_is_said(tmp_path, c
     assert "no checkpoint in" in capsys.readouterr().out and len(lines(tmp_path / "new" / "metrics.jsonl")) == 1
 
 
+def tracked_run(out, model=None, **options):
+    """A Run as train() makes one, around a tiny model that nobody trains."""
+    policy = Policy(model or tiny_model(), 1.0)
+    cfg = Config(model="m", out_dir=str(out), **options)
+    run = harness.Run(cfg, CPU, None, time.monotonic())
+    optimizer = grpo.make_optimizer(policy, cfg)
+    run.track(policy.model, optimizer, lambda path: policy.model.save_pretrained(path), 0)
+    return run
+
+
+METRICS = dict(reward=0.0, tokens=1, skipped_steps=0)
+
+
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    cfg = Config(out_dir=str(tmp_path), keep=2)
-    for step in range(1, 7):
-        (tmp_path / f"step_{step:06d}").mkdir()
-    grpo.prune_checkpoints(dict(step=2, eval_accuracy=0.5), cfg)
-    assert sorted(os.listdir(tmp_path)) == ["best", "step_000002", "step_000005", "step_000006"]
-    assert os.readlink(tmp_path / "best") == "step_000002"
-    grpo.prune_checkpoints(dict(step=6, eval_accuracy=0.6), cfg)
-    assert sorted(os.listdir(tmp_path)) == ["best", "step_000005", "step_000006"]
+    run, accuracies = (
+        tracked_run(tmp_path, eval_data="x", keep=2, save_every=1, max_steps=6),
+        [-3, -1, -2, -2, -2, -0.5],
+    )
+    for step in run.steps():
+        run.record(step, METRICS, [])
+        run.record_eval(step, dict(eval_accuracy=accuracies[step - 1], eval_stderr=0.0, eval_length=1.0))
+        if step == 6:  # what stands after the save of step 5
+            kept = sorted(name for name in os.listdir(tmp_path) if name[:4] in ("step", "best"))
+            assert kept == ["best", "step_000002", "step_000004", "step_000005"]  # negative, and still the best
+            assert os.readlink(tmp_path / "best") == "step_000002"
+    assert sorted(os.listdir(tmp_path))[-2:] == ["step_000005", "step_000006"]
+    assert os.readlink(tmp_path / "best") == "step_000006"
 
 
 def wait_for(condition, seconds=600):
@@ -1475,7 +1750,7 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path):
             kills += 1
         else:  # it came to its end first
             seconds *= 0.8
-        for path in grpo.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
+        for path in harness.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
             shutil.rmtree(path)
     assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
     assert state_of(out) == state_of(tmp_path / "whole")
@@ -1486,38 +1761,95 @@ def lines_whole(path):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_saves_and_exits_0_and_sigusr1_goes_on(fork, undisturbed, tmp_path, stop):
+def test_a_stop_saves_and_exits_0_and_a_save_goes_on(fork, undisturbed, tmp_path, stop):
     out = tmp_path / "out"
     rows = str(undisturbed.parent / "rows.jsonl")
     [pid], wait = fork("small_run", out, train_data=rows, save_every=0)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
-    os.kill(pid, signal.SIGUSR1)
-    wait_for(lambda: len(grpo.checkpoints(str(out))) >= 1)
+    if stop == signal.SIGTERM:
+        os.kill(pid, signal.SIGUSR1)
+    else:  # cannot miss, where a signal to torchrun would end it
+        (out / "save").touch()
+    wait_for(lambda: len(harness.checkpoints(str(out))) >= 1)
     os.kill(pid, stop)
     assert wait().returncode == 0
+    assert not (out / "save").exists()
     steps = len(lines(out / "metrics.jsonl"))
-    assert grpo.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
+    assert harness.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def stuck_run(out, how, marker, **options):
+    """A run whose third step takes an hour, in one place or another."""
+
+    def stuck(*_):
+        open(marker, "w").close()
+        if how == "one call":  # into which no signal comes: as in a backward pass of C++
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            ctypes.CDLL(None).sleep(3600)
+        time.sleep(3600)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "rollout":
+            honest = grpo.SeededSampling.__call__
+            steps = itertools.count()
+            patch.setattr(
+                grpo.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
+            )
+        elif how == "save":  # of the state after step 2
+            honest = harness.write_checkpoint
+            patch.setattr(harness, "write_checkpoint", lambda *args: stuck() if "02" in args[0] else honest(*args))
+        else:
+            at_step(patch, {3: stuck})
+        small_run(out, **options)
+
+
+@pytest.mark.parametrize("how", ["rollout", "step", "one call"])
+def test_a_stop_does_not_wait_for_the_step(fork, undisturbed, tmp_path, how):
+    """Steps of an hour: what the last whole one left is saved within 5 s, and the run goes on from there to the bit."""
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    [pid], wait = fork("stuck_run", out, how, tmp_path / "on", train_data=rows, save_every=0)
+    wait_for((tmp_path / "on").exists)
+    before = len(lines_whole(out / "metrics.jsonl"))
+    assert before >= 2 and harness.checkpoints(str(out)) == []
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: harness.checkpoints(str(out)), 30)  # within 5 s where the machine is quiet
+    done = wait()
+    assert done.returncode == 0 and f"step_{before:06d} is saved; go on with --resume" in done.stdout
     small_run(out, train_data=rows, resume="latest")
     assert state_of(out) == state_of(undisturbed)
 
 
 def test_a_second_signal_ends_the_run_at_once(fork, undisturbed, tmp_path):
-    """In the middle of a step that would take an hour; what was saved stays."""
-    out, slow = tmp_path / "out", tmp_path / "slow.py"
-    slow.write_text("import time\ndef f(completion, row):\n    open(__file__ + '.on', 'w')\n    time.sleep(3600)\n")
-    shutil.copytree(undisturbed, out)
-    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=9)
-    [pid], wait = fork("small_run", out, **options, reward=f"overlong,{slow}:f", reward_timeout=3600)
-    wait_for(lambda: os.path.exists(f"{slow}.on"))
+    """In the middle of a save that would take an hour; what was saved stays."""
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    [pid], wait = fork("stuck_run", out, "save", tmp_path / "on", train_data=rows)
+    wait_for((tmp_path / "on").exists)
     os.kill(pid, signal.SIGTERM)
     time.sleep(1.5)  # less: the same Ctrl-C, passed on by torchrun
     os.kill(pid, signal.SIGTERM)
     assert wait().returncode == 128 + signal.SIGTERM
-    assert state_of(out)[2] == state_of(undisturbed)[2]
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000001"]
+
+
+def test_an_error_saves_first(undisturbed, tmp_path, monkeypatch, capsys):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+
+    def fails():
+        raise harness.TrainingError("planted")
+
+    at_step(monkeypatch, {3: fails})
+    with pytest.raises(harness.TrainingError, match="planted"):
+        small_run(out, train_data=rows, save_every=0)
+    assert "step_000002 is saved; go on with --resume" in capsys.readouterr().out
+    monkeypatch.undo()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
 
 
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
-    log = view.JsonLines(str(tmp_path / "m.jsonl"), -1)
+    log = harness.JsonLines(str(tmp_path / "m.jsonl"), -1)
     log.write({"step": 1})
     whole_open = open
 
@@ -1528,7 +1860,7 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
         file.close()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(view, "open", full, raising=False)
+    monkeypatch.setattr(harness, "open", full, raising=False)
     log.write({"step": 2})
     monkeypatch.undo()
     assert "No space left on device" in capsys.readouterr().out
@@ -1569,7 +1901,7 @@ def test_a_full_disk_and_a_read_only_one(undisturbed, disk, monkeypatch, capsys)
     small_run(out, **options)
     said = capsys.readouterr().out
     assert [f"step {n}: could not save" in said for n in (1, 2, 3, 4)] == [False, True, True, True]
-    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000001"]
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000001"]
     assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
     disk("size=64m")
     at_step(monkeypatch, {2: lambda: disk("ro"), 3: lambda: disk("rw")})
@@ -1581,13 +1913,19 @@ def test_a_full_disk_and_a_read_only_one(undisturbed, disk, monkeypatch, capsys)
 
 
 def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "score", lambda samples, scorer, cfg: [setattr(s, "reward", 1.0) for s in samples] and {})
+
+    def score(samples, scorer, step, cfg):
+        for sample in samples:
+            sample.reward = 1.0
+        return reward.Scores([], {}, [])
+
+    monkeypatch.setattr(grpo, "score", score)
     honest = grpo.group_advantages
     monkeypatch.setattr(grpo, "group_advantages", lambda *args: honest(*args) + math.inf)
-    with pytest.raises(grpo.TrainingError, match="no finite gradient in 5 steps in a row"):
+    with pytest.raises(harness.TrainingError, match="no finite gradient in 5 steps in a row"):
         small_run(tmp_path / "out", max_steps=9)
     assert [m["skipped_steps"] for m in lines(tmp_path / "out" / "metrics.jsonl")] == [2] * 5
-    for path in grpo.checkpoints(str(tmp_path / "out")):
+    for path in harness.checkpoints(str(tmp_path / "out")):
         model = grpo.load_model(path, Config())
         assert all(p.isfinite().all() for p in model.parameters())
 
@@ -1596,23 +1934,11 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
     model = tiny_model()
     with torch.no_grad():
         next(model.parameters())[0, 0] = math.nan
-    cfg = Config(out_dir=str(tmp_path))
-    assert grpo.save_checkpoint(1, model, model.generation_config, None, None, {}, cfg, CPU) is None
-    assert os.listdir(tmp_path) == [] and "not saved, some parameters are not finite" in capsys.readouterr().out
-
-
-def test_a_bfloat16_checkpoint_resumes_in_full_precision(undisturbed, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), save_dtype="bfloat16")
-    small_run(tmp_path / "out", **options, max_steps=2)
-    small_run(tmp_path / "out", **options, resume="latest")
-    assert state_of(tmp_path / "out")[0] == state_of(undisturbed)[0]
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "step_000004", dtype="auto")
-    full = AutoModelForCausalLM.from_pretrained(undisturbed / "step_000004", dtype="auto")
-    assert half.dtype == torch.bfloat16 and full.dtype == torch.float32
-    for a, b in zip(half.parameters(), full.parameters(), strict=True):
-        assert torch.equal(a, b.bfloat16())
+    run = tracked_run(tmp_path, model, save_every=1, max_steps=1)
+    for step in run.steps():
+        run.record(step, METRICS, [])
+    assert harness.checkpoints(str(tmp_path)) == []
+    assert "not saved, some parameters are not finite" in capsys.readouterr().out
 
 
 def test_a_failed_save_does_not_stop_the_run(undisturbed, tmp_path, monkeypatch, capsys):
@@ -1628,6 +1954,221 @@ def test_a_failed_save_does_not_stop_the_run(undisturbed, tmp_path, monkeypatch,
     small_run(out, train_data=str(undisturbed.parent / "rows.jsonl"))
     assert len(calls) == 2 and capsys.readouterr().out.count("could not save") == 2
     assert state_of(out) == state_of(undisturbed)
+
+
+def test_what_others_left_is_moved_aside_and_nothing_of_the_user_is_touched(tmp_path, capsys):
+    out = tmp_path / "out"
+    for name in ("step_000050", "step_000100", "partial_results", "partial_000007"):
+        (out / name).mkdir(parents=True)
+        (out / name / "file").write_text(name)
+    (out / "notes.txt").write_text("mine")
+    small_run(out, keep=2)
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000003", "step_000004"]
+    assert {p.name for p in (tmp_path / "out.1").iterdir()} == {"step_000050", "step_000100", "partial_000007"}
+    assert (out / "notes.txt").read_text() == "mine" and (out / "partial_results" / "file").exists()
+    assert "held an earlier run (partial_000007, step_000050, step_000100): moved to" in capsys.readouterr().out
+    for path in harness.checkpoints(str(out)):
+        os.remove(os.path.join(path, "model.safetensors"))
+    small_run(out, resume="latest", max_steps=1)  # nothing to resume: as a fresh start
+    said = capsys.readouterr().out
+    assert said.count("is damaged") == 2 and "no checkpoint in" in said and "moved to" in said
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1]
+    assert len(lines(tmp_path / "out.2" / "metrics.jsonl")) == 4
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000001"]
+
+
+def test_a_directory_that_is_no_runs_is_refused(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    with pytest.raises(ConfigError, match="holds a config.json that is no run's"):
+        small_run(model, max_steps=1)
+    assert sorted(set(os.listdir(model)) - {".lock"}) == sorted(os.listdir(BUNDLED.model))
+
+
+def test_out_dir_may_be_a_link_end_in_a_slash_or_be_where_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for out in (f"{tmp_path}/link", f"{tmp_path}/link/"):
+        small_run(out, max_steps=1)
+        assert (tmp_path / "link").is_symlink() and len(lines(tmp_path / "real" / "metrics.jsonl")) == 1
+    assert len(lines(tmp_path / "real.1" / "metrics.jsonl")) == 1
+    monkeypatch.chdir(tmp_path / "real")
+    small_run(".", max_steps=1, train_data=str(tmp_path / "rows.jsonl"))
+    assert len(lines(tmp_path / "real.2" / "metrics.jsonl")) == 1
+
+
+def test_where_nothing_can_be_moved_out_it_is_moved_down(tmp_path, disk):
+    out = disk("size=64m")  # a mount point
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for _ in range(2):
+        small_run(out, max_steps=1, train_data=str(tmp_path / "rows.jsonl"))
+    assert len(lines(out / "earlier.1" / "metrics.jsonl")) == len(lines(out / "metrics.jsonl")) == 1
+
+
+def test_two_runs_in_one_directory_are_refused(fork, undisturbed, tmp_path):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    [pid], wait = fork("stuck_run", out, "step", tmp_path / "on", train_data=rows)
+    wait_for((tmp_path / "on").exists)
+    before = state_of(out)
+    for options in ({}, dict(resume="latest")):
+        with pytest.raises(ConfigError, match=rf"--out_dir .*: another run \(process {pid}\) is writing there"):
+            small_run(out, train_data=rows, **options)
+    assert state_of(out) == before and not (tmp_path / "out.1").exists()
+    os.kill(pid, signal.SIGKILL)
+    wait()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_checkpoint_of_another_directory_leaves_that_and_moves_what_is_here(undisturbed, tmp_path, capsys):
+    rows, other = str(undisturbed.parent / "rows.jsonl"), tmp_path / "other"
+    shutil.copytree(undisturbed, tmp_path / "whole")
+    small_run(other, max_steps=1, seed=7)
+    theirs = state_of(other)
+    whole = state_of(tmp_path / "whole")
+    resume = str(tmp_path / "whole" / "step_000002")
+    history = small_run(other, train_data=rows, resume=resume)
+    assert [m["step"] for m in history] == [3, 4] and state_of(other)[2] == whole[2]
+    assert state_of(tmp_path / "other.1") == theirs and state_of(tmp_path / "whole") == whole
+    for _ in range(2):  # twice in its own directory: nothing is in the way
+        small_run(tmp_path / "whole", train_data=rows, resume=resume)
+        assert state_of(tmp_path / "whole") == whole
+    assert {"step_000003.stale", "step_000003.stale.1"} <= set(os.listdir(tmp_path / "whole"))
+
+
+def test_a_restart_resumes_only_what_this_launch_wrote(undisturbed, tmp_path, monkeypatch, capsys):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    shutil.copytree(undisturbed, out)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    assert [m["step"] for m in small_run(out, train_data=rows, max_steps=2)] == [1, 2]
+    assert "resumed" not in capsys.readouterr().out
+    assert [m["step"] for m in small_run(out, train_data=rows)] == [1, 2, 3, 4]
+    assert "resumed from" in capsys.readouterr().out and state_of(out) == state_of(undisturbed)
+
+
+def test_resume_takes_the_runs_own_flags(undisturbed, tmp_path, monkeypatch, capsys):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    small_run(out, train_data=rows, seed=1, max_steps=2, beta=0.5)
+    cfg = grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "3"])
+    assert (cfg.seed, cfg.beta, cfg.max_steps, cfg.reward, cfg.out_dir) == (1, 0.5, 3, "overlong", str(out))
+    cfg = grpo.parse_args(["--resume", str(out / "step_000001"), "--seed", "0"])
+    assert (cfg.seed, cfg.beta, cfg.out_dir, cfg.resume) == (0, 0.5, str(out), str(out / "step_000001"))
+    grpo.train(grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "3"]))
+    said = capsys.readouterr().out
+    assert "changed since then: --max_steps 2 -> 3" in said and said.count("changed since then") == 1
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_the_reference_is_the_runs_own(undisturbed, tmp_path, capsys):
+    """A model that lies in the out_dir that is moved aside; another one under the same name."""
+    rows, out = str(undisturbed.parent / "rows.jsonl"), tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    options = dict(train_data=rows, model=str(out / "step_000004"), beta=0.1)
+    small_run(out, **options, max_steps=2)
+    assert f"--model was in it, and is now {tmp_path}/out.1/step_000004" in capsys.readouterr().out
+    cfg = grpo.parse_args(["--out_dir", str(out), "--resume", "--max_steps", "4"])
+    assert cfg.model == str(tmp_path / "out.1" / "step_000004")
+    with pytest.raises(ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"):
+        small_run(out, **(options | dict(model=BUNDLED.model)), resume="latest")
+    small_run(out, **(options | dict(model=BUNDLED.model, beta=0)), resume="latest")
+
+
+def test_a_resume_before_the_best_forgets_it(tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.2, 0.9, 0.3, 0.4, 0.5])
+    ended = dict(eval_stderr=0.0, eval_length=1.0)
+    monkeypatch.setattr(grpo, "evaluate", lambda *_: dict(eval_accuracy=next(accuracies)) | ended)
+    out, options = tmp_path / "out", dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1)
+    options |= dict(train_data=BUNDLED.train_data, num_minibatches=1)
+    small_run(out, max_steps=2, **options)
+    assert os.readlink(out / "best") == "step_000002"
+    (out / "step_000001" / "x").touch()
+    history = small_run(out, max_steps=2, resume=str(out / "step_000001"), **options)
+    assert history[-1]["eval_accuracy"] == 0.3 and os.readlink(out / "best") == "step_000002"  # better than 0.2
+    shutil.rmtree(out / "step_000002")
+    small_run(out, max_steps=1, resume=str(out / "step_000001"), **options)
+    assert os.readlink(out / "best") == "step_000001"
+
+
+@pytest.mark.parametrize("where", [100, -100])
+def test_a_changed_byte_is_found(undisturbed, tmp_path, where, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    for name, step in (("model.safetensors", 4), ("trainer_state.pt", 3)):
+        path = out / f"step_00000{step}" / name
+        content = bytearray(path.read_bytes())
+        content[where] ^= 1
+        path.write_bytes(content)
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    said = capsys.readouterr().out
+    assert "model.safetensors is not as it was written" in said and "step_000002 at step 2" in said
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_odd_lines_in_a_log_are_left_out_on_resume(undisturbed, tmp_path):
+    out = tmp_path / "out"
+    copy_cut_back(undisturbed, out, 2)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('null\n{"a": 1}\n[3]\n"step"\n{"step": null}\n{"step": 9')
+    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_the_users_generation_config_is_kept_as_it_is(undisturbed, tmp_path):
+    """transformers refuses to write some that it reads."""
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    mine = json.dumps(dict(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[1, 3]))
+    (model / "generation_config.json").write_text(mine)
+    small_run(tmp_path / "out", model=str(model), max_steps=1)
+    saved = tmp_path / "out" / "step_000001"
+    assert (saved / "generation_config.json").read_text() == mine
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
+    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")  # its source goes
+    assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
+    os.remove(model / "generation_config.json")
+    small_run(tmp_path / "none", model=str(model), max_steps=1)
+    assert not (tmp_path / "none" / "step_000001" / "generation_config.json").exists()
+
+
+def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "model_writer", lambda *_: lambda path: 1 / 0)
+    with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
+        small_run(tmp_path / "out")
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
+
+
+ORPHANS = """
+import os, sys, time, grpo
+honest = grpo.assign_advantages
+def assign(samples, step, cfg):
+    if step == 2:
+        open(os.environ["MARK"] + os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(3600)
+    return honest(samples, step, cfg)
+grpo.assign_advantages = assign
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
+    """Killed with -9: its ranks end, and free the directory. Asked to stop, in a step of an hour: they save."""
+    script, out, mark = tmp_path / "script.py", tmp_path / "out", tmp_path / "rank"
+    script.write_text(ORPHANS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *PRIME]
+    command += ["--rollout", "hf", "--save_every", 0, "--out_dir", out]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "MARK": str(mark)}
+    agent = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
+    wait_for(lambda: all(os.path.exists(f"{mark}{rank}") and read(f"{mark}{rank}") for rank in (0, 1)))
+    ranks = [psutil.Process(int(read(f"{mark}{rank}"))) for rank in (0, 1)]
+    agent.send_signal(how)
+    agent.wait()
+    assert gone(ranks, 30)
+    assert [os.path.basename(p) for p in harness.checkpoints(str(out))] == ["step_000001"][: how == signal.SIGTERM]
 
 
 def test_the_readme_matches_the_file():
@@ -1713,7 +2254,7 @@ def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
     ],
 )
 def test_what_cannot_be_loaded_is_named(options, message, tmp_path, monkeypatch):
-    options = dict(out_dir=str(tmp_path / "out")) | options
+    options = grpo.BUNDLED | dict(out_dir=str(tmp_path / "out")) | options
     monkeypatch.setattr(Policy, "continues_from_a_cache", lambda self: False)
     with pytest.raises(ConfigError) as error:
         grpo.train(Config(**options))
@@ -1846,12 +2387,12 @@ def fault_run(out, sampler, fault, monkeypatch):
         patch.setattr(sampler, "close", lambda: None)
         if fault == "cache":
             patch.setattr(sampler.llm, "reset_prefix_cache", lambda: len(pushes) > 1 or reset())
-        patch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "planted"))
+        patch.setattr(grpo, "make_sampler", lambda *_: sampler)
         options = dict(train_data=rows, num_prompts=2, num_generations=8, temperature=0.7 if fault == "raw" else 1.0)
         try:
             small_run(out, **options, max_steps=2, num_minibatches=1, learning_rate=1e-3, save_every=0)
             end = ""
-        except grpo.TrainingError as error:
+        except harness.TrainingError as error:
             end = str(error)
     return [m["sampler_gap"] for m in lines(os.path.join(out, "metrics.jsonl"))], end
 
@@ -1864,7 +2405,7 @@ def vllm_worker(folder):
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
     rng = np.random.default_rng(0)
     assert grpo.choose_sampler(cfg, CPU.device, False) == ("vllm", "asked for")  # sets the engine's environment
-    prompts = [rng.integers(2, 32, n).tolist() for n in (3, 9, 150)]
+    prompts = [ids_of(rng.integers(2, 32, n)) for n in (3, 9, 150)]
     for kind, tied in ENGINES:
         models = [tiny_model(kind, seed=seed, tie_word_embeddings=tied) for seed in (0, 1)]
         models[0].save_pretrained(f"{folder}/{kind}")
@@ -1873,7 +2414,8 @@ def vllm_worker(folder):
             sampler.push(model)
             hf = grpo.HFSampler(model, [1, 2], 0, cfg)
             ours, theirs = (s.generate(prompts, 1, [0, 1, 2], 0.0) for s in (sampler, hf))
-            same = [(a.ids, a.finish_reason) for (a,) in ours] == [(b.ids, b.finish_reason) for (b,) in theirs]
+            same = [texts(a) for a in ours] == [texts(b) for b in theirs]
+            same = same and [a.finish_reason for (a,) in ours] == [b.finish_reason for (b,) in theirs]
             drawn = sampler.generate(prompts, 8, [0, 1, 2], 0.7)
             samples = [
                 Sample(i, Prompt(p, "", {}), c.ids, c.logps, c.finish_reason)
@@ -1885,18 +2427,18 @@ def vllm_worker(folder):
                 np.abs(a[: len(s.sampler_logps)] - s.sampler_logps).max() for a, s in zip(logps, samples, strict=True)
             )
             again = sampler.generate(prompts[1:2], 8, [1], 0.7)[0]
-            stable = [c.ids for c in again] == [c.ids for c in drawn[1]]
+            stable = texts(again) == texts(drawn[1])
             ends = all((c.ids[-1] in (1, 2)) == (c.finish_reason == "stop") for group in drawn for c in group)
             results.setdefault(f"{kind} {'tied' if tied else 'untied'}", []).append([same, float(gap), stable, ends])
         sampler.close()
 
-    bundled = dict(max_completion_length=8, rollout="vllm")
+    bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
     sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
     with pytest.MonkeyPatch.context() as monkeypatch:
         for fault in FAULTS[:-1]:
             results[f"fault {fault}"] = fault_run(f"{folder}/{fault}", sampler, fault, monkeypatch)
         runs = dict(whole={}, resumed={}, off_policy=dict(num_minibatches=2))
-        monkeypatch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "shared"))
+        monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
         monkeypatch.setattr(sampler, "close", lambda: None)
         for name, options in runs.items():
             if name == "resumed":
@@ -1924,7 +2466,7 @@ def vllm_worker(folder):
     half = Config(dtype="bfloat16", **bundled)
     sampler = grpo.VLLMSampler([1], 150, half, CPU)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(grpo, "make_sampler", lambda *_: (sampler, "vllm", "shared"))
+        monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
         history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
         keys = ("sampler_gap", "tis_mean", "tis_max", "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
         results["half"] = [{key: m[key] for key in keys} for m in history]
@@ -2010,13 +2552,13 @@ class TestEngine:
 
         path = engine[0] / "whole" / "step_000003"
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        prompts = [tokenizer(text)["input_ids"] for text in QUESTIONS]
+        prompts = [ids_of(tokenizer(text)["input_ids"]) for text in QUESTIONS]
         sampler = sampler_of(grpo.load_model(str(path), Config()), max_completion_length=20)
         evaluated = [
             tokenizer.decode(c.ids, skip_special_tokens=True) for [c] in sampler.generate(prompts, 1, [0] * 3, 0)
         ]
         for ids, expected, served in zip(prompts, evaluated, engine[1]["texts"], strict=True):
-            out = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
+            out = model.generate(torch.tensor(ids)[None].long(), max_new_tokens=20, do_sample=False)[0, len(ids) :]
             assert tokenizer.decode(out, skip_special_tokens=True) == expected == served
 
     def test_two_ranks_with_vllm(self, engine, fork, tmp_path):
@@ -2028,9 +2570,7 @@ class TestEngine:
     def test_vllm_learns_like_hf(self, fork, default_run, tmp_path):
         done = fork("command_line", *DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")[1]()
         assert done.returncode == 0, done.stderr[-3000:]
-        mine = (
-            r"(config: |policy |\d+ train |memory plan |watch |step \d|  sample: |\w+: )"  # and nothing of the engine's
-        )
+        mine = r"(--dtype|flags: |policy |\d+ train |peak memory |watch |step \d|  sample: |\w+: )"  # nothing else's
         assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
         ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
         assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
@@ -2038,9 +2578,25 @@ class TestEngine:
         assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
 
     def test_sampler_and_trainer_differ_in_bfloat16(self, engine):
+        """By how much depends on the machine; on some they agree to the last bit."""
         for m in engine[1]["half"]:
-            assert 1e-4 < m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
-            assert m["sampler_ratio_q01"] < 1 < m["sampler_ratio_q99"] and m["tis_max"] <= 2
+            assert m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] <= 1 and 0.9 < m["tis_mean"] < 1.1
+            assert m["sampler_ratio_q01"] <= 1 <= m["sampler_ratio_q99"] and m["tis_max"] <= 2
+
+
+def test_what_is_measured_of_the_gap():
+    """Over all ranks and tokens, from sums: as from the whole list."""
+    log_ratio = torch.randn(1001, dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.3
+    cfg = Config(max_sampler_gap=1e9, tis_cap=1.5)
+    found = grpo.gap_metrics([grpo.gap_sums(part, cfg) for part in log_ratio.split(400)], cfg)
+    weight = log_ratio.exp().clamp(max=1.5)
+    assert found["sampler_gap"] == pytest.approx(log_ratio.abs().mean().item())
+    assert found["sampler_gap_max"] == pytest.approx(log_ratio.abs().max().item())
+    assert found["tis_mean"] == pytest.approx(weight.mean().item()) and found["tis_max"] == pytest.approx(1.5)
+    assert found["tis_ess"] == pytest.approx((weight.sum() ** 2 / (1001 * weight.square().sum())).item())
+    quantiles = np.quantile(log_ratio.exp().numpy(), (0.01, 0.99))
+    assert (found["sampler_ratio_q01"], found["sampler_ratio_q99"]) == pytest.approx(tuple(quantiles), rel=1e-5)
+    assert grpo.gap_metrics([grpo.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
 
 
 class RecordedLLM:
@@ -2079,11 +2635,11 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
 
 
 def test_ranks_of_one_engine_sample_the_same_prompts_and_one_of_them_keeps_them():
-    tokenizer, prompts = grpo.load_tokenizer(Config()), [Prompt([5 + i], "", {}) for i in range(5)]
+    tokenizer, prompts = grpo.load_tokenizer(BUNDLED), [Prompt(ids_of([5 + i]), "", {}) for i in range(5)]
 
     class Echo:
         def generate(self, prompts, n, seeds, temperature):
-            asked.append(prompts)
+            asked.append([p.tolist() for p in prompts])
             return [[grpo.Completion(p, np.zeros(1, np.float32), "stop")] * n for p in prompts]
 
     asked, kept = [], []
@@ -2109,14 +2665,15 @@ def test_which_sampler_and_why(monkeypatch):
 
 
 def test_an_engine_that_does_not_start(monkeypatch):
+    """Whatever --rollout says: a sampler that is a hundred times slower is no answer to a fault."""
+
     def broken(*_):
         raise RuntimeError("no memory\nfor it")
 
     monkeypatch.setattr(grpo, "VLLMSampler", broken)
-    made = grpo.make_sampler("vllm", "found", tiny_model(), [1], 0, 9, Config(), CPU)
-    assert isinstance(made[0], grpo.HFSampler) and made[1:] == ("hf", "vllm did not start: no memory")
-    with pytest.raises(grpo.TrainingError, match="vllm did not start: no memory .--verbose shows more"):
-        grpo.make_sampler("vllm", "asked for", tiny_model(), [1], 0, 9, Config(rollout="vllm"), CPU)
+    for rollout in ("auto", "vllm"):
+        with pytest.raises(harness.TrainingError, match="vllm did not start: no memory .--verbose shows more"):
+            grpo.make_sampler("vllm", tiny_model(), [1], 0, 9, Config(rollout=rollout), CPU)
 
 
 def test_a_token_without_its_log_probability_is_an_error():
@@ -2132,34 +2689,16 @@ def test_a_token_without_its_log_probability_is_an_error():
         (dict(logprobs=[{3: entry}, {4: nan}]), "non-finite log-probabilities"),
         (dict(finish_reason="abort"), "broken completion .abort"),
     ):
-        with pytest.raises(grpo.TrainingError, match=message):
+        with pytest.raises(harness.TrainingError, match=message):
             sampler.completion(types.SimpleNamespace(**(vars(fine) | change)))
 
 
-def test_memory_plan_counts_what_is_there_and_names_the_flags(monkeypatch):
-    model, cfg = tiny_model(), Config(micro_batch_tokens=10**6)
-    weights = 4 * sum(p.numel() for p in model.parameters())
-
-    def plan(reference=model, **options):
-        line = grpo.memory_plan(model, reference, 50, "hf", dataclasses.replace(cfg, **options), CPU.device)
-        return {name: float(size) * 1e9 for name, size in re.findall(r"[:,;] ([^:,;]+?) ([\d.e+-]+)(?=[,;]|$)", line)}
-
-    parts = plan()
-    assert parts["parameters"] == pytest.approx(weights, rel=0.06) and parts["Adam"] == pytest.approx(
-        2 * weights, rel=0.06
-    )
-    assert "reference (--beta)" in parts and "reference (--beta)" not in plan(None)
-    assert parts["together"] > 1.5 * plan(gradient_checkpointing=True)["together"]
-    assert parts["together"] > 1.5 * plan(micro_batch_tokens=10**5)["together"]
-    # the engine sleeps while activations are there: the larger of the two counts
-    card = types.SimpleNamespace(total_memory=10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    for share in (0.01, 0.9):
-        small = Config(micro_batch_tokens=1, vllm_gpu_memory_utilization=share)
-        gpu = grpo.memory_plan(model, None, 50, "vllm", small, torch.device("cuda"))
-        cpu = grpo.memory_plan(model, None, 50, "hf", dataclasses.replace(small, dtype="bfloat16"), CPU.device)
-        engine, together, alone = (float(line.split(" ")[-1]) for line in (gpu.split(";")[0], gpu, cpu))
-        assert engine == share and together == pytest.approx(max(alone, share), rel=0.05)
+def test_peaks_of_memory_are_said_after_the_first_step(tmp_path, capsys):
+    small_run(tmp_path / "out", max_steps=2)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("peak memory of the first step")]
+    peaks = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+) \(--", line)}
+    assert list(peaks) == ["rollout", "logps", "update"] and all(0.1 < value < 50 for value in peaks.values())
+    assert "update" in line and "--micro_batch_tokens" in line
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -2199,6 +2738,11 @@ def part(name, completion, prompt="", **row):
         ("\u0664\u0662", "42", 0),  # Arabic-Indic digits
         ("4_2", "42", 0),
         ("42e0", "42", 0),
+        ("1,234", "1234", 1),
+        ("1234", "1,234.0", 1),
+        ("\u221242", "-42", 1),
+        ("1,23", "123", 0),
+        ("$42", "42", 0),
         ("nan", "nan", 1),  # as text
         ("9" * 1001, "9" * 1001, 1),  # as text
         ("9" * 1001 + ".0", "9" * 1001, 0),
@@ -2228,7 +2772,7 @@ def test_think_prefilled_by_the_chat_template():
         ("1 + 2 = 3 apples", "3"),
         ("1,234", "1234"),
         ("so 1,234,567.50.", "1234567.5"),
-        ("1,2345", "2345"),
+        ("1,2345", None),
         ("1, 2, 3", "3"),
         ("$5", "5"),
         ("-$5", "-5"),
@@ -2242,18 +2786,28 @@ def test_think_prefilled_by_the_chat_template():
         ("\u22127", "-7"),
         ("x = -7", "-7"),
         ("(-7)", "-7"),
-        ("10-7", "7"),  # a difference, not a sign
-        ("x-7", "7"),
+        ("10-7", None),  # a difference, not a sign
+        ("10 - 7", None),
+        ("x-7", None),
+        ("x=-7", "-7"),
+        ("it is - 7", "-7"),
+        ("1/2", None),
+        ("10:45.", None),
+        ("5 million people", None),
+        ("18^2", None),
+        ("18 - 5 = 13!", "13"),
+        ("1 234", "1234"),
+        ("$\\frac{1}{2}$", None),
         (".5", "0.5"),
-        ("3.14.15", "15"),
-        ("1e3", "3"),
+        ("3.14.15", None),
+        ("1e3", None),
         ("007", "7"),
         ("#### 42", "42"),
         ("#### 1\n#### $1,042.", "1042"),
-        ("#### -42 (that is 6 * 7)", "-42"),
+        ("#### -42 (that is 6 * 7)", None),
         ("##### 42", "42"),
         ("7 #### none", None),
-        ("#### 5 \\boxed{6}", "5"),
+        ("#### 5 \\boxed{6}", None),
         ("\\boxed{41} \\boxed{42} and 7", "42"),
         ("\\boxed{ 42. }", "42"),
         ("$\\boxed{$42$}$", "42"),
@@ -2263,7 +2817,7 @@ def test_think_prefilled_by_the_chat_template():
         ("\\boxed{42\\%}", "42"),
         ("\\boxed{-4.20}", "-4.2"),
         ("\\boxed{x = 42}", None),
-        ("\\boxed{\\text{42}}", None),
+        ("\\boxed{\\text{42}}", "42"),
         ("\\boxed{42", None),
         ("\\boxed{}", None),
         ("\\boxed{\\boxed{42}}", "42"),
@@ -2274,12 +2828,72 @@ def test_think_prefilled_by_the_chat_template():
         ("9" * 1001, None),
         ("0" * 1000 + "1", None),
         ("9" * 1000, "9" * 1000),
-        ("4\x002", "2"),
-        ("\u202e42\u202c \ud800", "42"),
+        ("4\x002", None),
+        ("\u202e42\u202c \ud800", None),  # shown as 24
+        ("42 \ud800", "42"),
     ],
 )
 def test_final_number(text, expected):
     assert reward.final_number(text) == (None if expected is None else Decimal(expected))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        *((line, None) for line in ("", "none", "1/2", "1 1/2", "10:45", "5e3", "5E3", "5 e3", "18 or 19", "18-5")),
+        *((line, None) for line in ("18 - 5", "18^2", "18**2", "18\u00b2", "1 00", "1 0000", "1,00", "1.234,5", "1_8")),
+        *((line, None) for line in ("5 million", "5 billions", "5 Thousand", "5 hundredths", "5k", "5 K", "5M", "5bn")),
+        *((line, None) for line in ("5 dozen", "3 quarters", "2 halves", "2 squared", "5 point five", "5 plus two")),
+        *((line, None) for line in ("18x", "18 x 2", "18 i", "2 pi", "2\\pi", "18 18", "18, 19", "4=18", "x = 18")),
+        *(
+            (line, None)
+            for line in ("--18", "-$-18", "+-18", "18-", "1\u200b8", "\u0661\u0668", "\uff11\uff18", "0x18")
+        ),
+        *(
+            (line, None)
+            for line in ("18 is wrong", "not 18", "18?", "18\u4e07", "5 factorial", "18 m/2", "18 apples 2")
+        ),
+        *((line, None) for line in ("$\\frac{18}{1}$", "18_8", "18 and 19", "\n18", "18 to 19", "18 to nineteen")),
+        *((line, "18") for line in ("18", " 18.", "18.0", "+18", "**18**", "`18`", "(18)", "[18]", "$18$", "\\(18\\)")),
+        *(
+            (line, "18")
+            for line in ("$18", "\\$18", "\u20ac18", "\u00a3 18", "18 \u20ac", "18$", "US$18", "USD 18", "Rs. 18")
+        ),
+        *(
+            (line, "18")
+            for line in ("18%", "18 \\%", "18 percent", "18\u00b0", "18 \u00b0C", "18^\\circ", "18^{\\circ}C")
+        ),
+        *(
+            (line, "18")
+            for line in ("18 dollars", "18 dollars per day", "18 km/h", "18km", "18 m^2", "18 cm\u00b2", "18 m")
+        ),
+        *((line, "18") for line in ("18 \\text{ dollars}", "\\mathbf{18}", "\\boxed{18}", "18</answer>", "18\nand 19")),
+        *(
+            (line, "18")
+            for line in ("18\\,\\mathrm{km/h}", "$\\$18$", "18 apples a day.", "18\r\n", "{18}", "\\text{18 cups}")
+        ),
+        *(
+            (line, "-18")
+            for line in ("-18", "- 18", "\u201318", "\uff0d18", "\u221218", "\u2013 18", "-$18", "$-18", "- $ 18")
+        ),
+        *(
+            (line, "1234567")
+            for line in ("1,234,567", "1 234 567", "1\u00a0234\u202f567", "1\\;234\\,567", "1,\\!234{,}567")
+        ),
+        ("1 000 000", "1000000"),
+        ("-1000000000000000000000000000000001", "-1000000000000000000000000000000001"),
+    ],
+)
+def test_one_rule_after_the_marks(line, expected):
+    expected = None if expected is None else Decimal(expected)
+    assert reward.final_number("5 or 6\n#### " + line) == expected
+    if "\n" not in line and "answer" not in line:
+        assert reward.final_number("so \\boxed{" + line + "}") == expected
+
+
+def test_a_gold_answer_without_a_number_is_no_silent_zero():
+    scores = Scorer(load_rewards("gsm8k")).score(["18"], [{"answer": "#### 18 or 19"}])
+    assert scores.failed == [True] and "ends on no number" in scores.first_failure
 
 
 def test_gsm8k():
@@ -2288,8 +2902,7 @@ def test_gsm8k():
     assert part("gsm8k", "<think>1200</think>1201", answer=gold) == 0
     assert part("gsm8k", "<think>1200</think>", answer=gold) == 0
     assert part("gsm8k", "<think>1200", answer=gold) == 0
-    assert part("gsm8k", "", answer="") == 0
-    assert part("gsm8k", "none", answer="none") == 0
+    assert part("gsm8k", "", answer="1") == 0
     assert part("gsm8k", "42", answer=42.0) == 1
 
 
@@ -2307,6 +2920,13 @@ def test_gsm8k():
         ("<think> \n</think>b", 0),
         ("<think>a</think>", 0),
         ("<think>a</think>\u200b\x00", 0),
+        *(
+            (f"<think>a</think>{blank}", 0)
+            for blank in ("\u3164", "\u2800", "\u034f", "\ufe0f", "\U000e0041", "\u0301")
+        ),
+        *((f"<think>a</think>{blank}", 0) for blank in ("<|im_end|>", "<|im_end|> <|endoftext|>", "<\uff5cend\uff5c>")),
+        ("<think><|im_end|></think>b", 0),
+        ("<think>a</think>b<|im_end|>", 1),
         ("<think>a", 0),
         ("a</think>b", 0),
         ("b", 0),
@@ -2332,6 +2952,23 @@ def test_format(completion, expected):
         ("<answer>(8-2)*4*1 = 24.0</answer>", 1),
         ("<answer>(8\u22122)\u00d74\u00f71</answer>", 1),
         ("thus\n(8 - 2) * 4 * 1", 1),
+        *(
+            (f"<answer>{e}</answer>", 1)
+            for e in ("$(8-2)*4*1$", "(8-2)x4 x 1", "(8-2)X4*1", "[(8-2)*4]*1", "\\[(8-2)*4*1\\]")
+        ),
+        *(
+            (f"<answer>{e}</answer>", 1)
+            for e in (r"(8-2)\times 4\cdot1", r"\left(8-2\right)\times4\div 1", "(8-2)\u22c54\u00b71")
+        ),
+        *(
+            (f"<answer>{e}</answer>", 1)
+            for e in (r"$(8-2)\times 4\times 1 = 24$", r"\boxed{(8-2)*4*1} = 24.", r"\((8-2)*4*1\)")
+        ),
+        *(
+            (f"<answer>{e}</answer>", 0)
+            for e in ("(8-2)*4*1 = 24 or 25", "(8-2)*4*1 = 2 4", "(8-2)\\xtimes4*1", "(8-2]*4*")
+        ),
+        ("so\n$(8-2)*4*1 = 24$", 1),
         ("<answer>8/(2*1)*4+8</answer>", 0),
         ("<answer>1/(2/8)*4</answer>", 0),  # 16
         ("<answer>(8-2)*4*1 = 25</answer>", 0),
@@ -2372,6 +3009,8 @@ def test_countdown_is_exact():
     assert part("countdown", "<answer>3/3/1</answer>", **row) == 1
     assert part("countdown", "<answer>5 / 0</answer>", numbers=[5, 0], target=5) == 0
     assert part("countdown", "", numbers=[], target=0) == 0
+    assert part("countdown", "1+2", numbers=[1.5, 2], target=3) == 0
+    assert part("countdown", "1+2", numbers=["1", 2.0], target="3") == 1
 
 
 def test_overlong():
@@ -2388,6 +3027,24 @@ def test_math():
     assert part("math", "<think>x</think> \\boxed{0.5}", answer="$\\frac{1}{2}$") == 1
     assert part("math", "<think>\\boxed{0.5}</think>", answer="0.5") == 0
     assert part("math", "\\boxed{2}", answer="3") == 0
+    for wrong in (
+        "4=5",
+        "4=4=5",
+        "x=4=5",
+        "4=x=5",
+        "x^2=5",
+        "2x=5",
+        "4\\equiv 5",
+        "\\neq 5",
+        "4 \\to 5",
+        "4==5",
+        "4 = 5\\text{ cm}",
+    ):
+        assert part("math", f"\\boxed{{{wrong}}}", answer="5") == 0, wrong
+    for right in ("x=5", "2+3=5", "f(4)=5", "x_1 = 5", "x=2+3=5", "\\theta = 5"):
+        assert part("math", f"\\boxed{{{right}}}", answer="5") == 1, right
+    assert part("math", "\\boxed{4=5}", answer="4=5") == 1
+    assert part("math", "\\boxed{y=2x+1}", answer="2x+1") == part("math", "\\boxed{y=2x+1}", answer="y=2x+1") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -2405,7 +3062,10 @@ def test_no_text_breaks_a_built_in(text, prompt, gold):
     row = ROW | {"prompt_text": prompt, "answer": gold}
     for name in ("answer", "gsm8k", "format", "countdown"):
         for completion in (text, "<think>a</think>" + text):
-            assert reward.BUILT_IN[name].function(completion, row) in (0.0, 1.0)
+            try:
+                assert reward.BUILT_IN[name].function(completion, row) in (0.0, 1.0)
+            except ValueError as error:  # of the gold answer, never of the completion
+                assert name == "gsm8k" and reward.final_number(str(gold)) is None and "no number" in str(error)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -2463,8 +3123,20 @@ OP = {"+": reward.ast.Add, "-": reward.ast.Sub, "*": reward.ast.Mult, "/": rewar
         "." * 100_000,
         "\\," * 15_000,
         "\\boxed{" + "\\," * 40_000 + "1}",
+        "#### 1" + " apple" * 20_000,
+        "#### 1" + " 000" * 25_000,
+        "1 000 " * 20_000,
+        "1 " * 50_000,
+        "1 - " * 30_000,
+        "1\n" * 50_000,
+        "= 1" * 40_000,
+        "<|" * 50_000,
+        "<|" + "|" * 100_000,
+        "#### " + "$ " * 50_000,
+        "#### 1" + "a" * 100_000,
+        "x" * 100_000 + "=1",
     ],
-    ids=range(18),
+    ids=range(30),
 )
 def test_long_texts_take_linear_time(text):
     start = time.process_time()
@@ -2479,7 +3151,7 @@ def test_long_texts_take_linear_time(text):
 
 FUNCTIONS = """
 from __future__ import annotations
-import os, signal, subprocess, sys, threading, time
+import asyncio, os, signal, subprocess, sys, threading, time
 from dataclasses import dataclass
 import neighbour
 
@@ -2511,6 +3183,9 @@ def misbehave(completion, row):
     if completion == "allocate": return len(bytearray(1 << 45))
     if completion == "fork": os.fork()
     if completion == "fork and hang" and os.fork() == 0: time.sleep(10_000)
+    if completion == "stdin": return float(len(sys.stdin.read()))
+    if completion == "grandchild" and os.fork() == 0: time.sleep(10_000)
+    if completion == "grandchild": os._exit(3)
     if completion == "child": subprocess.Popen(["sleep", "9876"]); time.sleep(10_000)
     if completion == "modules": return sum(m in sys.modules for m in ("torch", "numpy", "grpo"))
     return 0.5
@@ -2532,8 +3207,32 @@ def trl_misbehave(completions, **kwargs):
         if c == "short": return []
     return [None if c == "none" else 1.0 for c in completions]
 
+def trl_dict(completions, **kwargs): return dict.fromkeys(range(len(completions)), 1.0)
+def trl_string(completions, **kwargs): return "1" * len(completions)
+
+def trl_everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer):
+    log_extra("seen", answer)
+    log_metric("batch", len(completions))
+    assert prompts[0][0]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
+def trl_overlong(completion_ids, **kwargs): return [-len(ids) for ids in completion_ids]
+def trl_only_keywords(**kwargs): return [float(c == a) for c, a in zip(kwargs["completions"], kwargs["answer"])]
+async def trl_waits(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [None if c == "none" else 2.0 for c in completions]
+class Scaled:
+    def __init__(self, scale): self.scale = scale
+    def __call__(self, completions, answer, **kwargs):
+        return [self.scale * (c == a) for c, a in zip(completions, answer)]
+trl_object = Scaled(3)
+
+def only_even(completion, row): return None if len(completion) % 2 else 4.0
+
 def one_argument(completion): return 1.0
-async def waits(completion, row): return 1.0
+async def waits(completion, row):
+    await asyncio.sleep(0.01)
+    return 1.0
 constant = 3
 from math import sqrt
 """
@@ -2545,9 +3244,7 @@ def file(tmp_path_factory):
     (folder / "neighbour.py").write_text("ZERO = 0\n")
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "dies.py").write_text(
-        "import multiprocessing, os\n"
-        "if multiprocessing.parent_process(): os._exit(1)\n"
-        "def length(completion, row): return 1.0\n"
+        "import os, sys\nif sys.argv == ['-c']: os._exit(1)\ndef length(completion, row): return 1.0\n"
     )
     (folder / "functions.py").write_text(FUNCTIONS)
     return str(folder / "functions.py")
@@ -2584,7 +3281,6 @@ def test_load(file):
         ("FILE:nothing", "no plain function nothing"),
         ("FILE:constant", "no plain function constant"),
         ("FILE:sqrt", "no plain function sqrt"),
-        ("FILE:waits", "no plain function waits"),
         ("FILE:one_argument", "takes neither"),
         ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
     ],
@@ -2623,13 +3319,16 @@ def scorer(file):
 
 def test_built_ins_start_no_process():
     scorer = Scorer(load_rewards("gsm8k:2,format:0.5"))
-    rows = [{"answer": "42"}, {"answer": "42"}, {}]
+    rows = [{"answer": "42"}, {"answer": "42"}, {"question": "a\nb", "prompt_text": "c"}]
     scores = scorer.score(["<think>a</think>42", "42", "42"], rows)
-    assert scorer.pool is None
+    assert not scorer.alive
     assert scores.totals == [2.5, 2.0, 0.0]
     assert scores.parts == {"gsm8k": [1.0, 1.0, 0.0], "format": [1.0, 0.0, 0.0]}
     assert scores.failed == [False, False, True] and scores.failures == {"exception": 1}
-    assert scores.first_failure == "gsm8k, sample 2: exception: KeyError: 'answer'"
+    assert re.fullmatch(
+        r"reward gsm8k failed on sample 3 of 3: exception: KeyError: 'answer' \(reward.py:\d+\); row: question='a\\nb'",
+        scores.first_failure,
+    )
     assert scorer.score([], []).totals == []
     scorer.close()
 
@@ -2639,7 +3338,6 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "raise": "exception",
         "sys.exit": "exception",
         "interrupt": "exception",
-        "none": "invalid",
         "nan": "invalid",
         "inf": "invalid",
         "string": "invalid",
@@ -2647,6 +3345,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "hang": "timeout",
         "exit": "died",
         "kill": "died",
+        "grandchild": "died",
         "allocate": "memory",
     }
     fine = {
@@ -2654,6 +3353,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
         "fork": 0.5,
         "fork and hang": 0.5,
         "modules": 0.0,
+        "stdin": 0.0,
         "\ud800\x00": 0.5,
         "a": 0.5,
         "b": 0.5,
@@ -2663,7 +3363,7 @@ def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
     assert scores.parts["misbehave"] == [0.0] * len(causes) + list(fine.values())
     assert scores.totals == [0.0] * len(causes) + [2 * value for value in fine.values()]
     assert scores.failed == [True] * len(causes) + [False] * len(fine)
-    assert scores.failures == {"exception": 3, "invalid": 5, "timeout": 1, "died": 2, "memory": 1}
+    assert scores.failures == {"exception": 3, "invalid": 4, "timeout": 1, "died": 3, "memory": 1}
     out, err = capfd.readouterr()
     assert "scoring a\n" in err and "scoring" not in out
 
@@ -2689,27 +3389,98 @@ def test_workers_that_cannot_start(file):
     dead.close()
 
 
+def test_none_means_that_a_reward_does_not_apply(scorer):
+    scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
+    assert str(scores.parts) == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"
+    assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
+    scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
+    assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
+
+
 def test_trl_functions(scorer):
-    rows = [{"answer": a, "prompt_text": prompt} for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))]
-    scores = scorer("trl", "trl_keywords").score(["1", "x", "3"], rows)
-    assert scores.parts == {"trl": [1.0, 0.0, 1.0], "trl_keywords": [2.0, 0.0, 1.0]}  # one prompt at a time
+    names = ["trl", "trl_keywords", "trl_overlong", "trl_only_keywords", "trl_waits", "trl_object"]
+    rows = [
+        {"answer": a, "prompt_text": prompt, "completion_ids": [1] * int(a)}
+        for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))
+    ]
+    scores = scorer(*names).score(["1", "x", "3"], rows)
+    assert scores.failures == {} and scores.first_retry == ""
+    assert list(scores.parts.values()) == [[1, 0, 1], [3, 0, 3], [-1, -2, -3], [1, 0, 1], [2, 2, 2], [3, 0, 3]]
+    assert scorer("waits").score(["a", "b"], [{}] * 2).totals == [1.0, 1.0]
+
+
+def test_trl_chats_state_and_logs(scorer):
+    chat = [{"role": "user", "content": "a"}]
+    row = {"answer": "1", "prompt": "a", "prompt_text": "<user>a", "prompt_messages": chat, "completion_ids": [1, 2]}
+    rows = [row | {"trainer_state": {"global_step": 1, "max_steps": 4}}] * 2
+    scores = scorer("trl_everything", "trl_chat").score(["abc", "de"], rows)
+    assert scores.parts == {"trl_everything": [2.25, 2.25], "trl_chat": [3, 2]}
+    assert scores.metrics == {"batch": 2} and scores.extra == {"seen": ["1", "1"]}
     trl_chat = scorer("trl_chat").rewards[0]
-    for chat, prompt in ((True, "a"), (None, [{"role": "user", "content": "a"}])):
-        assert reward.call_reward(trl_chat, ["abc"], [{"prompt": prompt}], chat) == ([3.0], "", "")
+    assert reward.call_reward(trl_chat, ["abc"], [{"prompt": chat}]).values == [3.0]  # chat data
+    failed = reward.call_reward(trl_chat, ["abc"], [{"prompt": chat, "prompt_messages": None, "prompt_text": "a"}])
+    assert failed.cause == "exception"  # a template made a string of it
 
 
-def test_trl_failures_are_retried_one_by_one(scorer):
+def test_trl_failures_are_retried_by_prompt_and_one_by_one(scorer):
     completions = ["a", "raise", "none", "b", "c", "hang", "d", "short"]
     rows = [{"prompt_text": str(i // 4)} for i in range(8)]
     scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
-    assert scores.totals == [1, 0, 0, 1, 1, 0, 1, 0]
-    assert scores.failures == {"exception": 1, "invalid": 2, "timeout": 1}
+    assert str(scores.totals) == "[1.0, 0.0, nan, 1.0, 1.0, 0.0, 1.0, 0.0]"
+    assert scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
+    assert "a call with 8 samples failed" in scores.first_retry and "ValueError: raise" in scores.first_retry
+    for name in ("trl_dict", "trl_string"):
+        assert scorer(name).score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
+
+
+@pytest.mark.parametrize("chat", (True, False))
+def test_trl_own_functions(chat, scorer, tmp_path):
+    """The library's functions through Scorer give what they give when its trainer calls them."""
+    trl = pytest.importorskip("trl.rewards")
+    (tmp_path / "own.py").write_text(
+        "from trl import rewards\n"
+        "from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward\n"
+        "cosine = rewards.get_cosine_scaled_reward(max_len=10)\n"
+        "repetition = rewards.get_repetition_penalty_reward(ngram_size=2)\n"
+        "overlong = rewards.get_soft_overlong_punishment(10, 4)\n"
+    )
+    own = reward.import_file(str(tmp_path / "own.py"))
+    names = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "cosine", "repetition", "overlong"]
+    assert len(names) == sum(len(n) for n in trl._import_structure.values())  # all of them
+    texts = ["<think>a</think>$\\boxed{4}$", "$\\boxed{5}$", "<think>$4$</think> so $4$", "", "$4$"]
+    ids = [[1, 2, 3], list(range(8)), [5] * 12, [], [1, 2, 1, 2]]
+    solutions = ["$4$", "$4$", "$4$", "$4$", "?"]
+    prompts = [[{"role": "user", "content": "2+2"}] if chat else "2+2" for _ in texts]
+    rows = [
+        {"solution": s, "completion_ids": i, "prompt_text": "2+2", "prompt_messages": p if chat else None}
+        for s, i, p in zip(solutions, ids, prompts, strict=True)
+    ]
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    spec = ",".join(f"{tmp_path}/own.py:{name}" for name in (names if chat else names[-2:]))
+    scorer = Scorer(load_rewards(spec), timeout=60)
+    scores = scorer.score(texts, rows)
+    scorer.close()
+    assert not scores.failures and not scores.first_retry
+    for name, parts in scores.parts.items():
+        columns = dict(prompts=prompts, completions=completions, completion_ids=ids, solution=solutions)
+        state = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
+        expected = [math.nan if value is None else value for value in getattr(own, name)(**columns, **state)]
+        assert parts == pytest.approx(expected, nan_ok=True), name
+    if chat:
+        assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(scores.parts["accuracy_reward"][4])
+
+
+def test_import_file(file):
+    assert reward.import_file(file).length("ab", {}) == 2 and reward.import_file(file) is reward.import_file(file)
+    for name, message in (("missing.py", "there is no file"), ("broken.py", "importing .* failed: ZeroDivisionError")):
+        with pytest.raises(ValueError, match=message):
+            reward.import_file(os.path.join(os.path.dirname(file), name))
 
 
 def workers(pid=None):
-    """The live pool workers (not multiprocessing's resource tracker) of a process and what these started."""
+    """The live reward workers of a process and what these started."""
     children = psutil.Process(pid).children()
-    pool = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    pool = [child for child in children if "_serve" in " ".join(child.cmdline())]
     return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
 
 
@@ -2755,7 +3526,7 @@ def test_workers_do_not_import_the_main_module_and_end_with_it(main, tmp_path):
     assert (tmp_path / "imported").read_text() == "__main__\n"
 
 
-def test_a_killed_trainer_leaves_no_process(main, tmp_path):
+def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
     command = [*main, "hang"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     process.stdout.readline()
@@ -2765,9 +3536,47 @@ def test_a_killed_trainer_leaves_no_process(main, tmp_path):
             break
         time.sleep(0.1)
     assert len(started) == 3
+    maps = [m.path for p in (psutil.Process(process.pid), *started) for m in p.memory_maps()]
+    assert not [path for path in maps if path.startswith("/dev/shm")]  # a forced end would leave it there
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert gone(started)
+
+
+SLOW_START = "import time\ntime.sleep(2)\ndef slow(completion, row): return time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("when", ("importing", "scoring"))
+def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path, when):
+    (tmp_path / "slow.py").write_text(SLOW_START)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import reward\n"
+        "scorer = reward.Scorer(reward.load_rewards('slow.py:slow'), timeout=60)\n"
+        "print('ready', flush=True)\n"
+        "try: scorer.score(['a'] * 8, [{}] * 8)\n"
+        "except KeyboardInterrupt: print('stopped', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, main[2]],
+        cwd=tmp_path,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "ready\n"
+    while len(started := workers(process.pid)) < 4:
+        time.sleep(0.01)
+    if when == "scoring":
+        time.sleep(6)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    for worker in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGINT)  # as a cluster's scheduler does: to every process
+    start = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 5 and gone(started)
+    assert (out, err, process.returncode) == ("stopped\n", "", 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -2829,11 +3638,31 @@ def test_view_draws(tmp_path):
     assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
 
 
+def test_view_draws_any_numbers(tmp_path):
+    largest, least = sys.float_info.max, 5e-324
+    odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
+    rng, dirs = random.Random(0), [str(tmp_path / name) for name in "abcd"]
+    for d, values in zip(dirs, ([largest], [least, 0], [largest, -largest], odd), strict=True):
+        write_run(d, steps=0)
+        with open(os.path.join(d, "metrics.jsonl"), "a") as f:
+            f.write('\nnull\n{"a": 1}\n[]\n"step"\n\x00\x00\n')
+            for step in (3, 1, 1, 2, 10**15, 10**400, -1, 1.5, "4", None):  # a resumed run's lines, and worse
+                row = {key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves}
+                f.write(json.dumps(row | dict(step=step, eval_stderr=rng.choice(values))) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in (dirs[:1], dirs[2:3], dirs):
+            view.draw(chosen, str(tmp_path / "odd.png"))
+            assert png_size(tmp_path / "odd.png") == (1600, 900)
+
+
 def test_view_reads_what_is_whole(tmp_path):
     rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(31))
     assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
     assert list(view.series(rows, "eval_stderr")) == [0]
+    resumed = [dict(step=2, loss=1), dict(step=1, loss=2), dict(step=2, loss=3, reward=0), dict(step=2)]
+    assert list(view.series(resumed, "loss").items()) == [(1, 2), (2, 3)]  # the later line of a step holds
     assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
     assert view.smooth([2.0] * 100) == [2.0] * 100
 
@@ -2844,29 +3673,40 @@ def test_view_names_tell_runs_apart():
     assert view.run_name("/r/c", ["/r/c", "/r/c"]) == "c"
 
 
-def test_view_table(tmp_path, capsys):
+def columns(line):
+    """Of a terminal: two for a wide character, none for a combining one."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
+    return len(line) + wide - sum(unicodedata.category(c) == "Mn" for c in line)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_view_table(tmp_path, monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
     lines = capsys.readouterr().out.split("\n")
     assert lines[0].startswith("step 20, 7 samples")
-    for line in lines:
-        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
-        assert len(line) + wide - sum(unicodedata.category(c) == "Mn" for c in line) <= 100
-        assert line.isprintable()  # nor a lone surrogate
+    assert max(map(columns, lines)) <= width
+    assert all(line.isprintable() for line in lines)  # nor a lone surrogate
     words = [word for line in lines for word in line.split()]
     advantages = [float(word) for word in words if word[0] in "+-" and word[1:].replace(".", "").isdigit()]
     assert advantages == [3, 2, 1, 0, -1.5, -2]  # and the one without stands last
-    text = "\n".join(lines)
-    for shown in (r"\x1b[31mred", r"\u202e", r"\ud800", "one\\ntwo\\t", "accuracy 1", "cut off", "…"):
-        assert shown in text
+    whole = "".join(words)  # whatever the lines were broken at
+    for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy1", "cutoff", "..."):
+        assert shown in whole
     view.main([str(tmp_path / "a"), "--step", "10"])
     assert capsys.readouterr().out.startswith("step 10, 7 samples")
 
 
-def test_view_columns_stand_under_each_other():
-    rows = [dict(step=1, group=0, prompt="漢字", completion="e\u0301" * 3, reward=1, advantage=1, length=5)]
-    rows += [dict(rows[0], prompt="ab", completion="abc " * 40)]
-    samples = [line for line in view.table(rows).split("\n") if "+1.000" in line]
-    assert len({view.width(line[: line.index("+1.000")]) for line in samples}) == 1
+def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    texts = ["[red]no markup[/red] [/] [link=x]", ":smile: &lt; 50 %", "e\u0301" * 3, "漢字", "a" * 4000 + " so 42"]
+    rows = [dict(step=1, group=0, prompt="p", completion=text, reward=1, advantage=1, length=5) for text in texts]
+    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    view.main([str(tmp_path), "--step"])
+    out = capsys.readouterr().out
+    assert all(text in out for text in texts[:4]) and "so 42" in out  # the answer stands at the end
+    samples = [line for line in out.split("\n") if "+1.000" in line]
+    assert len({columns(line[: line.index("+1.000")]) for line in samples}) == 1  # under each other
 
 
 def test_view_page(tmp_path, monkeypatch):
@@ -2904,7 +3744,7 @@ def test_view_page(tmp_path, monkeypatch):
         (["no_such_dir"], "no_such_dir"),
         (["empty"], "metrics.jsonl"),
         (["empty", "--step"], "completions.jsonl"),
-        (["a", "--step", "15"], "logged steps: 10, 20"),
+        (["a", "--step", "15"], "logged steps: 10 to 20"),
         (["a", "--step", "many"], "many"),
         (["a", "--stepp", "1"], "--stepp"),
         (["a", "b", "--step", "1"], "one run"),
@@ -2932,7 +3772,11 @@ def test_view_command_line(tmp_path):
     done = run("a", "b")
     assert (done.returncode, done.stdout, done.stderr) == (0, "curves.png\n", "")
     assert png_size(tmp_path / "curves.png") == (1600, 900)
-    done = run("a", "--step", PYTHONIOENCODING="ascii")  # not every terminal is UTF-8
+    done = run("a", "--step", PYTHONIOENCODING="ascii", COLUMNS="70")  # not every terminal is UTF-8
     assert done.returncode == 0 and "step 20" in done.stdout and done.stderr == ""
+    assert done.stdout.isascii() and max(map(len, done.stdout.split("\n"))) == 70
+    head = f"{sys.executable} {view.__file__} a --step | head -1"
+    done = subprocess.run(head, cwd=tmp_path, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("step 20") and done.stderr == ""
     done = run("a", "--step", "30")
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr

@@ -1,5 +1,5 @@
 """
-Look at what a run left in its out_dir. Pictures need matplotlib, tables need nothing.
+Look at what a run left in its out_dir. Pictures need matplotlib, tables rich.
 
 python view.py out                              # curves of a run: writes out/curves.png
 python view.py out_a out_b --out picture.png    # several runs in one picture
@@ -9,18 +9,13 @@ python view.py out --step 40 --html page.html   # the same with the full text, i
 
 import argparse
 import base64
-import contextlib
 import html
 import io
-import itertools
 import json
 import math
 import os
 import signal
 import sys
-import time
-import unicodedata
-from datetime import timedelta
 
 # -----------------------------------------------------------------------------
 # reading
@@ -35,26 +30,21 @@ def read_jsonl(path):
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and is_number(row.get("step")):
-                rows.append(row)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
+                rows.append(row)  # beyond 2**53 a float, and so an axis, cannot tell two steps apart
     return rows
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Not NaN, not infinite, and no integer that is too large for a float."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def series(rows, key):
-    """{step: value} of one key, without the steps that do not have it."""
-    return {row["step"]: row[key] for row in rows if is_number(row.get(key))}
-
-
-def read_beta(out_dir):
-    try:
-        with open(os.path.join(out_dir, "config.json"), encoding="utf-8") as f:
-            return json.load(f)["beta"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    """{step: value} of one key, by step, without the steps that do not have it. Of two lines of a step the later one
+    holds. Beyond 1e100 matplotlib's own sums overflow: what is larger is drawn there, what is tiny as 0."""
+    points = {row["step"]: max(-1e100, min(1e100, float(row[key]))) for row in rows if is_number(row.get(key))}
+    return {step: value if abs(value) > 1e-100 else 0.0 for step, value in sorted(points.items())}
 
 
 def run_name(out_dir, out_dirs):
@@ -70,12 +60,12 @@ def run_name(out_dir, out_dirs):
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only eval steps have
-    ("Reward", "train mean", [("reward", "", "-")]),
-    ("Eval accuracy", "fraction correct, ± 1 s.e.", [("eval_accuracy", "", "o-")]),
-    ("Completion length", "tokens", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
-    ("KL to the reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
+    ("Reward", "mean of the samples", [("reward", "", "-")]),
+    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "o-")]),
+    ("Length", "tokens a completion", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
+    ("KL to reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
     ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
-    ("Learning signal", "|A|, share", [("advantage_abs", "mean |A|", "-"), ("frac_zero_std", "A = 0", "--")]),
+    ("Signal", "mean |A|, share of groups", [("advantage_abs", "|A|", "-"), ("frac_zero_std", "A = 0", "--")]),
 ]
 NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
 
@@ -95,13 +85,11 @@ def draw(out_dirs, path):
     from matplotlib.lines import Line2D
 
     runs = [read_jsonl(os.path.join(d, "metrics.jsonl")) for d in out_dirs]
-    colors = list(itertools.islice(itertools.cycle(COLORS), len(runs)))
-    steps = [row["step"] for rows in runs for row in rows] or [0]
-    margin = (max(steps) - min(steps)) * 0.03 or 1
+    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 15, "text.parse_math": False}):
         fig = Figure(figsize=(16, 9), dpi=100, layout="constrained")
         fig.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
-        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3).flat, PANELS, strict=True):
+        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3, sharex=True).flat, PANELS, strict=True):
             drawn = []  # every value in the panel
             for rows, color in zip(runs, colors, strict=True):
                 for key, _, line in curves:
@@ -110,7 +98,7 @@ def draw(out_dirs, path):
                     drawn += y
                     if key == "eval_accuracy":
                         stderr = series(rows, "eval_stderr")
-                        ax.errorbar(x, y, [stderr.get(step, 0) for step in x], color=color, capsize=4)
+                        ax.errorbar(x, y, [abs(stderr.get(step, 0)) for step in x], color=color, capsize=4)
                     if line == "-":
                         ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
                     if "o" in line:
@@ -118,35 +106,36 @@ def draw(out_dirs, path):
                     else:
                         ax.plot(x, smooth(y), line, color=color, lw=2.5, marker="o" if len(x) == 1 else None)
 
-            ax.set_title(title, fontsize=18, fontweight="bold")
-            ax.set(xlabel="step", ylabel=ylabel, xlim=(min(steps) - margin, max(steps) + margin))
+            size = sorted(abs(y) for y in drawn if y)
+            median = size[len(size) // 2] if size else 0
+            least = 0  # of a tick's label
             ax.locator_params(nbins=6)
             ax.xaxis.get_major_locator().set_params(integer=True)
+            if not drawn:
+                text = "not logged" + "\n(beta 0: no reference model)" * ("KL" in title)
+                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
+                ax.set_yticks([])
+            elif title == "Eval accuracy" and 0 <= min(drawn) <= max(drawn) <= 1:
+                ax.set_ylim(-0.02, 1.02)
+            elif size and size[-1] > 30 * median:  # one spike must not flatten the rest
+                least, linear = median, max(1, math.log10(size[-1] / median) / 4)  # decades: labels keep apart
+                ax.set_yscale("symlog", linthresh=median, linscale=linear)
+                ax.yaxis.get_major_locator().set_params(numticks=6)
+                ylabel += f"\nlog above {median:.1g}"
+            elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
+                ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter(lambda y, _, least=least: f"{y:g}" if y == 0 or abs(y) >= least else "")
+            ax.set_title(title, fontsize=18, fontweight="bold", loc="left")
+            ax.set(xlabel="step", ylabel=ylabel)
+            ax.tick_params(labelbottom=True)
             ax.grid(color="#e6e6e6")
             ax.set_axisbelow(True)
             ax.spines[["top", "right"]].set_visible(False)
-            size = sorted(map(abs, drawn))
-            if not drawn:
-                no_reference = "KL" in title and not any(map(read_beta, out_dirs))
-                text = "not logged" + "\n(beta 0: no reference model)" * no_reference
-                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
-                ax.set_yticks([])
-            elif title == "Eval accuracy":
-                ax.set_ylim(-0.02, 1.02)
-            else:
-                median = size[len(size) // 2]
-                if size[-1] > 30 * median > 0:  # one spike must not flatten the rest
-                    ax.set_yscale("symlog", linthresh=median)
-                    ax.yaxis.get_major_locator().set_params(numticks=6)
-                elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
-                    ax.set_ylim(bottom=0)
-            if drawn and len(curves) > 1:
-                low, high = ax.get_ylim()  # and room for the legend
-                ax.set_ylim(low, high + 0.2 * (high - low) if ax.get_yscale() == "linear" else high * 10)
-                grey = {"color": "#444444", "lw": 2}
-                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], **grey) for *_, s in curves]
-                ax.legend(keys, [label for _, label, _ in curves], loc="upper left", ncols=2, frameon=False)
-            ax.yaxis.set_major_formatter("{x:g}")
+            if len(curves) > 1:  # beside the title, where no curve can be
+                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], lw=2, c="#444444") for *_, s in curves]
+                labels = [label for _, label, _ in curves]
+                place = dict(loc="lower right", bbox_to_anchor=(1, 0.99), borderpad=0, frameon=False)
+                ax.legend(keys, labels, ncols=2, handlelength=1.7, handletextpad=0.5, columnspacing=1, **place)
 
         names = [run_name(d, out_dirs) for d in out_dirs]
         columns = min(len(runs), max(1, 110 // (max(map(len, names)) + 8)))
@@ -168,10 +157,7 @@ def select(rows, step):
     known = sorted({row["step"] for row in rows})
     step = known[-1] if step == -1 and known else step
     if step not in known:
-        shown = [str(s) for s in known]
-        if len(shown) > 10:
-            shown[8:-1] = ["..."]
-        fail(f"no completions of step {step}; logged steps: {', '.join(shown) or 'none'}")
+        fail(f"no completions of step {step}; logged steps: {f'{known[0]} to {known[-1]}' if known else 'none'}")
     rows = [row for row in rows if row["step"] == step]
     return step, sorted(rows, key=lambda r: -r["advantage"] if is_number(r.get("advantage")) else math.inf)
 
@@ -200,52 +186,31 @@ def visible(text, keep=""):
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def width(text):
-    """Terminal columns that a text takes: two for a wide character, none for a combining one."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+def print_table(rows):
+    """As wide as the terminal, 80 columns where there is none. Of a long text the middle goes: the answer stands at
+    the end."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text  # takes [red] and :smile: as they stand
 
+    console = Console()
+    room = 3 * console.width  # characters of a text
 
-def wrap(text, room, limit):
-    """Lines of at most `room` columns, broken at a space where one is near. Of more than `limit` lines the
-    middle goes: the answer stands at the end."""
-    text = visible(text)
-    if len(text) > 2 * room * limit:
-        text = text[: room * limit] + text[-room * limit :]
-    lines = [""]
-    for c in text:
-        if width(lines[-1] + c) > room:
-            head, space, tail = lines[-1].rpartition(" ")
-            near = space and c != " " and len(tail) < room // 2
-            lines[-1:] = [head, tail] if near else [lines[-1], ""]
-        if c != " " or lines[-1] or len(lines) == 1:
-            lines[-1] += c
-    if len(lines) > limit:
-        lines = lines[: limit // 2] + ["…"] + lines[len(lines) - (limit - 1) // 2 :]
-    return lines
+    def text(lines):
+        lines = [visible(line).encode(console.encoding, "backslashreplace").decode(console.encoding) for line in lines]
+        return Text("\n".join(s if len(s) <= room else f"{s[: room // 2]} ... {s[-room // 2 :]}" for s in lines))
 
-
-def table(rows, room=100, limit=7):
-    """A table for the terminal: at most `room` columns wide, at most `limit` lines a sample."""
-    samples = [{name: [name] for name in COLUMNS}] + [cells(row) for row in rows]
-    rooms = {name: max(width(visible(line)) for s in samples for line in s[name]) for name in COLUMNS}
-    for name, most in {"group": 5, "reward": 9, "parts": 20, "advantage": 10, "length": 8}.items():
-        rooms[name] = min(rooms[name], most)
-    rest = room - 2 * (len(rooms) - 1) - (sum(rooms.values()) - rooms["prompt"] - rooms["completion"])
-    rooms["prompt"] = min(rooms["prompt"], max(rest * 2 // 5, rest - rooms["completion"]))
-    rooms["completion"] = min(rooms["completion"], rest - rooms["prompt"])
-    out = []
-    for sample in samples:
-        columns = [[line for text in sample[c] for line in wrap(text, rooms[c], limit)] for c in COLUMNS]
-        columns = [c if len(c) <= limit else c[: limit - 1] + ["…"] for c in columns]
-        for lines in itertools.zip_longest(*columns, fillvalue=""):
-            padded = []
-            for name, line in zip(COLUMNS, lines, strict=True):
-                space = " " * (rooms[name] - width(line))
-                padded.append(line + space if name in ("prompt", "completion", "parts") else space + line)
-            out.append("  ".join(padded).rstrip())
-        out.append("" if len(out) > 1 else "─" * (sum(rooms.values()) + 2 * (len(rooms) - 1)))
-    return "\n".join(out)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
+    for name in COLUMNS:
+        if name != "parts":  # they stand below the reward, which leaves more room for the texts
+            style = {} if name in ("prompt", "completion") else dict(max_width=20, justify="right")
+            table.add_column(name, overflow="fold", **style)
+    for row in rows:
+        columns = cells(row)
+        columns["reward"] += columns.pop("parts")
+        table.add_row(*map(text, columns.values()))
+    console.print(table)
 
 
 # -----------------------------------------------------------------------------
@@ -325,174 +290,6 @@ def page(out_dir, step, rows):
 
 
 # -----------------------------------------------------------------------------
-# the log of a run, while it runs
-
-
-def is_rank0():
-    """Known from torchrun's environment, before the ranks have met."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def say(text):
-    """One line of the log, from rank 0; above the progress bar where there is one."""
-    if is_rank0():
-        from tqdm import tqdm
-
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
-
-
-class JsonLines:
-    """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
-
-    def __init__(self, path, last_step):
-        """Keeps the lines up to last_step: what an interrupted run wrote after its checkpoint is made again."""
-        self.path, self.pending = path, []
-        kept = b""
-        if last_step >= 0 and os.path.exists(path):
-            with open(path, "rb") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):
-                        if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
-                            kept += line
-        with open(path + ".new", "wb") as file:
-            file.write(kept)
-        os.replace(path + ".new", path)
-        self.size = len(kept)
-
-    def write(self, *records):
-        self.pending += [json.dumps(record, default=str).encode() + b"\n" for record in records]
-        try:
-            with open(self.path, "r+b") as file:
-                file.seek(self.size)
-                file.truncate()  # half a line of a write that failed
-                file.write(b"".join(self.pending))
-        except OSError as error:
-            say(f"cannot write {self.path} ({error.strerror}): {len(self.pending)} lines wait for the next try")
-            return
-        self.size += sum(map(len, self.pending))
-        self.pending = []
-
-
-def completion_records(samples, step, count):
-    """What completions.jsonl holds of a step's first `count` samples (-1: of all)."""
-    return [
-        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
-        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
-        for s in (samples if count < 0 else samples[:count])
-    ]
-
-
-class RunLog:
-    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step or a progress bar, curves.png."""
-
-    def __init__(self, cfg, resumed_from):
-        """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
-        from tqdm import tqdm
-
-        self.cfg, self.history, self.rank0 = cfg, [], is_rank0()
-        if self.rank0:
-            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
-            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
-            self.history = read_jsonl(self.metrics.path)
-            self.report = reporter(cfg)
-        off = not (self.rank0 and sys.stderr.isatty())
-        self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
-        self.first, self.started = max(0, resumed_from), time.monotonic()
-
-    def record(self, metrics, samples=()):
-        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self.history.append(metrics)
-        if not self.rank0:
-            return
-        self.metrics.write(metrics)
-        self.completions.write(*completion_records(samples, metrics["step"], self.cfg.log_completions))
-        self.report(metrics["step"], trl_names(metrics))
-        if metrics["step"] == 0:
-            say(f"step 0: eval accuracy {accuracy(metrics)}")
-            return
-        if "eval_accuracy" in metrics:
-            shown = samples[metrics["step"] % len(samples)]
-            say(f"  sample: {shown.prompt.text!r} -> {shown.text!r} reward {shown.reward:g}")
-        self.bar.set_postfix(reward=metrics["reward"], refresh=False)
-        self.bar.update()
-        if self.bar.disable or "eval_accuracy" in metrics:
-            seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
-            say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
-
-    def close(self, total_seconds):
-        """Draws the curves and says the greppable end of the log."""
-        train_seconds = time.monotonic() - self.started
-        self.bar.close()
-        if not self.rank0:
-            return
-        try:
-            draw([self.cfg.out_dir], os.path.join(self.cfg.out_dir, "curves.png"))
-        except (OSError, ImportError) as error:  # a picture is not worth a run
-            say(f"no curves.png: {error}")
-        evals = [m for m in self.history if "eval_accuracy" in m]
-        values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
-        steps = max([self.first, *(m["step"] for m in self.history)])
-        tokens = sum(m["tokens"] for m in self.history if m["step"] > self.first)  # of this run, not of the resumed one
-        values |= dict(steps=steps, train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
-        values |= dict(tokens_per_s=f"{tokens / max(train_seconds, 1e-9):.0f}", out_dir=self.cfg.out_dir)
-        say("\n".join(f"{key}: {value}" for key, value in values.items()))
-
-
-def reporter(cfg):
-    """A function (step, values) that sends a step's values to a dashboard; imports its package only when asked."""
-    if cfg.report_to == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(cfg.out_dir)
-        return lambda step, values: [writer.add_scalar(k, v, step) for k, v in values.items()] and writer.flush()
-    if cfg.report_to == "wandb":
-        import wandb
-
-        run = wandb.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), dir=cfg.out_dir)
-        return lambda step, values: run.log(values, step=step)
-    return lambda step, values: None
-
-
-def trl_names(metrics):
-    """The metrics under the names that TRL's GRPOTrainer gives them, where it has them: dashboards carry over."""
-    names = dict(
-        lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean"
-    )
-    names |= dict(completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio")
-    names |= dict(sampler_gap="sampling/sampling_logp_difference/mean")
-    names |= dict(sampler_gap_max="sampling/sampling_logp_difference/max")
-    values = {}
-    for key, value in metrics.items():
-        if key.startswith("eval_"):
-            key = "eval/" + key.removeprefix("eval_")
-        elif key.startswith("reward/"):
-            key = f"train/rewards/{key.removeprefix('reward/')}/mean"
-        else:
-            key = "train/" + names.get(key, key)
-        if is_number(value):
-            values[key] = value
-    return values
-
-
-def accuracy(metrics):
-    return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
-
-
-def log_line(m, max_steps, seconds_per_step):
-    """The line of one step."""
-    left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
-    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
-    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap"}
-    line = f"step {m['step']}/{max_steps}"
-    for key, name in shown.items():
-        line += f" {name} {m[key]:.3g}" if is_number(m.get(key)) else ""
-    line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m["skipped_steps"] else ""
-    line += f" | eval {accuracy(m)}" if "eval_accuracy" in m else ""
-    return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
-
-
-# -----------------------------------------------------------------------------
 # command line
 
 
@@ -529,7 +326,8 @@ def main(argv=None):
                 f.write(text)
             print(args.html)
         else:
-            print(f"step {step}, {len(rows)} samples, highest advantage first\n\n{table(rows)}")
+            print(f"step {step}, {len(rows)} samples, highest advantage first\n")
+            print_table(rows)
     except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
         fail(str(e))
 

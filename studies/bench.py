@@ -163,15 +163,16 @@ def flags(files, spec, steps, sampler) -> list[str]:
     budget = 2048 if spec["stop"] is None else 8 * per_row
     named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=budget)
     named |= dict(max_steps=steps + 1, learning_rate=1e-6, eval_data="", eval_every=0, out_dir=tempfile.mkdtemp())
+    named |= dict(dtype="float32")
     return [text for name, value in named.items() for text in (f"--{name}", str(value))]
 
 
 def run_ours(files, spec, steps, sampler, extra) -> dict:
     import grpo
-    import view
+    import harness
 
     record, policies = Record(), []
-    forward, log, start = grpo.Policy.forward, view.RunLog.record, view.RunLog.__init__
+    forward, log, start = grpo.Policy.forward, harness.Log.step, harness.Log.__init__
 
     @contextlib.contextmanager
     def clock(self, phase):
@@ -194,8 +195,9 @@ def run_ours(files, spec, steps, sampler, extra) -> dict:
         start(self, *args)
         record.step_ends()
 
-    grpo.Clock.__call__, grpo.Policy.forward, view.RunLog.record, view.RunLog.__init__ = clock, counted, logged, begins
-    grpo.save_checkpoint = lambda *_, **__: None
+    grpo.Policy.forward, harness.Clock.__call__ = counted, clock
+    harness.Log.step, harness.Log.__init__ = logged, begins
+    harness.Run.save = harness.Run.rehearse = lambda self: None
     grpo.train(grpo.parse_args(flags(files, spec, steps, sampler) + extra))
     return record.result(sum(p.numel() for p in policies[0].parameters()))
 
@@ -224,11 +226,12 @@ def run_trl(files, spec, steps, sampler) -> dict:
     trainer = GRPOTrainer(files["model"], space["reward"], config, train_dataset=data)
     if best:
         import grpo
+        import harness
 
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
         cfg = grpo.parse_args(flags(files, spec, steps, "vllm"))
         grpo.choose_sampler(cfg, torch.device("cpu"), False)
-        world = grpo.World(0, 1, torch.device("cpu"))
+        world = harness.World(0, 1, torch.device("cpu"))
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
         def generate(prompt_ids, images, fields, num_generations, **_):
@@ -236,9 +239,10 @@ def run_trl(files, spec, steps, sampler) -> dict:
                 engine.push(trainer.model)
             with record.phase("rollout"):
                 seed[0] += 1
-                seeds = [grpo.seed_of(cfg.seed, 0, seed[0], i) for i in range(len(prompt_ids) // num_generations)]
-                groups = engine.generate(prompt_ids[::num_generations], num_generations, seeds, 1.0)
-            return [c.ids for group in groups for c in group], [c.logps.tolist() for group in groups for c in group]
+                seeds = [harness.seed_of(cfg.seed, 0, seed[0], i) for i in range(len(prompt_ids) // num_generations)]
+                prompts = [np.array(ids, dtype=np.int32) for ids in prompt_ids[::num_generations]]
+                drawn = [c for group in engine.generate(prompts, num_generations, seeds, 1.0) for c in group]
+            return [c.ids.tolist() for c in drawn], [c.logps.tolist() for c in drawn]
 
         trainer._generate_single_turn = generate
     else:
@@ -276,10 +280,11 @@ def bare_losses(model, ids, P: int, cfg):
 
 def run_floor(files, spec, steps) -> dict:
     import grpo
+    import harness
 
     record, cfg = Record(), grpo.parse_args(flags(files, spec, steps, "vllm"))
-    tokenizer, world = grpo.load_tokenizer(cfg), grpo.World(0, 1, torch.device("cpu"))
-    prompts, _ = grpo.load_prompts("train_data", [], tokenizer, cfg)
+    tokenizer, world = grpo.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
+    prompts = grpo.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
     grpo.choose_sampler(cfg, world.device, False)
     eos, _ = grpo.special_ids(model.generation_config, tokenizer, cfg)

@@ -24,7 +24,8 @@ from transformers.utils import logging
 
 import grpo
 import reward
-from grpo import Config, World
+from grpo import Config
+from harness import World
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
@@ -68,7 +69,8 @@ class Run:
     """Everything a run needs, on one CPU core. The settings are the bundled ones but for 8 prompts a step."""
 
     def __init__(self, **options):
-        self.cfg = cfg = Config(**dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9) | options)
+        lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
+        self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
         self.tokenizer, self.train_prompts, self.eval_prompts = data()
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
@@ -86,7 +88,7 @@ class Run:
         samples = grpo.sample(
             *(self.sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, self.tokenizer, cfg, CPU)
         )
-        grpo.score(samples, self.scorer, cfg)
+        grpo.score(samples, self.scorer, step, cfg)
         self.frac_zero_std = grpo.assign_advantages(samples, step, cfg)
         return samples
 
@@ -95,8 +97,7 @@ class Run:
             grpo.compute_logps(self.policy, samples, "old_logps", self.cfg, CPU)
         if self.cfg.beta > 0:
             grpo.compute_logps(self.reference, samples, "ref_logps", self.cfg, CPU)
-        signal = self.frac_zero_std < 1
-        return grpo.update(self.policy, self.policy, self.optimizer, samples, step, signal, self.cfg, CPU)
+        return grpo.update(self.policy, self.policy, self.optimizer, samples, step, self.cfg, CPU)
 
     def evaluate(self, n: int, step: int) -> dict:
         """Greedy, on the first n held-out prompts."""
@@ -122,10 +123,9 @@ class Run:
 
 @functools.cache
 def data():
-    cfg = Config()
+    cfg = Config(**grpo.BUNDLED)
     tokenizer, rewards = grpo.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    sets = (grpo.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
-    return tokenizer, *(prompts for prompts, _ in sets)
+    return tokenizer, *(grpo.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
@@ -135,7 +135,7 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
     for step in range(1, run.cfg.max_steps + 1):
         samples = run.rollout(step)
         metrics = dict(step=step) | (before(run, step, samples) or {} if before else {})
-        metrics |= dict(frac_zero_std=run.frac_zero_std) | grpo.sample_metrics(samples, [], run.cfg)
+        metrics |= dict(frac_zero_std=run.frac_zero_std) | grpo.sample_metrics(samples, run.cfg)
         metrics |= run.update(samples, step)
         if after:
             metrics |= after(run, step, samples)
@@ -154,9 +154,10 @@ class Recorder:
         self.policy, self.param_groups = policy, [{"lr": 0.0}]
 
     def step(self):
-        self.gradient = torch.cat([p.grad.flatten() for p in self.policy.parameters()])
+        pass
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.policy.parameters()])
         for p in self.policy.parameters():
             p.grad = None
 
@@ -164,8 +165,9 @@ class Recorder:
 def update_gradient(run: Run, samples: list, **options):
     """The gradient [P] of one optimiser step, unclipped, through grpo.update itself."""
     recorder = Recorder(run.policy)
-    cfg = Config(beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, **options)
-    grpo.update(run.policy, run.policy, recorder, samples, 1, True, cfg, CPU)
+    free = dict(beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048)
+    cfg = Config(**(grpo.BUNDLED | free | options))
+    grpo.update(run.policy, run.policy, recorder, samples, 1, cfg, CPU)
     return recorder.gradient
 
 

@@ -51,7 +51,7 @@ def sides(files: dict, spec: dict) -> dict:
     model, tokenizer = grpo.load_model(cfg.model, cfg), grpo.load_tokenizer(cfg)
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
-    prompts, _ = grpo.load_prompts("train_data", [], tokenizer, cfg)
+    prompts = grpo.load_prompts("train_data", [], tokenizer, cfg)
     sampler = grpo.HFSampler(model, *grpo.special_ids(model.generation_config, tokenizer, cfg), cfg)
     drawn = grpo.prompts_of_step(prompts, 1, cfg)
     samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
@@ -60,7 +60,7 @@ def sides(files: dict, spec: dict) -> dict:
 
     def ours():
         grpo.compute_logps(policy, samples, "ref_logps", cfg, CPU)
-        grpo.update(policy, policy, optimizer, samples, 1, True, cfg, CPU)
+        grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
 
     ids, P = rows_without_padding(samples, model.config.vocab_size)
 

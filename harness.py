@@ -1,0 +1,991 @@
+"""What every trainer needs and no paper is about: flags, ranks, rows from files, the run's directory and its lock,
+checkpoints, signals, the clock, the log and the dashboards.
+
+Nothing in here knows what an advantage is: grpo.py uses this file, never the other way round.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import difflib
+import fcntl
+import gc
+import json
+import math
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+import zlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.rendezvous import rendezvous
+
+import view
+from reward import import_file
+
+BAD_STEPS = 5  # steps in a row without a finite gradient that end a run
+
+# ----------------------------------------------------------------------------------------------------------------
+# Errors and exit codes
+
+
+class ConfigError(Exception):
+    """What the user asked for cannot be done: one line that names the flag or file. Exit code 2."""
+
+
+class TrainingError(Exception):
+    """The run cannot go on: a message that says why. Exit code 1."""
+
+
+class Stopped(BaseException):
+    """A signal asked the run to end. No Exception, so that no library swallows it."""
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def exit_code(program: str, call, less_memory: str) -> int:
+    """Calls it. What ends it is one line and an exit code: 2 for what the user asked for, 1 for the rest."""
+
+    def fail(code, message, wait=0):
+        """What every rank finds by itself, local rank 0 says, and the others only if it did not."""
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
+            time.sleep(wait)
+        print(f"{program}: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
+        return code
+
+    try:
+        call()
+        return 0
+    except ConfigError as error:
+        return fail(2, f"error: {error}", wait=10)
+    except TrainingError as error:
+        return fail(1, f"stopped: {error}", wait=10)
+    except KeyboardInterrupt:  # before the run has its own handler
+        return fail(130, "interrupted before the first step; nothing was written")
+    except torch.OutOfMemoryError as error:
+        return fail(1, f"stopped: {first_line(error)} To need less: {less_memory}")
+    except RuntimeError as error:
+        if dist.is_initialized() and re.search("onnection (closed|reset)|gloo|NCCL", str(error)):
+            return fail(1, "stopped: another rank is gone; why, says the report of the machine that it ran on")
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Flags: every field of a dataclass is one
+
+
+def flag(default, help, choices=None, low=None, high=2**31 - 1, group=None, bare=None):
+    """A field that is a flag. group: the heading that begins with it; bare: its value when it stands alone."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, group=group, bare=bare))
+
+
+def parse_flags(config, argv, program: str, description: str) -> dict:
+    """The flags that were given, {name: value}; defaults are not among them."""
+
+    def boolean(text):
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    here, group = os.path.dirname(os.path.abspath(__file__)), parser
+    for f in dataclasses.fields(config):
+        about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
+        group = parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] else group
+        options = dict(help=f"{about} [{str(f.default).removeprefix(here + os.sep)}]")
+        options |= dict(metavar="|".join(choices) if choices else "X", type=f.type)
+        if f.type is bool:
+            options |= dict(type=boolean, nargs="?", const=True)
+        elif f.metadata["bare"]:
+            options |= dict(nargs="?", const=f.metadata["bare"])
+        elif f.type == float | None:
+            options |= dict(type=lambda text: None if text.lower() == "none" else float(text))
+        group.add_argument(f"--{f.name}", **options)
+    try:
+        values, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from None
+    if unknown:
+        names = [f"--{f.name}" for f in dataclasses.fields(config)]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
+        raise ConfigError(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+    return vars(values)
+
+
+def check_flags(cfg) -> None:
+    """Types, choices and bounds, as the fields have them. Impossible values stop here."""
+    for f in dataclasses.fields(cfg):
+        value, choices, low, high = (getattr(cfg, f.name), *(f.metadata[key] for key in ("choices", "low", "high")))
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = number if f.type in (int, float) else isinstance(value, f.type)
+        need(f.type is not bool or fits, cfg, f.name, "must be true or false")
+        need(fits and (f.type is not int or value == int(value)), cfg, f.name, f"must be of type {f.type}")
+        need(not number or math.isfinite(value), cfg, f.name, "must be a finite number")
+        need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices or ())}")
+        need(low is None or value >= low, cfg, f.name, f"must be at least {low}")
+        need(f.type is not int or value <= high, cfg, f.name, f"must be at most {high}")
+
+
+def need(fine, cfg, name: str, why: str) -> None:
+    if not fine:
+        raise ConfigError(f"--{name} {getattr(cfg, name)}: {why}")
+
+
+def differing_flags(cfg, defaults) -> str:
+    """What differs from the defaults, as it would be typed."""
+    values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    return " ".join(f"--{k} {v if v != '' else repr(v)}" for k, v in values.items() if v != getattr(defaults, k))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Ranks: the same code with one process and with many
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    def gather(self, items: list) -> list:
+        """The lists of all ranks, one after the other, on every rank."""
+        if self.size == 1:
+            return items
+        parts = [None] * self.size
+        dist.all_gather_object(parts, items)
+        return [item for part in parts for item in part]
+
+
+def is_rank0() -> bool:
+    """Known from torchrun's environment, before the ranks have met."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def pick_device(kind: str) -> torch.device:
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+
+
+def join_world(device: torch.device) -> World:
+    """Under torchrun, meet the other ranks. Objects travel over gloo, gradients over NCCL where there is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return World(0, 1, device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store, rank, size = next(rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun --max_restarts keeps the addresses of the dead
+            store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def leave_world(world: World) -> None:
+    if world.size > 1:
+        dist.barrier()  # nobody leaves while rank 0 still writes
+        gc.collect()  # DDP before its group: freed after it, it can wait for gloo's thread, which waits for the GIL
+    if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
+        dist.destroy_process_group()
+
+
+def seed_of(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 2)
+
+
+def seed_everything(seed: int) -> None:
+    """Nothing here draws from the global generators; a reward or a changed copy that does, resumes exactly too."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def read_rows(path: str, name: str) -> list[dict]:
+    """Rows of a JSONL, JSON, CSV or parquet file, a hub dataset name:config:split, or path/to/file.py:function."""
+    where, (file, _, function) = f"--{name} {path}", path.rpartition(":")
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) and not os.path.exists(path)
+    try:
+        if file.endswith(".py"):
+            rows = list(getattr(import_file(os.path.abspath(file)), function)())
+        elif hub or path.endswith(".parquet"):
+            rows = dataset_rows(path)
+        else:
+            rows = file_rows(path, where)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: {getattr(error, 'strerror', None) or first_line(error)}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        bad = next((i for i, row in enumerate(rows, 1) if not isinstance(row, dict)), 1)
+        raise ConfigError(f"{where} row {bad}: must be a JSON object")
+    if not rows:
+        raise ConfigError(f"{where}: no rows")
+    return rows
+
+
+def file_rows(path: str, where: str) -> list:
+    with open(path, encoding="utf-8", newline="") as file:
+        if path.endswith(".csv"):
+            return list(csv.DictReader(file))
+        text = file.read()
+    rows, whole = [], path.endswith(".json")
+    for number, line in enumerate([text] if whole else text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            row = "" if whole else f" row {number}"
+            raise ConfigError(f"{where}{row}: not valid JSON ({error})") from None
+    return rows[0] if whole and rows else rows
+
+
+def dataset_rows(path: str) -> list[dict]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError("no such file; a hub dataset or parquet needs pip install datasets") from None
+    if path.endswith(".parquet"):
+        return list(load_dataset("parquet", data_files=path, split="train"))
+    repository, config, split = (path.split(":") + ["", ""])[:3]
+    return list(load_dataset(repository, config or None, split=split or "train"))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The run's directory: one run writes there, and what others left is moved aside, never overwritten, mixed or removed
+
+WRITTEN = re.compile(  # by a run; nothing else in out_dir is ever touched
+    r"(config\.json|metrics\.jsonl|completions\.jsonl|best)(\.new)?|curves\.png|events\.out\.tfevents\..*|wandb"
+    r"|save|(step|partial)_\d{6,}|step_\d{6,}\.stale(\.\d+)?"
+)
+
+
+def claim_out_dir(cfg, resumed: str):
+    """Rank 0 only: locks out_dir, moves aside what it holds of other runs, writes config.json. Returns the config (a
+    model that was moved has a new path) and the lock. resumed: the checkpoint to go on from, or empty."""
+    out = os.path.realpath(cfg.out_dir)  # of a link, of `out/`, of `.`
+    with contextlib.ExitStack() as undo:
+        try:
+            os.makedirs(out, exist_ok=True)
+            lock = lock_out_dir(cfg.out_dir)
+            undo.callback(os.close, lock)
+            if not resumed or os.path.dirname(os.path.realpath(resumed)) != out:
+                cfg = move_aside(out, cfg)
+            for name in os.listdir(out):
+                if re.fullmatch(r"partial_\d{6,}", name):  # a save that a kill cut short
+                    shutil.rmtree(os.path.join(out, name))
+            with open(os.path.join(out, "config.json.new"), "w") as file:
+                json.dump(dataclasses.asdict(cfg), file, indent=1)
+            os.replace(os.path.join(out, "config.json.new"), os.path.join(out, "config.json"))
+        except OSError as error:
+            raise ConfigError(f"--out_dir {cfg.out_dir}: {error.strerror}") from None
+        undo.pop_all()
+        return cfg, lock
+
+
+def lock_out_dir(out_dir: str) -> int:
+    """An open, locked file: the system frees it with the process, however that ends."""
+    handle = os.open(os.path.join(out_dir, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    for wait in [0.1] * 30 + [0]:  # the ranks of a torchrun that was killed take a second to notice
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait:
+                time.sleep(wait)
+                continue
+            pid = os.read(handle, 20).decode().split(" ")[0]
+            os.close(handle)
+            raise ConfigError(f"--out_dir {out_dir}: another run (process {pid}) is writing there") from None
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()} {launch()}".encode())
+        return handle
+
+
+def launch() -> str:
+    """Names this start of torchrun, and stays the same over its --max_restarts."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
+
+
+def restarted(out_dir: str) -> bool:
+    """Whether torchrun --max_restarts brought back the very run that last wrote in out_dir."""
+    with contextlib.suppress(OSError), open(os.path.join(out_dir, ".lock")) as lock:
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        return again and lock.read().partition(" ")[2] == launch()
+    return False
+
+
+def move_aside(out: str, cfg):
+    """What a run left in out goes to out.1 (or .2, ...), or into out/earlier.1 where nothing can be moved out."""
+    names = sorted(name for name in os.listdir(out) if WRITTEN.fullmatch(name))
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(out, "config.json")) as file:
+        if "out_dir" not in json.load(file):
+            raise ConfigError(f"--out_dir {cfg.out_dir}: holds a config.json that is no run's; name another directory")
+    for base in (out, os.path.join(out, "earlier")) if names else ():
+        aside = free_name(base, start=1)
+        try:
+            os.mkdir(aside)
+            os.replace(os.path.join(out, names[0]), os.path.join(aside, names[0]))  # not across a mount point
+        except OSError:
+            if base != out:
+                raise
+            continue
+        for name in names[1:]:
+            os.replace(os.path.join(out, name), os.path.join(aside, name))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        say(f"{cfg.out_dir} held an earlier run ({shown}): moved to {aside}")
+        for flag_ in ("model", "tokenizer"):
+            folder, name = os.path.split(os.path.realpath(getattr(cfg, flag_)))
+            if folder == out and name in names:
+                cfg = dataclasses.replace(cfg, **{flag_: os.path.join(aside, name)})
+                say(f"--{flag_} was in it, and is now {getattr(cfg, flag_)}")
+        break
+    return cfg
+
+
+def free_name(base: str, start: int = 0) -> str:
+    """base, or base.1, base.2, ...: the first that does not exist."""
+    number = start
+    while os.path.lexists(name := f"{base}.{number}" if number else base):
+        number += 1
+    return name
+
+
+def run_config(config, resume: str, out_dir: str) -> dict:
+    """The flags of the run that --resume goes on with: its config.json, less what this version does not know."""
+    folder = out_dir if resume == "latest" else os.path.dirname(os.path.abspath(resume))
+    known = {f.name for f in dataclasses.fields(config)} - {"resume", "out_dir"}
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            saved = {name: value for name, value in json.load(file).items() if name in known}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return saved | dict(out_dir=folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints: a directory that from_pretrained loads, trainer_state.pt, and a checksum of every file
+
+
+@dataclass
+class Checkpoint:
+    path: str
+    state: dict
+
+
+def checkpoints(out_dir: str) -> list[str]:
+    """Complete checkpoint directories, oldest first."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{6,}", name))
+    return [os.path.join(out_dir, f"step_{step:06d}") for step in steps]
+
+
+def checksum(path: str) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def load_checkpoint(path: str) -> Checkpoint:
+    """OSError if a file of it is missing, cut short or changed."""
+    try:
+        with open(os.path.join(path, "checksums.json")) as file:
+            for name, expected in json.load(file).items():
+                if checksum(os.path.join(path, name)) != expected:
+                    raise OSError(f"{name} is not as it was written")
+        state = torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises half a dozen types on a torn file
+        raise OSError(first_line(error)) from None
+    return Checkpoint(path, state)
+
+
+def find_checkpoint(cfg) -> Checkpoint | None:
+    """What --resume asks for, a named checkpoint or the newest whole one in out_dir; None: from the beginning."""
+    if cfg.resume not in ("", "latest"):
+        try:
+            return load_checkpoint(cfg.resume)
+        except OSError as error:
+            raise ConfigError(f"--resume {cfg.resume}: not a whole checkpoint ({error})") from None
+    if not cfg.resume and not restarted(cfg.out_dir):
+        return None
+    for path in reversed(checkpoints(cfg.out_dir)):
+        try:
+            return load_checkpoint(path)
+        except OSError as error:
+            say(f"checkpoint {path} is damaged ({error}): trying the one before")
+    say(f"--resume: no checkpoint in {cfg.out_dir}, starting from the beginning")
+    return None
+
+
+def model_writer(model, tokenizer, source: str):
+    """write(directory), which writes what from_pretrained loads. The generation_config.json of `source` comes along as
+    it is: transformers refuses to write some that it reads."""
+    from transformers.utils import cached_file
+
+    generation = None
+    with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
+        generation = file.read()
+
+    def write(path):
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        file = os.path.join(path, "generation_config.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(file)  # the one that samples for us
+        if generation is not None:
+            with open(file, "wb") as target:
+                target.write(generation)
+
+    return write
+
+
+def write_checkpoint(final: str, partial: str, write_model, state: dict) -> None:
+    """It gets its name only when it is whole."""
+    shutil.rmtree(partial, ignore_errors=True)
+    write_model(partial)
+    torch.save(state, os.path.join(partial, "trainer_state.pt"))
+    sums = {name: checksum(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
+    with open(os.path.join(partial, "checksums.json"), "w") as file:
+        json.dump(sums, file, indent=1)
+    for name in [*sums, "checksums.json", "."]:
+        fsync(os.path.join(partial, name))
+    if os.path.isdir(final):
+        os.replace(final, free_name(final + ".stale"))
+    os.replace(partial, final)
+    fsync(os.path.dirname(final))
+
+
+def fsync(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def link_best(out_dir: str, best: dict) -> None:
+    """The link `best` points to the best checkpoint, if that is still there; else there is none."""
+    link, name = os.path.join(out_dir, "best"), f"step_{best['step']:06d}" if best else ""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(link + ".new")
+    if best and os.path.isdir(os.path.join(out_dir, name)):
+        os.symlink(name, link + ".new")
+        os.replace(link + ".new", link)
+    elif os.path.islink(link):
+        os.remove(link)
+
+
+def fingerprint(model) -> int:
+    """Names the weights: the sum of their bits, by parameter. The same on every device."""
+    parameters = enumerate(model.parameters(), 1)
+    sums = (n * int(p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64)) for n, p in parameters)
+    return sum(sums) % 2**63
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The run
+
+
+class Run:
+    """A run between its first and its last step: it saves when that is due, on signals, and on the way out of an error.
+
+    SIGTERM and SIGINT end it where it is: a step is a pure function of (seed, step), so what the last whole step left
+    is saved, unless it is already, and the broken one is made again after --resume. Only an optimiser that works is
+    waited for, until the step is recorded. SIGUSR1, or a file `save` in out_dir, saves after the step.
+    """
+
+    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float):
+        self.world, self.started, self.rank0 = world, started, world.rank == 0
+        self.checkpoint, self.best, self.lock_file = checkpoint, {}, None
+        self.step = self.saved = self.first = checkpoint.state["step"] if checkpoint else 0
+        if len(set(world.gather([self.first]))) > 1:
+            raise TrainingError(
+                f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it, or copy them"
+            )
+        if self.rank0:  # every rank has read what it needs of an earlier run, which may now be moved
+            cfg, self.lock_file = claim_out_dir(cfg, checkpoint.path if checkpoint else "")
+        self.cfg = world.gather([cfg])[0]
+        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
+        self.lock = threading.Lock()  # held while weights change and while they are saved
+        self.held, self.whole, self.stopping, self.left = False, True, False, False
+        self.alone = True  # rank 0 can save without the others
+        self.model, self.bad, self.said = None, 0, set()
+        self.log = Log(self.cfg, self.first if checkpoint else -1, self.rank0)
+
+    def track(self, model, optimizer, write_model, identity: int) -> None:
+        """What a checkpoint is made of. write_model(directory) writes what from_pretrained loads; identity: that of
+        the weights before the first step. A resumed run gets its optimiser's state back here."""
+        self.model, self.optimizer, self.write_model, self.identity = model, optimizer, write_model, identity
+        optimizer.register_step_pre_hook(lambda *_: self.hold(whole=False))
+        if self.checkpoint:
+            self.restore()
+        elif self.rank0:
+            self.rehearse()
+
+    def state(self) -> dict:
+        """What trainer_state.pt holds. Called on every rank when a save is due."""
+        return dict(optimizer=self.optimizer.state_dict())
+
+    def restore(self) -> None:
+        state, out = self.checkpoint.state, self.cfg.out_dir
+        self.optimizer.load_state_dict(state.pop("optimizer"))  # pop: nothing else keeps it in memory
+        say(f"resumed from {self.checkpoint.path} at step {self.first}")
+        for name, old in state["config"].items():
+            if name != "resume" and getattr(self.cfg, name, None) != old:
+                say(f"  changed since then: --{name} {old} -> {getattr(self.cfg, name, 'gone')}")
+        if state["world_size"] != self.world.size:
+            say(f"  {state['world_size']} ranks before, {self.world.size} now: the sums round differently from here on")
+        if self.rank0:
+            for newer in checkpoints(out):
+                if int(newer.rpartition("_")[2]) > self.first:  # of a future that this run now leaves
+                    os.replace(newer, free_name(newer + ".stale"))
+            there = state["best"] and os.path.isdir(os.path.join(out, f"step_{state['best']['step']:06d}"))
+            self.best = state["best"] if there else {}
+            link_best(out, self.best)
+        self.best = self.world.gather([self.best])[0]
+
+    def rehearse(self) -> None:
+        """That a checkpoint can be written is proved before the first step, not found out after hours."""
+        trial = os.path.join(self.cfg.out_dir, "partial_000000")
+        try:
+            self.write_model(trial)
+            room, size = shutil.disk_usage(trial).free, sum(entry.stat().st_size for entry in os.scandir(trial))
+        except Exception as error:
+            why = f"no checkpoint can be saved there ({first_line(error)})"
+            raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
+        if room < 3 * size:  # weights and both of Adam's moments
+            say(f"warning: {self.cfg.out_dir} has {room / 1e9:.2g} GB free, a checkpoint takes {3 * size / 1e9:.2g}")
+
+    def steps(self):
+        """The numbers of the steps that are left. After each one: what is due is saved."""
+        for step in range(self.first + 1, self.cfg.max_steps + 1):
+            seed_everything(seed_of(self.cfg.seed, 2, step, self.world.rank))
+            yield step
+            accuracy, best = self.log.history[-1].get("eval_accuracy"), self.best.get("eval_accuracy", -math.inf)
+            better = accuracy is not None and accuracy > best
+            if better:
+                self.best = dict(step=step, eval_accuracy=accuracy)
+            due = better or step == self.cfg.max_steps or (self.cfg.save_every and step % self.cfg.save_every == 0)
+            asked = self.rank0 and os.path.exists(os.path.join(self.cfg.out_dir, "save"))
+            if asked:
+                os.remove(os.path.join(self.cfg.out_dir, "save"))
+            if any(self.world.gather([due or asked])):
+                self.save()
+
+    def record(self, step: int, metrics: dict, rows: list[dict]) -> None:
+        """The step is whole: from here on a stop saves it. rows: of its samples, for completions.jsonl."""
+        self.hold()
+        times = self.clock.take()
+        speed = dict(tokens_per_s=metrics["tokens"] / max(1e-9, sum(times.values())))
+        self.log.step(dict(step=step) | metrics | speed | times, rows)
+        self.step, self.whole = step, True
+        self.release()
+        if step == self.first + 1:
+            self.clock.say_peaks()
+        self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
+        if self.bad == BAD_STEPS:
+            raise TrainingError(
+                f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
+                "at the rewards and at completions.jsonl, and go on with --resume"
+            )
+
+    def say_once(self, what: str, line: str) -> None:
+        if line and what not in self.said:
+            self.said.add(what)
+            say(line)
+
+    def eval_due(self, step: int) -> bool:
+        """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
+        last, every = self.log.history[-1:], self.cfg.eval_every
+        done = bool(last) and last[0]["step"] == step and "eval_accuracy" in last[0]
+        due = step in (0, self.cfg.max_steps) or bool(every and step % every == 0)
+        return bool(self.cfg.eval_data) and self.world.gather([due and not done])[0]
+
+    def record_eval(self, step: int, metrics: dict) -> None:
+        """Adds an eval's metrics to the line of its step."""
+        self.hold()
+        self.log.add(step, metrics)
+        self.release()
+
+    # -- saving
+
+    def save(self) -> None:
+        state = self.state()
+        self.hold()
+        self.write(state)
+        self.release()
+
+    def write(self, state: dict) -> None:
+        """Rank 0 writes the last whole step. A save that fails is said and leaves the checkpoint before in place: the
+        run goes on, the next save tries again."""
+        if not self.rank0 or self.saved == self.step:
+            return
+        final, partial = (os.path.join(self.cfg.out_dir, f"{kind}_{self.step:06d}") for kind in ("step", "partial"))
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            say(f"step {self.step}: not saved, some parameters are not finite; the checkpoint before stands")
+            return
+        state |= dict(step=self.step, config=dataclasses.asdict(self.cfg), best=self.best)
+        state |= dict(world_size=self.world.size, identity=self.identity)
+        try:
+            write_checkpoint(final, partial, self.write_model, state)
+            self.saved = self.step
+            for path in checkpoints(self.cfg.out_dir)[: -self.cfg.keep] if self.cfg.keep else []:
+                if int(path.rpartition("_")[2]) != self.best.get("step"):
+                    shutil.rmtree(path)
+            link_best(self.cfg.out_dir, self.best)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk their way
+            say(f"step {self.step}: could not save ({error}); the checkpoint before stands, the next save tries again")
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def save_last(self) -> str:
+        """Saves what the last whole step left, if it is not saved yet and still there; says what stands."""
+        if self.step > 0 and self.whole and self.alone:
+            self.write(self.state())
+        if not self.saved:
+            return f"stopped in step {self.step + 1}; nothing is saved"
+        path = os.path.join(self.cfg.out_dir, f"step_{self.saved:06d}")
+        return f"stopped in step {self.step + 1}, {path} is saved; go on with --resume"
+
+    # -- signals
+
+    def hold(self, whole: bool | None = None) -> None:
+        """Until release() no stop comes in between, and the weights are nobody else's."""
+        if not self.held:
+            self.held = True  # first: a signal that comes now waits already
+            self.lock.acquire()
+        self.whole = self.whole if whole is None else whole
+
+    def release(self) -> None:
+        self.lock.release()
+        self.held = False
+        if self.stopping:
+            raise Stopped
+
+    def on_stop(self, number, frame) -> None:
+        first, self.stopping = not self.stopping, True
+        if first and not self.held:
+            raise Stopped
+
+    def on_save(self, number, frame) -> None:
+        with contextlib.suppress(OSError), open(os.path.join(self.cfg.out_dir, "save"), "w"):
+            pass
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():  # only there signals can be had
+            hear, tell = os.pipe()
+            os.set_blocking(tell, False)
+            handlers = {signal.SIGTERM: self.on_stop, signal.SIGINT: self.on_stop, signal.SIGUSR1: self.on_save}
+            for number, handler in handlers.items():
+                self.exits.callback(signal.signal, number, signal.signal(number, handler))
+            self.exits.callback(os.close, tell)  # ends the thread
+            self.exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(tell, warn_on_full_buffer=False))
+            threading.Thread(target=self.watch, args=(hear,), daemon=True).start()
+        return self
+
+    def watch(self, hear: int) -> None:
+        """A thread that hears signals, too, while the main thread sits in one long call."""
+        parent, asked, numbers = os.getppid(), None, b" "
+        while numbers:
+            ready = select.select([hear], [], [], 1.0)[0]
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
+                os._exit(1)  # torchrun was killed: no orphan trains on beside a --resume
+            numbers = os.read(hear, 64) if ready else b" "
+            for number in set(numbers) & {signal.SIGTERM, signal.SIGINT}:
+                if asked is None:
+                    asked = time.monotonic()
+                    threading.Thread(target=self.leave, daemon=True).start()
+                elif time.monotonic() - asked > 1:  # sooner: the same Ctrl-C, which torchrun passes on again
+                    os._exit(128 + number)
+        os.close(hear)
+
+    def leave(self) -> None:
+        """Ends the process if the main thread, deep in a call, does not come to it by itself."""
+        time.sleep(3)
+        with self.lock:
+            line = self.save_last()
+        time.sleep(2)  # it may be closing what it had opened
+        if not self.left:
+            say(f"signal: {line}")
+            os._exit(0)
+
+    def __exit__(self, kind, error, trace):
+        if error is not None and self.model is not None:
+            self.hold()
+            say(("signal: " if self.stopping else "") + self.save_last())
+            self.lock.release()
+        self.held = True  # no more stops
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.log.close(time.monotonic() - self.started, self.best)
+            self.exits.close()
+        self.left = True
+        if self.lock_file is not None:
+            os.close(self.lock_file)
+        return self.stopping
+
+
+class Clock:
+    """Seconds of each phase of a step, and in the first one the peak of memory."""
+
+    def __init__(self, device):
+        self.device, self.seconds, self.peaks, self.first = device, {}, {}, True
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        self.peak()
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[f"time_{phase}"] = time.perf_counter() - started
+        self.peaks[phase] = self.peak()
+
+    def take(self) -> dict:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def peak(self) -> float:
+        """The most bytes in use since the last call: of torch on a GPU, of the process elsewhere (Linux)."""
+        if self.first and self.device.type == "cuda":
+            most = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            return float(most)
+        with contextlib.suppress(OSError):
+            if self.first:
+                with open("/proc/self/status") as status, open("/proc/self/clear_refs", "w") as reset:
+                    most = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+                    reset.write("5")
+                    return 1024.0 * most
+        return 0.0
+
+    def say_peaks(self) -> None:
+        self.first = False
+        where = "on the GPU" if self.device.type == "cuda" else "resident"
+        flags = dict(rollout="--vllm_gpu_memory_utilization", logps="--beta 0")
+        flags |= dict(update="--micro_batch_tokens, --gradient_checkpointing")
+        shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
+        if shown:
+            say(f"peak memory of the first step, GB {where}, and what lowers it: {', '.join(shown)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The log
+
+
+def say(text: str) -> None:
+    """One line of the log, from rank 0; above the progress bar where there is one."""
+    if is_rank0():
+        from tqdm import tqdm
+
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stdout)
+        sys.stdout.flush()
+
+
+class JsonLines:
+    """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
+
+    def __init__(self, path: str, last_step: int):
+        """Keeps the lines up to last_step: what an interrupted run wrote after its checkpoint is made again."""
+        kept = []
+        if last_step >= 0 and os.path.exists(path):
+            with open(path, "rb") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
+                            kept.append(line)
+        with open(path + ".new", "wb") as file:
+            file.writelines(kept)
+        os.replace(path + ".new", path)
+        self.path, self.pending, self.size = path, [], sum(map(len, kept))
+        self.last = self.size - len(kept[-1]) if kept else 0  # where the last line begins
+
+    def write(self, *records, again=False) -> None:
+        """again: in place of the last line."""
+        if again and self.pending:
+            self.pending.pop()
+        elif again:
+            self.size = self.last
+        self.pending += [json.dumps(record, default=str).encode() + b"\n" for record in records]
+        try:
+            with open(self.path, "r+b") as file:
+                file.seek(self.size)
+                file.write(b"".join(self.pending))
+                file.truncate()  # half a line of a write that failed
+        except OSError as error:
+            say(f"cannot write {self.path} ({error.strerror}): {len(self.pending)} lines wait for the next try")
+            return
+        self.size += sum(map(len, self.pending))
+        self.last = self.size - len(self.pending[-1]) if self.pending else self.last
+        self.pending = []
+
+
+class Log:
+    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step or a progress bar, curves.png."""
+
+    def __init__(self, cfg, resumed_from: int, rank0: bool):
+        """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
+        from tqdm import tqdm
+
+        self.cfg, self.history, self.rank0, self.shown = cfg, [], rank0, ""
+        if rank0:
+            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
+            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
+            self.history = view.read_jsonl(self.metrics.path)
+            self.report = reporter(cfg)
+        off = not (rank0 and sys.stderr.isatty())
+        self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
+        self.first, self.started = max(0, resumed_from), time.monotonic()
+
+    def step(self, metrics: dict, rows: list[dict]) -> None:
+        metrics |= dict(num_tokens=metrics["tokens"] + (self.history[-1].get("num_tokens", 0) if self.history else 0))
+        metrics = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.history.append(metrics)
+        if not self.rank0:
+            return
+        count = self.cfg.log_completions
+        self.metrics.write(metrics)
+        self.completions.write(*(rows if count < 0 else rows[:count]))
+        self.report(metrics["step"], trl_names(metrics), rows)
+        if rows:
+            row = rows[metrics["step"] % len(rows)]
+            self.shown = f"  sample: {short(row['prompt'])} -> {short(row['completion'])} reward {row['reward']:g}"
+        self.bar.set_postfix(reward=metrics["reward"], refresh=False)
+        self.bar.update()
+        if self.bar.disable:
+            seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
+            say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
+
+    def add(self, step: int, metrics: dict) -> None:
+        """To the line of the step, or as a line of its own."""
+        again = bool(self.history) and self.history[-1]["step"] == step
+        line = (self.history.pop() if again else dict(step=step)) | metrics
+        self.history.append(line)
+        if self.rank0:
+            self.metrics.write(line, again=again)
+            self.report(step, trl_names(metrics), [])
+            say(f"step {step}: eval accuracy {accuracy(line)}, length {line['eval_length']:.3g}")
+            if self.shown:
+                say(self.shown)
+
+    def close(self, total_seconds: float, best: dict) -> None:
+        """Draws the curves and says the greppable end of the log."""
+        train_seconds = time.monotonic() - self.started
+        self.bar.close()
+        if not self.rank0:
+            return
+        out, mine = self.cfg.out_dir, [m for m in self.history if m["step"] > self.first]
+        picture = os.path.join(out, "curves.png")
+        try:
+            view.draw([out], picture)
+        except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
+            say(f"no curves.png: {error}")
+            picture = ""
+        evals = [m for m in self.history if "eval_accuracy" in m]
+        values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
+        seconds = sum(v for m in mine for k, v in m.items() if k.startswith("time_"))
+        values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))
+        values |= dict(train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
+        values |= dict(tokens_per_s=f"{sum(m.get('tokens', 0) for m in mine) / max(seconds, 1e-9):.0f}")
+        values |= dict(best=f"{out}/best, of step {best['step']}") if best else {}
+        values |= dict(out_dir=out) | (dict(curves=picture) if picture else {})
+        values |= dict(samples=f"python view.py {out} --step")
+        say("\n".join(f"{key}: {value}" for key, value in values.items()))
+
+
+def short(text, most=200) -> str:
+    """Its end is kept: the answer stands there."""
+    text = repr(str(text))
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def accuracy(metrics: dict) -> str:
+    return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
+
+
+def log_line(m: dict, max_steps: int, seconds_per_step: float) -> str:
+    """The line of one step."""
+    left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
+    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
+    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
+    line = f"step {m['step']}/{max_steps}"
+    for key, name in shown.items():
+        line += f" {name} {m[key]:.3g}" if view.is_number(m.get(key)) else ""
+    line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m.get("skipped_steps") else ""
+    return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Dashboards
+
+
+def reporter(cfg):
+    """A function (step, values, rows) that sends a step to a dashboard; imports its package only when asked."""
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(cfg.out_dir)
+        return lambda step, values, rows: [writer.add_scalar(k, v, step) for k, v in values.items()] and writer.flush()
+    if cfg.report_to == "wandb":
+        import wandb
+
+        run = wandb.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), dir=cfg.out_dir)
+        columns = ["step", "prompt", "completion", "reward", "advantage"]
+
+        def report(step, values, rows):
+            table = [[row[name] for name in columns] for row in rows[: max(0, cfg.log_completions)]]
+            run.log(values | (dict(completions=wandb.Table(columns, table)) if rows else {}), step=step)
+
+        return report
+    return lambda step, values, rows: None
+
+
+TRL_NAMES = dict(  # where it is the same quantity; the others keep their names
+    lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean",
+    reward_std="reward_std_within_groups", reward_std_all="reward_std",  # TRL's is over the whole batch
+    completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio",
+    completion_length_min="completions/min_length", completion_length_max="completions/max_length",
+    ended_length="completions/mean_terminated_length", ended_length_min="completions/min_terminated_length",
+    ended_length_max="completions/max_terminated_length", sampler_gap="sampling/sampling_logp_difference/mean",
+    sampler_gap_max="sampling/sampling_logp_difference/max", tis_mean="sampling/importance_sampling_ratio/mean",
+    tis_max="sampling/importance_sampling_ratio/max", tis_min="sampling/importance_sampling_ratio/min",
+)  # fmt: skip
+
+
+def trl_names(metrics: dict) -> dict:
+    """The metrics under the names that TRL's GRPOTrainer gives them: dashboards carry over."""
+    values = {}
+    for key, value in metrics.items():
+        if key.startswith("eval_"):
+            name = "eval/" + key.removeprefix("eval_")
+        elif key.startswith("reward/"):
+            name = f"train/rewards/{key.removeprefix('reward/')}" + ("" if key.endswith("/std") else "/mean")
+        else:
+            name = "train/" + TRL_NAMES.get(key, key)
+        values |= {name: value} if view.is_number(value) else {}
+    return values | {"train/step_time": sum(v for k, v in metrics.items() if k.startswith("time_"))}
