@@ -18,6 +18,7 @@ import os
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import sys
@@ -154,7 +155,7 @@ def need(fine, cfg, name: str, why: str) -> None:
 def differing_flags(cfg, defaults) -> str:
     """What differs from the defaults, as it would be typed."""
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return " ".join(f"--{k} {v if v != '' else repr(v)}" for k, v in values.items() if v != getattr(defaults, k))
+    return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values.items() if v != getattr(defaults, k))
 
 
 # ----------------------------------------------------------------------------------------------------------------
