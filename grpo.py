@@ -38,7 +38,7 @@ import reward as reward_module
 from harness import ConfigError, Prompt, Run, TrainingError, World, first_line, flag, need, say, seed_of
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-HEAD_CHUNK = dict(cpu=2**24, cuda=2**27)  # logits alive at once in the output head, in elements: 64 and 512 MB
+HEAD_CHUNK = dict(cpu=2**26, cuda=2**27)  # logits alive at once in the output head, in elements: 0.25 and 0.5 GB
 GENERATE_ROWS = 256  # rows of one HF generate call
 
 
@@ -286,7 +286,7 @@ class HeadLogps(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.weight_dtype, ctx.temperature = weight.dtype, temperature
         hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        ctx.size, parts = max(1, HEAD_CHUNK.get(kind, 2**24) // weight.shape[0]), []
+        ctx.size, parts = max(1, HEAD_CHUNK.get(kind, 2**26) // weight.shape[0]), []
         with torch.autocast(kind, enabled=False):  # what follows the product is in float32
             for part, y in zip(hidden.split(ctx.size), targets.split(ctx.size), strict=True):
                 logits = HeadLogps.logits(part, weight, bias, temperature)

