@@ -459,7 +459,8 @@ def claim_out_dir(cfg, resumed: str):
 
 def lock_out_dir(out_dir: str) -> int:
     """An open, locked file: the system frees it with the process, however that ends."""
-    handle = os.open(os.path.join(out_dir, ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    path = os.path.join(out_dir, ".lock")
+    handle = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)  # to read: a disk may become read-only under it
     for wait in [0.1] * 30 + [0]:  # the ranks of a torchrun that was killed take a second to notice
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -472,8 +473,8 @@ def lock_out_dir(out_dir: str) -> int:
             raise ConfigError(f"--out_dir {out_dir}: another run (process {pid}) is writing there") from None
         except OSError:
             pass  # a file system without locks
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()} {launch()}".encode())
+        with open(path, "w") as lock:
+            lock.write(f"{os.getpid()} {launch()}")
         return handle
 
 

