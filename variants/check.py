@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as grpo.py does for vLLM on a CPU, but before dynamo is imported
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
 import checks
 import torch
 from safetensors.torch import load_file
 
-HERE = Path(__file__).resolve().parent
 MOST_LINES = 25
 FORK = multiprocessing.get_context("fork")
 
@@ -35,7 +35,7 @@ class Copy:
 
     def __init__(self, name: str, directory: str):
         self.name, self.directory = name, Path(directory)
-        for source in ("grpo.py", "reward.py", "view.py", "sample_data"):
+        for source in ("grpo.py", "harness.py", "reward.py", "view.py", "sample_data"):
             copy = shutil.copytree if (HERE.parent / source).is_dir() else shutil.copy
             copy(HERE.parent / source, self.directory / source)
         shutil.copy(self.directory / "grpo.py", self.directory / "plain.py")
@@ -91,9 +91,13 @@ class Copy:
         path = self.directory / out / "step_000002"
         return load_file(path / "model.safetensors"), torch.load(path / "trainer_state.pt")
 
+    def config(self, **flags):
+        """Those flags, over the ones of the bundled task."""
+        return self.grpo.Config(**(self.grpo.BUNDLED | flags))
+
     def policy(self):
-        model = self.grpo.load_model(self.grpo.Config().model, self.grpo.Config(dtype="float64"))
-        return self.grpo.Policy(model, 1.0)
+        cfg = self.config(dtype="float64")
+        return self.grpo.Policy(self.grpo.load_model(cfg.model, cfg), 1.0)
 
 
 def import_everything():
