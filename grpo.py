@@ -1036,14 +1036,14 @@ def train(cfg: Config) -> list[dict]:
 
     world = harness.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:
-        cfg = run.cfg
+        cfg = run.cfg  # an earlier run that was moved aside may have taken --model along
+        source = checkpoint.path if checkpoint else cfg.model
         sampler = make_sampler(kind, model, eos_ids, pad_id, max(len(p.ids) for p in prompts), cfg, world)
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        source = checkpoint.path if checkpoint else cfg.model
         run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
