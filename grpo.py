@@ -553,18 +553,6 @@ class VLLMSampler:
         return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
 
 
-def choose_sampler(cfg: Config, device: torch.device, small: bool) -> tuple[str, str]:
-    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
-    if cfg.rollout == "hf":
-        return "hf", "asked for"
-    if cfg.rollout == "auto" and small:
-        return "hf", "vLLM would take longer to start than it saves on a model this small"
-    problem = "vLLM has no float64" if cfg.dtype == "float64" else harness.find_vllm(device, cfg.verbose)
-    if problem and cfg.rollout == "vllm":
-        raise ConfigError(f"--rollout vllm: {problem}")
-    return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
-
-
 def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Config, world: World):
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
@@ -850,7 +838,9 @@ def make_optimizer(policy: Policy, cfg: Config):
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     policy.train()
-    totals, losses, norms, skipped, gaps = {}, [], [], 0, []
+    totals, losses, norms, skipped = {}, [], [], 0
+    if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
+        mismatch = harness.rollout_gap([s for s in samples if s.in_loss], cfg)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
@@ -860,9 +850,8 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         for name in sums:  # sums and counts over the ranks, never means of means
             totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
         losses.append(totals.pop("loss"))
-        if number < cfg.num_minibatches:  # in the first epoch; may stop the run: before the step
-            gaps += [gap for _, gap in parts]
-            mismatch = harness.gap_metrics(gaps, cfg)
+        if cfg.updates_per_step == 1:  # may stop the run: before the step
+            mismatch = harness.gap_metrics([gap for _, gap in parts], cfg)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
@@ -923,28 +912,27 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
 def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: Config, world: World) -> dict:
     """Greedy accuracy (the first reward) on held-out prompts, over all ranks, and pass@k at --temperature."""
 
-    def accuracy(n, temperature):
+    def drawn(n, temperature):
         samples = sample(sampler, prompts, n, temperature, 1, step, tokenizer, cfg, world)
-        score(samples, scorer, step, cfg)
+        scores = world.gather([score(samples, scorer, step, cfg)])
+        for line in [s.first_failure for s in scores if s.first_failure][:1]:
+            say(f"eval of step {step}: {line}")
         found = world.gather([(s.group, next(iter(s.parts.values())), len(s.completion_ids)) for s in samples])
         found.sort(key=lambda item: item[0])
         values = np.array([value for _, value, _ in found]).reshape(-1, n)  # [prompts, n]
         return values, float(np.mean([length for *_, length in found]))
 
-    values, length = accuracy(1, 0.0)
-    stderr = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    metrics = dict(eval_accuracy=float(values.mean()), eval_stderr=float(stderr), eval_length=length)
+    values, length = drawn(1, 0.0)
+    there = values[~np.isnan(values)]  # a reward may not apply to a row
+    stderr = there.std(ddof=1) / math.sqrt(len(there)) if len(there) > 1 else 0.0
+    accuracy = float(there.mean()) if len(there) else math.nan
+    metrics = dict(eval_accuracy=accuracy, eval_stderr=float(stderr), eval_length=length)
     if cfg.eval_samples:
         k = cfg.eval_samples
-        values, _ = accuracy(k, cfg.temperature)
+        values, _ = drawn(k, cfg.temperature)
         correct = (values > 0.5).sum(1)  # [prompts]
-        metrics |= {f"eval_pass@{j}": pass_at_k(k, correct, j) for j in sorted({1, k})}
+        metrics |= {f"eval_pass@{j}": harness.pass_at_k(k, correct, j) for j in sorted({1, k})}
     return metrics
-
-
-def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
-    """Unbiased 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), mean over prompts. correct [P]."""
-    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
 
 
 def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
@@ -970,9 +958,9 @@ def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
 def completion_rows(samples: list[Sample], step: int) -> list[dict]:
     """What completions.jsonl holds."""
     return [
-        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
+        s.extra  # first: a column that a reward logged never hides one of ours
+        | dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
-        | s.extra
         for s in samples
     ]
 
@@ -988,9 +976,10 @@ def wrap(policy: Policy, cfg: Config, world: World):
     if cfg.compile:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        for layer in policy.modules():  # each layer by itself: the code of one serves them all
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.compile(dynamic=True)
+        layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        need(layers, cfg, "compile", "this model has no layers that can be compiled")
+        for layer in layers:  # each by itself: the code of one serves them all
+            layer.compile(dynamic=True)
     if world.size == 1:
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -1032,7 +1021,7 @@ def train(cfg: Config) -> list[dict]:
     model, prompts = policy.model, train_prompts + eval_prompts
     harness.check_sizes(model, prompts, cfg)
     eos_ids, pad_id = harness.special_ids(model.generation_config, tokenizer, cfg)
-    kind, why = choose_sampler(cfg, device, harness.is_small(model, device))
+    kind, why = harness.choose_sampler(cfg, device, harness.is_small(model, device))
 
     world = harness.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:

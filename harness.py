@@ -244,7 +244,7 @@ def read_rows(path: str, name: str) -> list[dict]:
 
 
 def file_rows(path: str, where: str) -> list:
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         if path.endswith(".csv"):
             return list(csv.DictReader(file))
         text = file.read()
@@ -318,7 +318,7 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     What is wrong with a row is a ValueError."""
 
     def column(name):
-        if name not in row:
+        if name not in row or (cfg.prompt_template and row[name] is None):  # a short row of a CSV has None
             raise ValueError(f"no column '{name}'; see --prompt_template")
         return row[name]
 
@@ -430,27 +430,32 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
 
 WRITTEN = re.compile(  # by a run; nothing else in out_dir is ever touched
     r"(config\.json|metrics\.jsonl|completions\.jsonl|best)(\.new)?|curves\.png|events\.out\.tfevents\..*|wandb"
-    r"|save|(step|partial)_\d{6,}|step_\d{6,}\.stale(\.\d+)?"
+    r"|(step|partial)_\d{6,}|step_\d{6,}\.stale(\.\d+)?"
 )
 
 
-def claim_out_dir(cfg, resumed: str):
+def claim_out_dir(cfg, checkpoint):
     """Rank 0 only: locks out_dir, moves aside what it holds of other runs, writes config.json. Returns the config (a
-    model that was moved has a new path) and the lock. resumed: the checkpoint to go on from, or empty."""
+    model that was moved has a new path) and the lock. checkpoint: the one to go on from, or None."""
     out = os.path.realpath(cfg.out_dir)  # of a link, of `out/`, of `.`
     with contextlib.ExitStack() as undo:
         try:
             os.makedirs(out, exist_ok=True)
             lock = lock_out_dir(cfg.out_dir)
             undo.callback(os.close, lock)
-            if not resumed or os.path.dirname(os.path.realpath(resumed)) != out:
+            if not checkpoint or os.path.dirname(os.path.realpath(checkpoint.path)) != out:
                 cfg = move_aside(out, cfg)
+            for newer in checkpoints(out):
+                if int(newer.rpartition("_")[2]) > checkpoint.state["step"]:  # of a future that this run now leaves
+                    os.replace(newer, free_name(newer + ".stale"))
             for name in os.listdir(out):
                 if re.fullmatch(r"partial_\d{6,}", name):  # a save that a kill cut short
                     shutil.rmtree(os.path.join(out, name))
             with open(os.path.join(out, "config.json.new"), "w") as file:
                 json.dump(dataclasses.asdict(cfg), file, indent=1)
             os.replace(os.path.join(out, "config.json.new"), os.path.join(out, "config.json"))
+            with open(os.path.join(out, ".lock"), "w") as file:  # last: from here on what is here is this launch's own
+                file.write(f"{os.getpid()} {launch()}")
         except OSError as error:
             raise ConfigError(f"--out_dir {cfg.out_dir}: {error.strerror}") from None
         undo.pop_all()
@@ -473,8 +478,6 @@ def lock_out_dir(out_dir: str) -> int:
             raise ConfigError(f"--out_dir {out_dir}: another run (process {pid}) is writing there") from None
         except OSError:
             pass  # a file system without locks
-        with open(path, "w") as lock:
-            lock.write(f"{os.getpid()} {launch()}")
         return handle
 
 
@@ -533,10 +536,12 @@ def run_config(config, resume: str, out_dir: str) -> dict:
     known = {f.name for f in dataclasses.fields(config)} - {"resume", "out_dir"}
     try:
         with open(os.path.join(folder, "config.json")) as file:
-            saved = {name: value for name, value in json.load(file).items() if name in known}
-    except (OSError, ValueError, AttributeError):
+            saved = json.load(file) | dict(out_dir=folder)
+    except (OSError, ValueError, TypeError):  # a checkpoint that was copied alone has the flags, too
+        with contextlib.suppress(OSError):
+            return {k: v for k, v in load_checkpoint(resume).state["config"].items() if k in known}
         return {}
-    return saved | dict(out_dir=folder)
+    return {name: value for name, value in saved.items() if name in known | {"out_dir"}}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -579,12 +584,13 @@ def load_checkpoint(path: str) -> Checkpoint:
 
 def find_checkpoint(cfg) -> Checkpoint | None:
     """What --resume asks for, a named checkpoint or the newest whole one in out_dir; None: from the beginning."""
-    if cfg.resume not in ("", "latest"):
+    own = checkpoints(cfg.out_dir) if restarted(cfg.out_dir) else []  # of this launch: newer than what it began with
+    if cfg.resume not in ("", "latest") and not own:
         try:
             return load_checkpoint(cfg.resume)
         except OSError as error:
             raise ConfigError(f"--resume {cfg.resume}: not a whole checkpoint ({error})") from None
-    if not cfg.resume and not restarted(cfg.out_dir):
+    if not cfg.resume and not own:
         return None
     for path in reversed(checkpoints(cfg.out_dir)):
         try:
@@ -598,9 +604,14 @@ def find_checkpoint(cfg) -> Checkpoint | None:
 def model_writer(model, tokenizer, source: str):
     """write(directory), which writes what from_pretrained loads. The generation_config.json of `source` comes along as
     it is: transformers refuses to write some that it reads."""
+    from transformers import GenerationConfig
     from transformers.utils import cached_file
 
     generation = None
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # it would not be written, and the sampler does not need it: vLLM has its own parameters
+        model.generation_config = GenerationConfig()
     with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
         generation = file.read()
 
@@ -681,7 +692,7 @@ class Run:
                 f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it, or copy them"
             )
         if self.rank0:  # every rank has read what it needs of an earlier run, which may now be moved
-            cfg, self.lock_file = claim_out_dir(cfg, checkpoint.path if checkpoint else "")
+            cfg, self.lock_file = claim_out_dir(cfg, checkpoint)
         self.cfg = world.gather([cfg])[0]
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
         self.lock = threading.Lock()  # held while weights change and while they are saved
@@ -714,11 +725,11 @@ class Run:
         if state["world_size"] != self.world.size:
             say(f"  {state['world_size']} ranks before, {self.world.size} now: the sums round differently from here on")
         if self.rank0:
-            for newer in checkpoints(out):
-                if int(newer.rpartition("_")[2]) > self.first:  # of a future that this run now leaves
-                    os.replace(newer, free_name(newer + ".stale"))
-            there = state["best"] and os.path.isdir(os.path.join(out, f"step_{state['best']['step']:06d}"))
-            self.best = state["best"] if there else {}
+            # of the log, not of the checkpoint: an eval comes after its step, and a stop may come between the two
+            evals = [m for m in self.log.history if m["step"] and view.is_number(m.get("eval_accuracy"))]
+            evals = [m for m in evals if os.path.isdir(os.path.join(out, f"step_{m['step']:06d}"))]
+            best = max(evals, key=lambda m: m["eval_accuracy"], default={})
+            self.best = {key: best[key] for key in ("step", "eval_accuracy") if best}
             link_best(out, self.best)
         self.best = self.world.gather([self.best])[0]
 
@@ -741,12 +752,9 @@ class Run:
         for step in range(self.first + 1, self.cfg.max_steps + 1):
             seed_everything(seed_of(self.cfg.seed, 2, step, self.world.rank))
             yield step
-            accuracy, best = self.log.history[-1].get("eval_accuracy"), self.best.get("eval_accuracy", -math.inf)
-            better = accuracy is not None and accuracy > best
-            if better:
-                self.best = dict(step=step, eval_accuracy=accuracy)
-            due = better or step == self.cfg.max_steps or (self.cfg.save_every and step % self.cfg.save_every == 0)
-            asked = self.rank0 and os.path.exists(os.path.join(self.cfg.out_dir, "save"))
+            due = self.cfg.save_every and step % self.cfg.save_every == 0
+            due = due or step in (self.best.get("step"), self.cfg.max_steps)
+            asked = self.rank0 and os.path.isfile(os.path.join(self.cfg.out_dir, "save"))
             if asked:
                 os.remove(os.path.join(self.cfg.out_dir, "save"))
             if any(self.world.gather([due or asked])):
@@ -757,8 +765,8 @@ class Run:
         self.hold()
         times = self.clock.take()
         speed = dict(tokens_per_s=metrics["tokens"] / max(1e-9, sum(times.values())))
+        self.step, self.whole = step, True  # first: a dashboard that raises costs no step
         self.log.step(dict(step=step) | metrics | speed | times, rows)
-        self.step, self.whole = step, True
         self.release()
         if step == self.first + 1:
             self.clock.say_peaks()
@@ -802,6 +810,8 @@ class Run:
         """Adds an eval's metrics to the line of its step."""
         self.hold()
         self.log.add(step, metrics)
+        if step and metrics["eval_accuracy"] > self.best.get("eval_accuracy", -math.inf):
+            self.best = dict(step=step, eval_accuracy=metrics["eval_accuracy"])
         self.release()
 
     # -- saving
@@ -840,6 +850,8 @@ class Run:
             self.write(self.state())
         if not self.saved:
             return f"stopped in step {self.step + 1}; nothing is saved"
+        if self.checkpoint and self.saved == self.first:  # perhaps of another directory
+            return f"stopped in step {self.step + 1}; go on with --resume {self.checkpoint.path}"
         path = os.path.join(self.cfg.out_dir, f"step_{self.saved:06d}")
         return f"stopped in step {self.step + 1}, {path} is saved; go on with --resume"
 
@@ -898,6 +910,8 @@ class Run:
     def leave(self) -> None:
         """Ends the process if the main thread, deep in a call, does not come to it by itself."""
         time.sleep(3)
+        if self.left:
+            return
         with self.lock:
             line = self.save_last()
         time.sleep(2)  # it may be closing what it had opened
@@ -910,14 +924,17 @@ class Run:
             self.hold()
             say(("signal: " if self.stopping else "") + self.save_last())
             self.lock.release()
+        elif self.stopping:
+            say("signal: stopped before the first step; nothing was trained")
         self.held = True  # no more stops
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.log.close(time.monotonic() - self.started, self.best)
-            if error is None and self.world.size > 1:
-                dist.barrier()  # nobody leaves while rank 0 still writes
-                gc.collect()  # what is left of DDP: freed after its group, it can wait for ever for gloo's thread
-            self.exits.close()
-            if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
+        closing = [lambda: self.log.close(time.monotonic() - self.started, self.best), self.exits.close]
+        if error is None and self.world.size > 1:  # nobody leaves while rank 0 still writes; and what is left of DDP is
+            closing[1:1] = [dist.barrier, gc.collect]  # freed before its group: later it can wait for ever for gloo
+        for close in closing:
+            with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+                close()
+        if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
+            with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
                 dist.destroy_process_group()
         self.left = True
         if self.lock_file is not None:
@@ -1105,6 +1122,18 @@ def find_vllm(device: torch.device, verbose: bool) -> str:
     return ""
 
 
+def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
+    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
+    if cfg.rollout == "hf":
+        return "hf", "asked for"
+    if cfg.rollout == "auto" and small:
+        return "hf", "vLLM would take longer to start than it saves on a model this small"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(device, cfg.verbose)
+    if problem and cfg.rollout == "vllm":
+        raise ConfigError(f"--rollout vllm: {problem}")
+    return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
+
+
 def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
     """What the keys and values of a step need on a CPU, within CACHE_LIMIT; and no more, for a cache that is small is
     a cache that stays in the processor's."""
@@ -1181,6 +1210,18 @@ def gap_metrics(parts: list[tuple], cfg) -> dict:
         # ess: the effective share of the tokens
         metrics |= dict(tis_mean=weight / n, tis_max=largest, tis_ess=weight**2 / (n * square))
     return {name: float(value) for name, value in metrics.items()}
+
+
+def rollout_gap(samples: list, cfg) -> dict:
+    """The same of a whole rollout, from the log-probabilities that every rank holds."""
+    known = [s.old_logps - s.sampler_logps for s in samples if s.old_logps is not None]
+    log_ratio = torch.from_numpy(np.concatenate(known)) if known else torch.zeros(0)
+    return gap_metrics([gap_sums(log_ratio, cfg)], cfg)
+
+
+def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
+    """Unbiased 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), mean over prompts. correct [P]."""
+    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
 
 
 @contextlib.contextmanager
@@ -1299,7 +1340,7 @@ class Log:
         line = (self.history.pop() if again else dict(step=step)) | metrics
         self.history.append(line)
         if self.rank0:
-            self.metrics.write(line, again=again)
+            self.metrics.write(finite(line), again=again)
             self.report(step, trl_names(metrics), [])
             say(f"step {step}: eval accuracy {accuracy(line)}, length {line['eval_length']:.3g}")
             if self.shown:
@@ -1318,7 +1359,7 @@ class Log:
         except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
             say(f"no curves.png: {error}")
             picture = ""
-        evals = [m for m in self.history if "eval_accuracy" in m]
+        evals = [m for m in self.history if m.get("eval_accuracy") is not None]
         values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
         seconds = sum(v for m in mine for k, v in m.items() if k.startswith("time_"))
         values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))

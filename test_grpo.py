@@ -152,7 +152,7 @@ def forking_server():
     for line in sys.stdin:
         name, args, options, ranks, output = json.loads(line)
         if name == "vllm_worker" or "vllm" in args:  # for this fork and the later ones
-            grpo.choose_sampler(Config(rollout="vllm"), CPU.device, False)
+            harness.choose_sampler(Config(rollout="vllm"), CPU.device, False)
             from vllm import LLM  # noqa: F401
             from vllm.v1.worker import cpu_worker  # noqa: F401
         with socket.socket() as free:
@@ -1226,8 +1226,8 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 def test_pass_at_k_is_unbiased():
-    assert grpo.pass_at_k(4, np.array([0, 4, 1]), 1) == pytest.approx((0 + 1 + 0.25) / 3)
-    assert grpo.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
+    assert harness.pass_at_k(4, np.array([0, 4, 1]), 1) == pytest.approx((0 + 1 + 0.25) / 3)
+    assert harness.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
 
 
 def gradients_in_their_buckets(out):
@@ -2699,7 +2699,7 @@ def vllm_worker(folder):
     """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
     rng = np.random.default_rng(0)
-    assert grpo.choose_sampler(cfg, CPU.device, False) == ("vllm", "asked for")  # sets the engine's environment
+    assert harness.choose_sampler(cfg, CPU.device, False) == ("vllm", "asked for")  # sets the engine's environment
     prompts = [ids_of(rng.integers(2, 32, n)) for n in (3, 9, 150)]
     for kind, tied in ENGINES:
         models = [tiny_model(kind, seed=seed, tie_word_embeddings=tied) for seed in (0, 1)]
@@ -2996,16 +2996,16 @@ def test_ranks_of_one_engine_sample_the_same_prompts_and_one_of_them_keeps_them(
 
 def test_which_sampler_and_why(monkeypatch):
     cpu, no_vllm = CPU.device, {"vllm": None, "vllm.platforms": None}
-    assert grpo.choose_sampler(Config(rollout="hf"), cpu, False) == ("hf", "asked for")
-    kind, why = grpo.choose_sampler(Config(), cpu, True)
+    assert harness.choose_sampler(Config(rollout="hf"), cpu, False) == ("hf", "asked for")
+    kind, why = harness.choose_sampler(Config(), cpu, True)
     assert kind == "hf" and "small" in why
-    assert grpo.choose_sampler(Config(dtype="float64"), cpu, False) == ("hf", "vLLM has no float64")
+    assert harness.choose_sampler(Config(dtype="float64"), cpu, False) == ("hf", "vLLM has no float64")
     for name, module in no_vllm.items():
         monkeypatch.setitem(sys.modules, name, module)
-    kind, why = grpo.choose_sampler(Config(), cpu, False)
+    kind, why = harness.choose_sampler(Config(), cpu, False)
     assert kind == "hf" and "vllm cannot be imported" in why
     with pytest.raises(ConfigError, match="--rollout vllm: vllm cannot be imported.*; pip install --no-deps -r req"):
-        grpo.choose_sampler(Config(rollout="vllm"), cpu, False)
+        harness.choose_sampler(Config(rollout="vllm"), cpu, False)
 
 
 def test_an_engine_that_does_not_start(monkeypatch, capfd):

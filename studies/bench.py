@@ -230,7 +230,7 @@ def run_trl(files, spec, steps, sampler) -> dict:
 
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
         cfg = grpo.parse_args(flags(files, spec, steps, "vllm"))
-        grpo.choose_sampler(cfg, torch.device("cpu"), False)
+        harness.choose_sampler(cfg, torch.device("cpu"), False)
         world = harness.World(0, 1, torch.device("cpu"))
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
@@ -286,7 +286,7 @@ def run_floor(files, spec, steps) -> dict:
     tokenizer, world = harness.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
     prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    grpo.choose_sampler(cfg, world.device, False)
+    harness.choose_sampler(cfg, world.device, False)
     eos, _ = harness.special_ids(model.generation_config, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
     engine.push(model)

@@ -275,7 +275,7 @@ def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
     if "torch._dynamo" in sys.modules and not m.cuda:
         sys.modules["torch._dynamo"].config.disable = True  # as grpo.py does: else vLLM compiles for 10 s
-    kind, why = grpo.choose_sampler(m.cfg, m.world.device, False)
+    kind, why = harness.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
     cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
     eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64 * 8)[::8]]
