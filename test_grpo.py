@@ -1406,6 +1406,7 @@ def test_bad_files_are_named(tmp_path):
     assert rows('{"prompt": "a"}\n\n{"prompt": "b"}\n') == [{"prompt": "a"}, {"prompt": "b"}]
     assert rows('[{"prompt": "a"}]', "x.json") == [{"prompt": "a"}]
     assert rows('prompt,answer\n"a, b",1\n', "x.csv") == [{"prompt": "a, b", "answer": "1"}]
+    assert rows(b"\xef\xbb\xbfprompt,answer\na,1\n", "x.csv") == [{"prompt": "a", "answer": "1"}]  # as Excel writes it
     for text, message in (
         ('{"prompt": "a"}\n{"prompt": \n', "row 2: not valid JSON"),
         ('{"prompt": "a"}\n[1]\n', "row 2: must be a JSON object"),
@@ -1536,6 +1537,8 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
         assert encode(rows, prompt_template=template)[0].text == text
     with pytest.raises(ConfigError, match=re.escape("row 1: no column 'c'")):
         encode(rows, prompt_template="{a}{c}")
+    with pytest.raises(ConfigError, match="row 1: no column 'd'"):  # a short row of a CSV
+        encode([{"a": 1, "d": None}], prompt_template="{a}{d}")
     out = tmp_path / "out"
     options = grpo.BUNDLED | dict(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))
     assert grpo.train(Config(**options)) == []
@@ -2339,6 +2342,125 @@ def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monk
     with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
         small_run(tmp_path / "out")
     assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
+
+
+def test_a_model_whose_generation_config_cannot_be_written_can_be_saved(tmp_path):
+    """Also where the sampler leaves the model's own in place, as vLLM does."""
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    mine = json.dumps(dict(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=1))
+    (model / "generation_config.json").write_text(mine)
+    loaded = grpo.load_model(str(model), Config())
+    harness.model_writer(loaded, harness.load_tokenizer(BUNDLED), str(model))(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == mine
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() == loaded.num_parameters()
+
+
+def test_a_restart_goes_on_from_its_own_newest_checkpoint(undisturbed, tmp_path, monkeypatch, capsys):
+    """Not from the one that --resume named when the launch began."""
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    copy_cut_back(undisturbed, out, 1)
+    options = dict(train_data=rows, resume=str(out / "step_000001"))
+    small_run(out, **options, max_steps=3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    small_run(out, **options)
+    assert "step_000003 at step 3" in capsys.readouterr().out and state_of(out) == state_of(undisturbed)
+
+
+def test_a_dashboard_that_raises_costs_no_step(undisturbed, tmp_path, monkeypatch):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+
+    def report(step, values, rows):
+        if step == 3:
+            raise ValueError("no network")
+
+    monkeypatch.setattr(harness, "reporter", lambda cfg: report)
+    with pytest.raises(ValueError, match="no network"):
+        small_run(out, train_data=rows, save_every=0)
+    monkeypatch.undo()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_resume_that_fails_leaves_log_and_checkpoints_together(undisturbed, tmp_path, monkeypatch):
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    shutil.copytree(undisturbed, out)
+    monkeypatch.setattr(grpo, "make_sampler", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small_run(out, train_data=rows, resume=str(out / "step_000002"))
+    monkeypatch.undo()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path, monkeypatch):
+    accuracies = iter([0.1, None, 0.9, 0.3, 0.2])
+
+    def evaluate(*_):
+        accuracy = next(accuracies)
+        if accuracy is None:
+            raise harness.TrainingError("cut off")
+        return dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0)
+
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    out, options = tmp_path / "out", dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1, keep=1)
+    options |= dict(train_data=BUNDLED.train_data, num_minibatches=1, save_every=0, max_steps=3)
+    with pytest.raises(harness.TrainingError):
+        small_run(out, **options)
+    history = small_run(out, **options, resume="latest")
+    assert [m.get("eval_accuracy") for m in history] == [0.1, 0.9, 0.3, 0.2]
+    assert os.readlink(out / "best") == "step_000001" and (out / "step_000001").is_dir()
+
+
+def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(undisturbed, tmp_path, monkeypatch):
+    """So that what is there can be saved."""
+    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
+    honest, calls = harness.gap_metrics, []
+
+    def gap(parts, cfg):
+        calls.append(1)
+        if len(calls) == 3:
+            raise harness.TrainingError("off")
+        return honest(parts, cfg)
+
+    monkeypatch.setattr(harness, "gap_metrics", gap)
+    with pytest.raises(harness.TrainingError, match="off"):
+        small_run(out, train_data=rows, save_every=0)  # two updates a step
+    assert [os.path.basename(path) for path in harness.checkpoints(str(out))] == ["step_000002"]
+
+
+def test_odd_rewards_in_an_eval_are_said_and_leave_a_log_that_is_json(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text(
+        "def none(completion, row): return None\n"
+        "def extra(completions, log_extra, **_):\n"
+        "    log_extra('reward', ['mine'] * len(completions))\n    return [1.0] * len(completions)\n"
+        "def fails(completion, row): return row['nothing']\n"
+    )
+    options = dict(eval_data=BUNDLED.eval_data, max_steps=1, num_minibatches=1)
+    small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:none,overlong", **options)
+    text = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert "NaN" not in text and json.loads(text.splitlines()[-1])["eval_accuracy"] is None
+    small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:extra", **options)
+    assert {row["reward"] for row in lines(tmp_path / "out" / "completions.jsonl")} == {1.0}
+    capsys.readouterr()
+    small_run(tmp_path / "out", reward=f"overlong,{tmp_path}/rewards.py:fails", **(options | dict(max_steps=0)))
+    assert "eval of step 0: reward fails failed on sample" in capsys.readouterr().out
+
+
+def test_a_directory_called_save_is_the_users(tmp_path):
+    out = tmp_path / "out"
+    (out / "save").mkdir(parents=True)
+    small_run(out, max_steps=2)
+    assert (out / "save").is_dir() and len(lines(out / "metrics.jsonl")) == 2
+
+
+def test_a_checkpoint_that_was_copied_alone_brings_its_flags(undisturbed, tmp_path):
+    shutil.copytree(undisturbed / "step_000002", tmp_path / "step_000002")
+    cfg = grpo.parse_args(["--resume", str(tmp_path / "step_000002")])
+    assert (cfg.num_prompts, cfg.reward, cfg.num_minibatches) == (3, "overlong", 2) and cfg.out_dir == "out"
 
 
 ORPHANS = """
