@@ -1,5 +1,6 @@
 """Tests of the trainer: behaviour, through the seams that people copy and through the command line. CPU only."""
 
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -254,6 +255,23 @@ def small_run(out, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
         return grpo.train(Config(**(settings_ | options)))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The house
+
+
+def test_arrows_go_one_way():
+    """grpo uses harness, reward and view; nothing points back, and a reward's worker loads no torch."""
+    imports = {}
+    for name in ("harness", "reward", "view"):
+        tree = ast.parse(read(os.path.join(HERE, f"{name}.py")))
+        found = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        found += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imports[name] = {module.split(".")[0] for module in found}
+    assert not any("grpo" in found for found in imports.values())
+    assert not {"torch", "numpy", "harness", "view"} & imports["reward"]
+    assert not {"torch", "numpy", "harness", "reward"} & imports["view"]
 
 
 # ----------------------------------------------------------------------------------------------------------------
