@@ -227,44 +227,6 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 # Policy: a language model that returns log-probabilities of completion tokens
 
 
-def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model, float32 parameters, no dropout: every forward gives the same numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(path)
-        for key, value in vars(config).items():
-            if key.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)
-        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
-        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    if found["missing_keys"]:
-        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.eval()
-
-
-def load_reference(cfg: Config, device: torch.device, identity: int | None) -> "Policy":
-    """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
-    model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
-    if identity not in (None, harness.fingerprint(model)):
-        why = "not the weights that this run began with, so its KL would be measured from another reference"
-        raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
-    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
-    tied = model.get_input_embeddings().weight
-    for module in model.modules() if cfg.dtype == "bfloat16" else []:
-        if isinstance(module, nn.Linear) and module.weight is not tied:
-            module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
-    return reference
-
-
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
 
@@ -984,6 +946,44 @@ def wrap(policy: Policy, cfg: Config, world: World):
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def load_model(path: str, cfg: Config):
+    """A Hugging Face causal language model, float32 parameters, no dropout: every forward gives the same numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        for key, value in vars(config).items():
+            if key.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+                setattr(config, key, 0.0)
+        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
+        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a file that is not what it should be
+        raise ConfigError(f"--model {path}: {first_line(error)}") from None
+    if found["missing_keys"]:
+        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.eval()
+
+
+def load_reference(cfg: Config, device: torch.device, identity: int | None) -> Policy:
+    """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
+    model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
+    if identity not in (None, harness.fingerprint(model)):
+        why = "not the weights that this run began with, so its KL would be measured from another reference"
+        raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
+    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
+    tied = model.get_input_embeddings().weight
+    for module in model.modules() if cfg.dtype == "bfloat16" else []:
+        if isinstance(module, nn.Linear) and module.weight is not tied:
+            module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
+    return reference
 
 
 def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
