@@ -25,6 +25,7 @@ from transformers.utils import logging
 import grpo
 import harness
 import reward
+import view
 from grpo import Config
 from harness import World
 
@@ -33,6 +34,7 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
 plt.rcParams |= {"axes.spines.right": False, "savefig.dpi": 110, "legend.frameon": False, "legend.fontsize": 9}
+plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=view.COLORS), "axes.axisbelow": True}
 CPU = World(0, 1, torch.device("cpu"))
 
 

@@ -344,19 +344,19 @@ def sampler_and_phases(m, tokenizer) -> dict:
 
 
 def draw(seconds: dict, title: str):
-    figure, (left, middle, last) = plt.subplots(1, 3, figsize=(12, 3.4))
+    figure, (left, middle, last) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for what in ("forward", "update", "update, compiled layers", "update, checkpointed"):
         rows = [row for row in SPEED if row[0] == what and row[2] == SPEED[0][2] and not isinstance(row[3], str)]
+        sizes = [str(row[1]) for row in rows]
         for axis, column in ((left, 3), (middle, 6)):
-            axis.plot([row[1] for row in rows], [row[column] for row in rows], "o-", label=what)
-    left.set(title="tokens a second", xlabel="--micro_batch_tokens", xscale="log", ylim=0)
-    middle.set(title="peak memory, GB", xlabel="--micro_batch_tokens", xscale="log", ylim=0)
-    left.legend()
+            axis.plot(sizes, [row[column] for row in rows], "o-", label=what)
+    left.set(title="speed", ylabel="tokens a second", xlabel="--micro_batch_tokens", ylim=0)
+    middle.set(title="peak memory", ylabel="GB", xlabel="--micro_batch_tokens", ylim=0)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     last.barh([*seconds], [*seconds.values()])
-    last.set(title="seconds of the phases of a step")
+    last.set(title="phases of a step", xlabel="seconds")
     last.invert_yaxis()
     figure.suptitle(title)
-    figure.tight_layout()
     return figure
 
 
