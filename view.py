@@ -143,7 +143,7 @@ def draw(out_dirs, path):
         fig.legend(keys, names, loc="outside upper center", ncols=columns, fontsize=16, frameon=False)
         fig.supxlabel(NOTE, fontsize=14, color="#666666")
         file_format = os.path.splitext(path)[1][1:] if isinstance(path, str) else ""
-        fig.savefig(path, format=file_format or "png")
+        fig.savefig(path, dpi=100, format=file_format or "png")
 
 
 # -----------------------------------------------------------------------------
