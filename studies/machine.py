@@ -292,9 +292,8 @@ def sampler_and_phases(m, tokenizer) -> dict:
         seconds[name] = clock.take()[f"time_{name}"]
         return result
 
-    def push():
-        sampler.wake()
-        phase("push", lambda: sampler.push(m.model))
+    def push(name="push"):
+        phase(name, lambda: sampler.push(m.model))
 
     def rollout(name, seen=False):
         seeds, first = [harness.seed_of(7, m.world.rank, i) for i in range(len(prompts))], 64 * m.world.rank
@@ -336,8 +335,7 @@ def sampler_and_phases(m, tokenizer) -> dict:
         held = (room - torch.cuda.mem_get_info()[0]) / 1e9
         right(m, "memory that the sleeping engine keeps", held < 2, f"{held:.2g} GB (below 2)")
         update(samples)
-        phase("wake", sampler.wake)
-        phase("push", lambda: sampler.push(m.model))
+        push("wake and push")
         rollout("after sleep, update, wake and push")
     sampler.close()
     return seconds
@@ -385,7 +383,7 @@ def main() -> int:
         else:
             m.model = grpo.load_model(cfg.model, cfg).to(device)
         size = m.model.num_parameters()
-        small = device.type == "cpu" and size < grpo.SMALL
+        small = device.type == "cpu" and size < harness.SMALL
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         m.cfg = grpo.resolved(cfg, small, device)
@@ -415,7 +413,7 @@ def main() -> int:
         speed(m, args.quick)
         memory(m)
         free(m)
-        seconds = sampler_and_phases(m, None if args.random else grpo.load_tokenizer(m.cfg))
+        seconds = sampler_and_phases(m, None if args.random else harness.load_tokenizer(m.cfg))
     if harness.is_rank0():
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
@@ -424,7 +422,8 @@ def main() -> int:
         tables += [[header, *rates], [["memory", "arithmetic", "measured"], *MEMORY]]
         save(args, "machine", draw(seconds, title), *tables, [["phase", "seconds", "share"], *shares])
     del m.ddp
-    harness.leave_world(m.world)
+    if "RANK" in os.environ and torch.distributed.is_initialized():  # an engine that closed may have ended it
+        torch.distributed.destroy_process_group()
     return int(any(row[-1] == "NO" for row in RIGHT))
 
 
