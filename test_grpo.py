@@ -2508,7 +2508,7 @@ def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
     ranks = [psutil.Process(int(read(f"{mark}{rank}"))) for rank in (0, 1)]
     agent.send_signal(how)
     agent.wait()
-    assert gone(ranks, 30)
+    assert gone(ranks, 300)  # a second or a few, on a machine that is not busy
     assert [os.path.basename(p) for p in harness.checkpoints(str(out))] == ["step_000001"][: how == signal.SIGTERM]
 
 
