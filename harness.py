@@ -1433,7 +1433,7 @@ TRL_NAMES = dict(  # where it is the same quantity; the others keep their names
     ended_length="completions/mean_terminated_length", ended_length_min="completions/min_terminated_length",
     ended_length_max="completions/max_terminated_length", sampler_gap="sampling/sampling_logp_difference/mean",
     sampler_gap_max="sampling/sampling_logp_difference/max", tis_mean="sampling/importance_sampling_ratio/mean",
-    tis_max="sampling/importance_sampling_ratio/max", tis_min="sampling/importance_sampling_ratio/min",
+    tis_max="sampling/importance_sampling_ratio/max",
 )  # fmt: skip
 
 
