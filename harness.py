@@ -15,6 +15,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import random
 import re
 import select
@@ -172,9 +173,33 @@ class World:
         """The lists of all ranks, one after the other, on every rank."""
         if self.size == 1:
             return items
-        parts = [None] * self.size
-        dist.all_gather_object(parts, items)
-        return [item for part in parts for item in part]
+        mine, sizes = to_bytes(items), torch.empty(self.size, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes), torch.tensor([len(mine)]))
+        received = torch.empty(self.size, int(sizes.max()), dtype=torch.uint8)  # [ranks, longest]
+        received[self.rank, : len(mine)] = torch.from_numpy(mine)
+        dist.all_gather(list(received), received[self.rank])
+        return [item for part in received.numpy() for item in from_bytes(part)]
+
+
+def to_bytes(items: list) -> np.ndarray:
+    """[n] uint8: the number of its parts, their lengths, and the parts: each array as it lies in memory, then the rest,
+    pickled."""
+    arrays = []
+    rest = pickle.dumps(items, 5, buffer_callback=arrays.append)
+    parts = [np.frombuffer(part, np.uint8) for part in (*(array.raw() for array in arrays), rest)]
+    lengths = np.array([len(parts), *map(len, parts)])  # int64
+    fill = [np.zeros(-len(part) % 8, np.uint8) for part in parts]  # every part begins at a multiple of 8
+    return np.concatenate([lengths.view(np.uint8), *(x for pair in zip(parts, fill, strict=True) for x in pair)])
+
+
+def from_bytes(data: np.ndarray) -> list:
+    """The items again. Their arrays lie in data: nothing of them is copied. What follows in data is ignored."""
+    count = int(data[:8].view(np.int64)[0])
+    lengths = data[8 : 8 * (count + 1)].view(np.int64)
+    room = -(-lengths // 8) * 8
+    starts = 8 * (count + 1) + np.cumsum(room) - room
+    *arrays, rest = (data[start : start + n] for start, n in zip(starts, lengths, strict=True))
+    return pickle.loads(rest, buffers=arrays)
 
 
 def is_rank0() -> bool:
@@ -1212,11 +1237,12 @@ def gap_metrics(parts: list[tuple], cfg) -> dict:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def rollout_gap(samples: list, cfg) -> dict:
-    """The same of a whole rollout, from the log-probabilities that every rank holds."""
-    known = [s.old_logps - s.sampler_logps for s in samples if s.old_logps is not None]
+def rollout_gap(samples: list, cfg, world: World) -> dict:
+    """The same of a whole rollout, whose samples every rank holds: each sums up its share of them."""
+    counted = [s for s in samples if s.in_loss and s.old_logps is not None][world.rank :: world.size]
+    known = [s.old_logps - s.sampler_logps for s in counted]
     log_ratio = torch.from_numpy(np.concatenate(known)) if known else torch.zeros(0)
-    return gap_metrics([gap_sums(log_ratio, cfg)], cfg)
+    return gap_metrics(world.gather([gap_sums(log_ratio, cfg)]), cfg)
 
 
 def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:

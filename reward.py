@@ -580,6 +580,12 @@ class Scores:
                 column[i] = value
 
 
+def _plain(row: dict) -> dict:
+    """The row with its token ids as a list: the trainer has an array, and no built-in asks for them."""
+    ids = row.get("completion_ids")
+    return row | dict(completion_ids=ids.tolist()) if hasattr(ids, "tolist") else row
+
+
 class Scorer:
     """Scores completions: built-ins here, other functions in workers that start when they are first needed.
 
@@ -635,7 +641,7 @@ class Scorer:
                     self.idle.append(Worker([r.spec for r in self.rewards if not r.trusted], self.memory))
                     self.alive.add(self.idle[-1])
                 job, worker = waiting.popleft(), self.idle.pop()
-                arguments = (reward.spec, [completions[i] for i in job], [rows[i] for i in job], self.timeout)
+                arguments = (reward.spec, [completions[i] for i in job], [_plain(rows[i]) for i in job], self.timeout)
                 running[self.threads.submit(worker.call, *arguments)] = job, worker
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:

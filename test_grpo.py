@@ -396,6 +396,70 @@ def test_ranks_finish_together_and_nothing_is_lost():
             assert len(micro) * max(map(len, micro)) <= 100 or len(micro) == 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_dealing_and_packing_ask_for_a_length_a_few_times_however_large_a_micro_batch(shared, monkeypatch):
+    asked, samples = [], random_samples(64, 4, longest=40)
+
+    class Counted(Sample):
+        def __len__(self):
+            asked.append(self)
+            return super().__len__()
+
+    samples = [Counted(**vars(s)) for s in samples]
+    for n_ranks, budget in ((1, 100), (1, 10**6), (16, 10**6)):
+        asked.clear()
+        shares = grpo.deal(samples, n_ranks, shared)
+        packed = [grpo.pack(share, budget, shared) for share in shares]
+        assert len(asked) <= 8 * len(samples)
+        assert sum(sum(packed, []), []) == sum(shares, [])
+        for share in packed:  # where one ends, the next sample has no room in it, or is much shorter
+            for micro, (after, *_) in itertools.pairwise(share):
+                full = grpo.tokens_of([*micro, after], shared) > budget
+                ragged = len(after) < 0.8 * len(micro[0]) and 4 * grpo.tokens_of(micro, shared) > budget
+                assert full or (not shared and ragged)
+            assert all(len(micro) == 1 or grpo.tokens_of(micro, shared) <= budget for micro in share)
+
+
+def test_what_ranks_send_each_other():
+    """Arrays as they lie in memory, the rest pickled; on arrival they are not copied, but can be written to."""
+    samples, row = random_samples(4, 2), np.arange(12, dtype=np.float32).reshape(3, 4)
+    samples[0].extra, samples[1].sampler_logps = dict(column=row[:, 1], empty=row[:0]), None  # not in one piece
+    samples[2].text = "\U0001f600 \x00 ü"
+    data = harness.to_bytes(samples)
+    assert len(data) < 400 * len(samples) + 12 * sum(map(len, samples))
+    received = np.concatenate([data, np.full(9, 7, np.uint8)])  # those of the largest rank are as long
+    found = harness.from_bytes(received)
+    for a, b in zip(samples, found, strict=True):
+        for name, value in vars(a).items():
+            if isinstance(value, np.ndarray):
+                other = getattr(b, name)
+                assert other.dtype == value.dtype and (other == value).all()
+                assert np.shares_memory(other, received) and other.flags.aligned and other.flags.writeable
+            elif name not in ("prompt", "extra"):
+                assert value == getattr(b, name)
+        assert (a.prompt.ids == b.prompt.ids).all() and a.prompt.row == b.prompt.row
+    assert found[0].prompt is found[1].prompt  # of a group: once
+    assert (found[0].extra["column"] == row[:, 1]).all() and found[0].extra["empty"].shape == (0, 4)
+    assert harness.from_bytes(harness.to_bytes([])) == [] and harness.from_bytes(harness.to_bytes([3])) == [3]
+
+
+def test_the_gap_of_a_rollout_is_summed_up_by_the_ranks_together():
+    samples, cfg, sums = random_samples(6, 4), Config(max_sampler_gap=1e9), []
+    for s in samples:
+        s.old_logps = s.sampler_logps + 0.01
+
+    class Rank(World):
+        def gather(self, items):
+            sums.extend(items)
+            return list(sums)
+
+    for rank in range(3):
+        metrics = harness.rollout_gap(samples, cfg, Rank(rank, 3, CPU.device))
+    counts = [part["n"] for part, _ in sums]
+    assert sum(counts) == sum(len(s.completion_ids) for s in samples) and max(counts) < 0.6 * sum(counts)
+    assert metrics["sampler_gap"] == pytest.approx(harness.rollout_gap(samples, cfg, CPU)["sampler_gap"])
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Advantages
 
@@ -1715,6 +1779,20 @@ def test_compile_compiles_the_body(tmp_path, monkeypatch):
     assert compiled == []
     small_run(tmp_path / "out", max_steps=1, compile=True)
     assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3DecoderLayer", dict(dynamic=True))] * 3
+
+
+def test_token_ids_become_lists_only_for_functions_that_may_ask(tmp_path, monkeypatch):
+    (tmp_path / "ids.py").write_text("def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n")
+    samples, seen = random_samples(2, 2), []
+    for s in samples:
+        s.prompt.row, s.completion_ids = {"answer": "1"}, ids_of([4, 5, 9])
+    call = reward.call_reward
+    monkeypatch.setattr(reward, "call_reward", lambda r, texts, rows: seen.extend(rows) or call(r, texts, rows))
+    scorer = Scorer(load_rewards(f"overlong,{tmp_path}/ids.py:last"), timeout=60, workers=1)
+    parts = grpo.score(samples, scorer, 1, Config()).parts
+    scorer.close()
+    assert parts == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}  # an array has no index()
+    assert seen and not any(isinstance(row["completion_ids"], list) for row in seen)
 
 
 def test_a_reward_that_fails_counts_zero_or_is_left_out():
