@@ -938,12 +938,7 @@ def wrap(policy: Policy, cfg: Config, world: World):
     if cfg.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     if cfg.compile:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        need(layers, cfg, "compile", "this model has no layers that can be compiled")
-        for layer in layers:  # each by itself: the code of one serves them all
-            layer.compile(dynamic=True)
+        harness.compile_layers(policy.model, cfg)
     if world.size == 1:
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -1011,6 +1006,7 @@ def train(cfg: Config) -> list[dict]:
     # what can be wrong with the flags and files is found first, by every rank by itself
     cfg = validate(cfg)
     device = harness.pick_device(cfg.device)
+    harness.keep_freed_memory(device)
     harness.quiet_transformers(cfg.verbose)
     rewards, tokenizer = load_rewards(cfg), harness.load_tokenizer(cfg)
     train_prompts = harness.load_prompts("train_data", rewards, tokenizer, cfg)

@@ -1354,6 +1354,30 @@ def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
     assert json.loads(read(tmp_path / "out")) == [True] * 3
 
 
+def test_freed_memory_stays_in_the_process():
+    """A tensor made again takes the pages of the one before: the kernel gives, and fills with zeros, none."""
+    code = """
+import resource, sys, torch, harness
+if sys.argv[1:]:
+    harness.keep_freed_memory(torch.device("cpu"))
+for i in range(20):
+    if i == 10:  # the first few do not fit where the one before was: alignment
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)  # 64 MB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    env = os.environ | dict(THP_MEM_ALLOC_ENABLE="0")
+    faults = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", code, *more], env=env, cwd=HERE, capture_output=True, check=True
+            ).stdout
+        )
+        for more in ([], ["keep"])
+    ]
+    assert faults[0] > 1000 and faults[1] < 100, faults
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Data and flags
 
