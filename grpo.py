@@ -1018,7 +1018,7 @@ def train(cfg: Config) -> list[dict]:
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, device)
     model, prompts = policy.model, train_prompts + eval_prompts
     harness.check_sizes(model, prompts, cfg)
-    eos_ids, pad_id = harness.special_ids(model.generation_config, tokenizer, cfg)
+    eos_ids, pad_id = harness.special_ids(model, tokenizer, cfg, prompts)
     kind, why = harness.choose_sampler(cfg, device, harness.is_small(model, device))
 
     world = harness.join_world(device)

@@ -336,6 +336,10 @@ def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
         say(f"--{name} {path}: {len(rows) - len(kept)} of {len(rows)} prompts are left out, {limit}")
     if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
         say(f"warning: --{name} {path}: string prompts do not go through the model's chat template; --chat does that")
+    template = str(template_options(cfg).get("chat_template", tokenizer.chat_template))
+    for option in template_options(cfg) if name == "train_data" else ():
+        if not re.search(rf"\b{re.escape(option)}\b", f"chat_template {template}"):
+            say(f"warning: --chat_template_kwargs: the model's chat template does not read {option}")
     return kept
 
 
@@ -356,7 +360,8 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     if not prompt or not isinstance(prompt, (str, list)):
         raise ValueError(f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}")
     if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
-        ids = tokenizer(prompt)["input_ids"]
+        begun = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
+        ids = tokenizer(prompt, add_special_tokens=not begun)["input_ids"]  # no second BOS
         if not ids:
             raise ValueError("empty prompt")
         return Prompt(np.array(ids, dtype=np.int32), prompt, row)
@@ -366,14 +371,21 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     if not tokenizer.chat_template:
         raise ValueError("chat messages, but the tokenizer has no chat template")
     begun = messages[-1]["role"] == "assistant"  # an answer that the policy goes on with
-    options = json.loads(cfg.chat_template_kwargs or "{}")
-    options |= dict(tokenize=False, add_generation_prompt=not begun, continue_final_message=begun)
+    options = template_options(cfg) | dict(tokenize=False)
+    options |= dict(add_generation_prompt=not begun, continue_final_message=begun)
+    instead = "; the one of --system_prompt can go into --prompt_template instead" if system else ""
     try:
         text = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
-        raise ValueError(f"chat template: {error}") from None
+        raise ValueError(f"chat template: {first_line(error)}{instead}") from None
+    if any(turn.get("role") == "system" and turn["content"].strip() not in text for turn in messages):
+        raise ValueError(f"chat template: it leaves out the system message{instead}")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template already wrote the BOS
     return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
+
+
+def template_options(cfg) -> dict:
+    return json.loads(cfg.chat_template_kwargs or "{}")
 
 
 def plain_text(content) -> str:
@@ -437,18 +449,39 @@ def check_sizes(model, prompts: list[Prompt], cfg) -> None:
     why = f"with the longest prompt ({longest} tokens) more than the model's {positions} positions"
     need(longest + cfg.max_completion_length <= positions, cfg, "max_completion_length", why)
     top = max(int(p.ids.max()) for p in prompts)
-    need(top < words, cfg, "tokenizer", f"makes the token id {top}, and the model knows {words}")
+    name, whose = ("tokenizer", "") if cfg.tokenizer else ("model", "its tokenizer ")
+    need(top < words, cfg, name, f"{whose}makes the token id {top}, and the model knows {words}")
 
 
-def special_ids(generation_config, tokenizer, cfg) -> tuple[list[int], int]:
-    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids)."""
-    eos = generation_config.eos_token_id
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in eos:
-        eos = [*eos, tokenizer.eos_token_id]
+def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
+    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids). Both
+    are ids that the model knows: some tokenizers have more."""
+    eos, words = model.generation_config.eos_token_id, model.get_input_embeddings().num_embeddings
+    eos = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
+    eos = [i for i in dict.fromkeys(eos) if i is not None and 0 <= i < words]  # others are never sampled
     if not eos:
-        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token")
-    return eos, eos[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token it knows")
+    turn = end_of_turn(tokenizer, cfg) if any(p.messages for p in prompts) else None
+    if turn not in (None, *eos):
+        token = tokenizer.convert_ids_to_tokens(turn)
+        say(
+            f"warning: the chat template ends a turn with {token}, which ends no completion: add its id, {turn}, to "
+            "eos_token_id in the model's generation_config.json, or name a --tokenizer whose EOS token it is"
+        )
+    pad = tokenizer.pad_token_id
+    return eos, pad if pad is not None and 0 <= pad < words else eos[0]
+
+
+def end_of_turn(tokenizer, cfg) -> int | None:
+    """The special token that the chat template writes after an answer, if there is one."""
+    turns = [dict(role=role, content="xyz") for role in ("user", "assistant")]
+    options = template_options(cfg) | dict(tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(turns, **options).rpartition("xyz")[2]
+    except Exception:  # it wants other messages
+        return None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
 
 @torch.no_grad()
@@ -679,15 +712,21 @@ def write_checkpoint(final: str, partial: str, write_model, state: dict) -> None
     shutil.rmtree(partial, ignore_errors=True)
     write_model(partial)
     torch.save(state, os.path.join(partial, "trainer_state.pt"))
-    sums = {name: checksum(os.path.join(partial, name)) for name in sorted(os.listdir(partial))}
+    sums = {name: checksum(os.path.join(partial, name)) for name in files_below(partial)}
     with open(os.path.join(partial, "checksums.json"), "w") as file:
         json.dump(sums, file, indent=1)
-    for name in [*sums, "checksums.json", "."]:
+    for name in [*sums, *{os.path.dirname(name) for name in sums}, "checksums.json"]:
         fsync(os.path.join(partial, name))
     if os.path.isdir(final):
         os.replace(final, free_name(final + ".stale"))
     os.replace(partial, final)
     fsync(os.path.dirname(final))
+
+
+def files_below(path: str) -> list[str]:
+    """Their names relative to it: a tokenizer with several chat templates writes a folder."""
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return sorted(os.path.relpath(file, path) for file in found)
 
 
 def fsync(path: str) -> None:
@@ -784,7 +823,8 @@ class Run:
         trial = os.path.join(self.cfg.out_dir, "partial_000000")
         try:
             self.write_model(trial)
-            room, size = shutil.disk_usage(trial).free, sum(entry.stat().st_size for entry in os.scandir(trial))
+            room = shutil.disk_usage(trial).free
+            size = sum(os.path.getsize(os.path.join(trial, name)) for name in files_below(trial))
         except Exception as error:
             why = f"no checkpoint can be saved there ({first_line(error)})"
             raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error

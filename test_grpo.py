@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import shlex
@@ -956,13 +957,15 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
 
 def test_end_and_padding_tokens_from_everywhere():
     tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None)
+    model = tiny_model()
     for eos, expected in ((None, [2]), (7, [7, 2]), ([7, 2], [7, 2])):
-        config = types.SimpleNamespace(eos_token_id=eos)
-        assert harness.special_ids(config, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
-    tokenizer.pad_token_id, tokenizer.eos_token_id = 0, None
-    assert harness.special_ids(types.SimpleNamespace(eos_token_id=[7]), tokenizer, Config()) == ([7], 0)
+        model.generation_config.eos_token_id = eos
+        assert harness.special_ids(model, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
+    tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id = 0, None, [7]
+    assert harness.special_ids(model, tokenizer, Config()) == ([7], 0)
+    model.generation_config.eos_token_id = None
     with pytest.raises(ConfigError, match="names an EOS token"):
-        harness.special_ids(types.SimpleNamespace(eos_token_id=None), tokenizer, Config(model="m"))
+        harness.special_ids(model, tokenizer, Config(model="m"))
     assert (
         grpo.decode(harness.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
     )  # ids of a padded vocabulary have no text
@@ -1911,6 +1914,431 @@ def test_eval_every_eval_samples_and_log_completions(tmp_path):
     for count, expected in ((-1, 15), (0, 0)):
         small_run(out, max_steps=1, log_completions=count)
         assert len(lines(out / "completions.jsonl")) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Files as they are found in the wild: the big families' tokenizers, chat templates and generation configs, made small.
+# What these templates do is what theirs do: who may speak, what is trimmed, raised, merged or left out
+
+CHATML = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+LLAMA = """{{- bos_token }}
+{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
+{%- if tools is not defined %}{% set tools = none %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system, messages = messages[0]['content'] | trim, messages[1:] %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string + '\n\n' + (system or '') + '<|eot_id|>' }}
+{%- if tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+    {%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+GEMMA = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {{- '<start_of_turn>' + {'assistant': 'model'}.get(message.role, message.role) }}
+    {{- '\n' + message.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
+{%- if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}{% endif %}
+{%- for message in messages %}
+    {%- if (message.role == 'user') != (turns.n % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {%- set turns.n = turns.n + 1 %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}
+    {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}
+{%- endfor %}"""
+R1 = """{{ bos_token }}{% set found = namespace(system='') %}
+{%- for message in messages if message.role == 'system' %}{% set found.system = message.content %}{% endfor %}
+{{- found.system }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
+QWEN3 = """{% set asked = namespace(last=-1) %}
+{%- for message in messages if message.role == 'user' %}{% set asked.last = messages.index(message) %}{% endfor %}
+{%- for message in messages %}
+    {%- set answer, thought = message.content, '' %}
+    {%- if message.role == 'assistant' and '</think>' in answer %}
+        {%- set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+        {%- set answer = answer.split('</think>')[-1].lstrip('\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > asked.last %}
+        {{- '<think>\n' + thought + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- answer + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{%- endif %}"""
+
+IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TURNS = ("<start_of_turn>", "<end_of_turn>")
+HEADERS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+)
+BARS = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
+SAMPLING = dict(temperature=0.6, top_p=0.8, top_k=2, repetition_penalty=1.3)
+ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5)
+ROPE |= dict(original_max_position_embeddings=128)
+QWEN_IDS = dict(eos="<|im_end|>", pad="<|endoftext|>", ends=["<|im_end|>", "<|endoftext|>"])
+GEMMA_IDS = dict(bos="<bos>", eos="<eos>", pad="<pad>", ends=["<eos>", "<end_of_turn>"])
+GEMMA_FILES = dict(
+    pieces=("<pad>", "<eos>", "<bos>", "<unk>", *TURNS), tokenizer_class="GemmaTokenizer", template=GEMMA
+)
+CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=16)
+FAMILIES = dict(  # the ids of `ends` are eos_token_id of generation_config.json
+    qwen2=dict(kind="qwen2", words=IM, tokenizer_class="Qwen2Tokenizer", template=CHATML, **QWEN_IDS,
+               generation=SAMPLING | dict(do_sample=True)),
+    smollm2=dict(kind="llama", words=IM, tokenizer_class="GPT2Tokenizer", template=CHATML, bos="<|im_start|>",
+                 eos="<|im_end|>", pad="<|im_end|>", ends=["<|im_end|>"]),
+    llama3=dict(kind="llama", words=HEADERS, tokenizer_class="PreTrainedTokenizerFast", template=LLAMA, adds_bos=True,
+                bos="<|begin_of_text|>", eos="<|eot_id|>", ends=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+                generation=dict(do_sample=True, temperature=0.6, top_p=0.9), model=dict(rope_parameters=ROPE)),
+    gemma2=dict(kind="gemma2", **GEMMA_FILES, **GEMMA_IDS, model=CAPS, generation=dict(cache_implementation="hybrid")),
+    gemma3=dict(kind="gemma3", **GEMMA_FILES, **GEMMA_IDS, model=dict(sliding_window=16),
+                generation=dict(cache_implementation="hybrid", do_sample=True, top_k=64, top_p=0.95)),
+    mistral=dict(kind="mistral", pieces=("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), tokenizer_class="LlamaTokenizer",
+                 template=MISTRAL, bos="<s>", eos="</s>", ends=["</s>"], model=dict(sliding_window=16)),
+    r1=dict(kind="qwen2", words=BARS, more=("<think>", "</think>"), tokenizer_class="LlamaTokenizerFast", template=R1,
+            adds_bos=True, bos=BARS[3], eos=BARS[0], pad=BARS[0], ends=[BARS[0]],
+            generation=dict(do_sample=True, temperature=0.6, top_p=0.95)),
+    qwen3=dict(kind="qwen3", words=IM, more=("<think>", "</think>"), tokenizer_class="Qwen2Tokenizer", template=QWEN3,
+               **QWEN_IDS, generation=SAMPLING | dict(do_sample=True)),
+)  # fmt: skip
+
+
+def bytes_tokenizer(words, more, bos):
+    """Byte-level BPE, as of GPT-2, Qwen and Llama 3. words: special tokens, after the others; more: not special."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "a")]
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), *words, *more]
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    split = pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|[^\p{L}\p{N}]+"), "isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, plain]), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in more])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, ids[bos])])
+    return tokenizer
+
+
+def pieces_tokenizer(specials, bos):
+    """BPE of pieces that fall back to bytes, as of Llama 2, Mistral and Gemma; the special tokens come first."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    letters = "\n▁ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-=.,:;?!"
+    vocabulary = [*specials, *(f"<0x{i:02X}>" for i in range(256)), *letters, "▁t", "▁th"]
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    merges = [("▁", "t"), ("▁t", "h")]
+    options = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, ids[bos])])
+    return tokenizer
+
+
+def family(path, name, generation=None, size=None, **changes):
+    """A directory as the hub has it: config, weights, tokenizer, template and generation config, written by others. The
+    vocabulary is padded to a multiple of 64, or is `size`. Returns the path and the ids of tokens."""
+    has = FAMILIES[name] | changes
+    bos, eos, pad = (has.get(key) for key in ("bos", "eos", "pad"))
+    if "words" in has:
+        tokenizer = bytes_tokenizer(has["words"], has.get("more", ()), bos if has.get("adds_bos") else None)
+    else:
+        tokenizer = pieces_tokenizer(has["pieces"], bos)
+    ids, words = tokenizer.get_vocab(), tokenizer.get_vocab_size()
+    own = dict(eos_token_id=[ids[end] for end in has["ends"]], bos_token_id=ids.get(bos), pad_token_id=ids.get(pad))
+    sizes = dict(
+        vocab_size=size or -(-(words + 1) // 64) * 64, tie_word_embeddings=name not in ("llama3", "mistral", "r1")
+    )
+    tiny_model(has["kind"], **(sizes | own | has.get("model", {}))).save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    added = {str(i): token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
+    config = dict(added_tokens_decoder=added, tokenizer_class=has["tokenizer_class"], chat_template=has["template"])
+    config |= dict(bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=name == "llama3")
+    config |= dict(add_bos_token=bos is not None and "words" not in has)
+    (path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    generation = has.get("generation", {}) if generation is None else generation
+    generation = {k: v for k, v in (own | generation).items() if v is not None}
+    (path / "generation_config.json").write_text(json.dumps(generation | dict(transformers_version="4.45.0")))
+    return path, ids
+
+
+def chat(*turns):
+    """Turns by user and assistant, which begin with the user; a first one of the system is marked by a `*`."""
+    roles = ["user", "assistant"] * len(turns)
+    if turns[0].startswith("*"):
+        roles = ["system", *roles]
+    return [dict(role=role, content=turn.lstrip("*")) for role, turn in zip(roles, turns, strict=False)]
+
+
+QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
+TURNS_OF_TWO, GOES_ON = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"), chat("*Add.", "1+2?", "It is ")
+WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
+    qwen2=[
+        "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n"
+        "<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
+    ],
+    llama3=[
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
+        "<H>user</H>\n\n2+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\nIt is",
+    ],
+    gemma2=[
+        "<bos><S>user\n1+2?<E>\n<S>model\n",
+        None,
+        "<bos><S>user\n1+2?<E>\n<S>model\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n<S>model\n",
+        None,
+    ],
+    mistral=[
+        "<s>[INST]  1+2? [/INST]",
+        "<s>[INST] Add. \n\n1+2?[/INST]",
+        "<s>[INST] 1+2?[/INST] <think>\nhm\n</think>\n\n3</s>[INST] 2+2?[/INST]",
+        None,  # it writes the system message only into a last turn of the user: into none, where an answer goes on
+    ],
+    r1=[
+        "<B><U> 1+2? <A><think>\n",
+        "<B>Add. <U>1+2?<A><think>\n",
+        "<B><U>1+2?<A>\n\n3<E><U>2+2?<A><think>\n",
+        "<B>Add.<U>1+2?<A>It is ",
+    ],
+    qwen3=[
+        "<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>user\n1+2?<E>\n<S>assistant\n3<E>\n<S>user\n2+2?<E>\n<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
+    ],
+)
+SHORT = dict(
+    qwen2={"<S>": IM[1], "<E>": IM[2]}, qwen3={"<S>": IM[1], "<E>": IM[2]}, gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
+    llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
+    r1={"<E>": BARS[0], "<U>": BARS[1], "<A>": BARS[2], "<B>": BARS[3]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
+    path, ids = family(tmp_path / "model", name)
+    tokenizer, [bos] = harness.load_tokenizer(Config(model=str(path))), [FAMILIES[name].get("bos")]
+    options = dict(chat_template_kwargs='{"date_string": "1 May"}') if name == "llama3" else {}
+    for messages, expected in zip((QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True):
+        if expected is None:
+            with pytest.raises(
+                ConfigError, match="row 1: chat template: (System role not|it leaves out the system mes)"
+            ):
+                encode([dict(prompt=messages)], tokenizer, **options)
+            continue
+        for short, word in SHORT.get(name, {}).items():
+            expected = expected.replace(short, word)
+        [prompt] = encode([dict(prompt=messages)], tokenizer, **options)
+        assert prompt.text == expected
+        assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
+        if messages[-1]["role"] == "user":
+            assert (
+                encode([dict(prompt=messages)], tokenizer, **options)[0].ids.tolist()
+                == tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, **json.loads(options.get("chat_template_kwargs", "{}"))
+                )["input_ids"]
+            )
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_what_a_template_refuses_names_the_flag_or_the_row(encode, tmp_path):
+    gemma, mistral, r1 = (
+        harness.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0])))
+        for name in ("gemma2", "mistral", "r1")
+    )
+    twice = [dict(role="user", content="1"), dict(role="user", content="2")]
+    instead = "; the one of --system_prompt can go into --prompt_template instead"
+    for tokenizer, prompt, options, message in (
+        (gemma, "1", dict(system_prompt="Add."), f"chat template: System role not supported{instead}"),
+        (mistral, GOES_ON[1:], dict(system_prompt="Add."), f"chat template: it leaves out the system message{instead}"),
+        (gemma, twice, {}, "chat template: Roles must alternate"),
+        (mistral, twice, {}, "chat template: Roles must alternate"),
+        (r1, chat("1+2?", "<think>a</think>3"), {}, "chat template: continue_final_message is set but .*"),  # deleted
+    ):
+        with pytest.raises(ConfigError, match=f"^--train_data .*rows.jsonl row 1: {message}$") as error:
+            encode([dict(prompt=prompt)], tokenizer, **options)
+        assert "\n" not in str(error.value)
+
+
+def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path, capsys):
+    r1, qwen3 = (
+        harness.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0]))) for name in ("r1", "qwen3")
+    )
+    off = dict(chat=True, chat_template_kwargs='{"enable_thinking": false}')
+    begun, none = (encode([dict(prompt="1+2?")], t, **off)[0].text for t in (r1, qwen3))
+    said = "warning: --chat_template_kwargs: the model's chat template does not read"
+    assert capsys.readouterr().out == f"{said} enable_thinking\n"  # R1 thinks whatever it is told
+    encode([dict(prompt="1+2?")], qwen3, chat=True, chat_template_kwargs='{"enable_think": false}')
+    assert capsys.readouterr().out == f"{said} enable_think\n"
+    assert (
+        begun.endswith("<think>\n")
+        and part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
+    )
+    assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
+    ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]  # added tokens, but not special ones
+    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
+
+
+def test_todays_date_can_be_pinned(encode, tmp_path):
+    tokenizer = harness.load_tokenizer(Config(model=str(family(tmp_path / "model", "llama3")[0])))
+    assert re.search(r"Today: \d\d \w{3} \d{4}\n", encode([dict(prompt=QUESTION)], tokenizer)[0].text)
+
+
+@pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2", "smollm2"])
+def test_a_string_prompt_has_at_most_one_bos(name, encode, tmp_path):
+    """Also where a template wrote it before: rows that hold what apply_chat_template made."""
+    path, ids = family(tmp_path / "model", name)
+    tokenizer, bos = harness.load_tokenizer(Config(model=str(path))), FAMILIES[name]["bos"]
+    plain, written = (encode([dict(prompt=text)], tokenizer)[0].ids.tolist() for text in ("1+2?", f"{bos}1+2?"))
+    assert written[0] == ids[bos] and written.count(ids[bos]) == 1
+    assert plain == (written[1:] if name == "smollm2" else written)  # whose tokenizer adds none
+
+
+@pytest.fixture(scope="module")
+def rows_of_two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text('{"prompt": "1+2?"}\n{"prompt": "the sum of 11 and 22?"}\n')
+    return str(path)
+
+
+def family_run(path, out, rows, **options):
+    """One step on two prompts of different lengths, as chats."""
+    settings = dict(model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1, num_minibatches=1)
+    settings |= dict(learning_rate=1e-3, advantage_noise=1.0, log_completions=-1)  # noise: there is always a signal
+    return small_run(out, **(settings | options))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, ids = family(tmp_path / "model", name)
+    cfg, ends = Config(model=str(path)), [ids[end] for end in FAMILIES[name]["ends"]]
+    [metrics] = family_run(path, tmp_path / "out", rows_of_two)
+    assert metrics["grad_norm"] > 0 and metrics["sampler_gap"] < 1e-5
+    assert "warning" not in capsys.readouterr().out
+    saved = tmp_path / "out" / "step_000001"
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((saved / file).read_text()) == json.loads((path / file).read_text())
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (path, saved))
+    prompt = before.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"]
+    assert after.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"] == prompt
+    assert after("the 1<think>")["input_ids"] == before("the 1<think>")["input_ids"]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(after, key) == getattr(before, key)
+    # every EOS id ends a sample of ours; and what is saved answers in transformers as in an eval
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    loaded = grpo.load_model(str(saved), cfg)
+    eos, pad = harness.special_ids(loaded, after, cfg)
+    assert eos == [*ends, *{after.eos_token_id} - set(ends)] and pad < loaded.config.vocab_size
+    neutral = dict(do_sample=False, repetition_penalty=1.0, top_k=None, top_p=None, temperature=None)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, **neutral)[0, len(prompt) :].tolist()
+    sampler = grpo.HFSampler(loaded, eos, pad, Config(max_completion_length=20))
+    assert texts(sampler.generate([ids_of(prompt)], 1, [0], 0.0)[0]) == [expected]
+    # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
+    drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
+    known = drawn[drawn < len(after)]
+    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+
+
+def test_no_generation_config_changes_what_is_sampled(tmp_path, rows_of_two):
+    """Neither what it asks of sampling, nor whether it asks to sample, nor what transformers would refuse to save."""
+    found = {}
+    for i, generation in enumerate([
+        dict(do_sample=None), SAMPLING | dict(do_sample=True), SAMPLING | dict(do_sample=False),
+        dict(num_beams=4, length_penalty=0.5, no_repeat_ngram_size=1),
+        dict(min_new_tokens=8, max_length=20, max_new_tokens=3, stop_strings=["a"], bad_words_ids=[[7]]),
+        dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
+    ]):  # fmt: skip
+        path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
+        family_run(path, tmp_path / f"out{i}", rows_of_two)
+        found[i] = [(row["completion"], row["length"]) for row in lines(tmp_path / f"out{i}" / "completions.jsonl")]
+        saved = tmp_path / f"out{i}" / "step_000001" / "generation_config.json"
+        assert saved.read_text() == (path / "generation_config.json").read_text()
+    assert all(other == found[0] for other in found.values()) and len({length for _, length in found[0]}) > 1
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two, capsys):
+    """As with tokens that were added and embeddings that were not."""
+    path, ids = family(tmp_path / "model", "qwen2", size=263)  # 259 to 262 are the special tokens, 263 has no row
+    tokenizer = harness.load_tokenizer(Config(model=str(path)))
+    assert len(tokenizer) == 262
+    tokenizer.add_tokens(["<answer>"])
+    tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
+    tokenizer.save_pretrained(path)
+    assert tokenizer.pad_token_id == 263
+    [metrics] = family_run(path, tmp_path / "out", rows_of_two)  # whose prompts differ in length, so there is padding
+    assert metrics["sampler_gap"] < 1e-5
+    cfg, model = Config(model=str(path)), grpo.load_model(str(path), Config())
+    tokenizer.add_special_tokens(dict(eos_token="[END]"))
+    assert harness.special_ids(model, tokenizer, cfg) == ([ids[end] for end in QWEN_IDS["ends"]], ids["<|im_end|>"])
+    model.generation_config.eos_token_id = [264, -1]
+    with pytest.raises(
+        ConfigError, match="--model .*: neither generation_config nor tokenizer names an EOS token it kno"
+    ):
+        harness.special_ids(model, tokenizer, cfg)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "[PAD]"}\n')
+    with pytest.raises(ConfigError, match="--model .*: its tokenizer makes the token id 263, and the model knows 263"):
+        family_run(path, tmp_path / "out", str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_a_turn_whose_end_ends_no_completion_is_said(name, tmp_path, rows_of_two, capsys):
+    """As of base models that have a chat template, and of chat models whose files forget an EOS token."""
+    end = "<|endoftext|>" if name == "qwen2" else "<eos>"
+    path, ids = family(tmp_path / "model", name, eos=end, ends=[end])
+    turn = "<|im_end|>" if name == "qwen2" else "<end_of_turn>"
+    said = f"warning: the chat template ends a turn with {turn}, which ends no completion: add its id, {ids[turn]}, to "
+    family_run(path, tmp_path / "out", rows_of_two)
+    assert said in capsys.readouterr().out
+    family_run(path, tmp_path / "out", rows_of_two, chat=False)
+    assert said not in capsys.readouterr().out
+
+
+def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_two, capsys):
+    """transformers writes all but the default one into a folder."""
+    from transformers import AutoTokenizer
+
+    both = [dict(name="default", template=CHATML), dict(name="tool_use", template="tools")]
+    path, _ = family(tmp_path / "model", "qwen2", template=both)
+    out = tmp_path / "out"
+    family_run(path, out, rows_of_two)
+    assert AutoTokenizer.from_pretrained(out / "step_000001").chat_template == dict(default=CHATML, tool_use="tools")
+    family_run(path, out, rows_of_two, max_steps=2, resume="latest")
+    [other] = (out / "step_000002").rglob("tool_use.jinja")
+    other.write_text("changed")
+    with pytest.raises(OSError, match="tool_use.jinja is not as it was written"):
+        harness.load_checkpoint(str(out / "step_000002"))
+    assert "could not save" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -2935,6 +3363,35 @@ def fault_run(out, sampler, fault, monkeypatch):
 
 
 QUESTIONS = ["520+773=", "111+222=", "989+898="]
+SERVED = ("llama3", "gemma2")  # of FAMILIES; the first one is sampled by vLLM, too
+
+
+def served_family(folder, name):
+    """Trains a family for a step and serves what it saved: the step's gap and samples, and whether an engine that was
+    started on the directory, chat template and all, sees the prompt and gives the greedy answer of transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    folder.mkdir()
+    path, _ = family(folder / "model", name, SAMPLING | dict(do_sample=True, top_k=1))  # would sample one text only
+    (folder / "rows.jsonl").write_text('{"prompt": "1+2?"}\n{"prompt": "the sum of 11 and 22?"}\n')
+    rollout = dict(rollout="vllm" if name == SERVED[0] else "hf")
+    [metrics] = family_run(path, folder / "out", str(folder / "rows.jsonl"), **rollout)
+    saved = folder / "out" / "step_000001"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
+    neutral = dict(do_sample=False, repetition_penalty=1.0, top_k=None, top_p=None, temperature=None)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, **neutral)[0, len(prompt) :].tolist()
+    options = dict(dtype="float32", max_model_len=128, kv_cache_memory_bytes=2**26, enforce_eager=True)
+    llm = LLM(str(saved), **options)
+    [answer] = llm.chat([QUESTION], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    same = [list(answer.prompt_token_ids) == prompt, list(answer.outputs[0].token_ids) == expected]
+    return (
+        metrics["sampler_gap"],
+        len({row["completion"] for row in lines(folder / "out" / "completions.jsonl")}),
+        *same,
+    )
 
 
 def vllm_worker(folder):
@@ -3011,6 +3468,8 @@ def vllm_worker(folder):
         history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
         keys = ("sampler_gap", "tis_mean", "tis_max", "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
         results["half"] = [{key: m[key] for key in keys} for m in history]
+    sampler.close()
+    results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}
     with open(f"{folder}/results.json", "w") as file:
         json.dump(results, file)
 
@@ -3109,6 +3568,12 @@ class TestEngine:
         for ids, expected, served in zip(prompts, evaluated, engine[1]["texts"], strict=True):
             out = model.generate(torch.tensor(ids)[None].long(), max_new_tokens=20, do_sample=False)[0, len(ids) :]
             assert tokenizer.decode(out, skip_special_tokens=True) == expected == served
+
+    @pytest.mark.parametrize("name", SERVED)
+    def test_a_saved_family_is_served(self, engine, name):
+        """Two of them here; the other six families of FAMILIES were once run through the same lines by hand."""
+        gap, different_samples, same_prompt, same_answer = engine[1]["families"][name]
+        assert gap < 1e-5 and different_samples > 2 and same_prompt and same_answer
 
     def test_two_ranks_with_vllm(self, engine, fork, tmp_path):
         """Two engines under torchrun: the samples of one rank, resumed to the bit, no process left behind."""
@@ -4162,6 +4627,7 @@ def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path
         [sys.executable, "-c", code, main[2]],
         cwd=tmp_path,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
