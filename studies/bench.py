@@ -2,13 +2,17 @@
 
     python3.11 -m venv .trl-venv && .trl-venv/bin/pip install --no-deps -r requirements-cpu.txt
     .trl-venv/bin/pip install trl==1.16.0
-    python studies/bench.py --trl .trl-venv/bin/python            # without --trl: this trainer and the floor
+    python studies/bench.py --trl .trl-venv/bin/python --model FOLDER/model       # of real_model.py
+    python studies/bench.py --settings bundled "30M"                              # this trainer and the floor
 
 Same model, prompts, G, lengths, learning rate, beta and dtype. Sides take turns, each in a process of its own, one
 thread; a ratio is TRL's over ours in the same round. "TRL as it comes" samples with HF generate and, on a CPU, scores
 the head at every position; "TRL at its best" samples with the same vLLM engine as ours and scores the head at
-completion positions only, as it does on CUDA (one function is patched for that). The floor is what no trainer can do
-without: sampling, and a bare forward (reference) and forward and backward (update) over as many tokens as were real.
+completion positions only, as it does on CUDA (one function is patched for that). Ours samples as --rollout auto has
+it: with Hugging Face for the bundled model, else with vLLM. The floor is what no trainer can do
+without: sampling, and a bare forward (reference) and forward and backward (update) over as many tokens as were real, a
+group's prompt counted once. Memory that is freed stays in the process on all sides but TRL's as it comes, and layers
+are compiled on the same sides where a setting says so.
 """
 
 import argparse
@@ -22,42 +26,64 @@ import tempfile
 import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as grpo.py sets it for vLLM on a CPU, for all sides alike
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # likewise, but for TRL as it comes
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
+import grpo  # isort: skip  first: it sets the environment before torch
 import numpy as np
 import torch
 
+import harness
+
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; ours gets as many padded tokens. stop: a word's
-# probability to be a completion's last; None: the bundled model and task
+# probability to be a completion's last; None: the model has a tokenizer and a task of its own
+REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, rows=32, beta=0.0, stop=None, steps=1)
+TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, rows=32, beta=0.001, stop=None, steps=8)
+RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, rows=8, beta=0.04, stop=1 / 40, steps=1)
 SETTINGS = {
-    "tiny": dict(num_prompts=32, num_generations=8, prompt=8, completion=40, rows=32, beta=0.001, stop=None, steps=8),
-    "30M": dict(num_prompts=8, num_generations=8, prompt=12, completion=128, rows=8, beta=0.04, stop=1 / 40, steps=1),
-    "30M, 64 rows": dict(
-        num_prompts=8, num_generations=8, prompt=12, completion=128, rows=64, beta=0.04, stop=1 / 40, steps=1
-    ),
-    "long prompt": dict(
-        num_prompts=1, num_generations=16, prompt=512, completion=64, rows=8, beta=0.04, stop=0, steps=1
-    ),
+    "135M, its own reward": REAL | dict(reward="answer", compile=True),
+    "135M, reward by position": REAL | dict(compile=True),
+    "bundled": TINY,
+    "bundled, 6 tokens": TINY | dict(num_prompts=16, completion=6, rows=64, steps=20),
+    "30M": RANDOM,
+    "30M, equal lengths": RANDOM | dict(completion=40, stop=0),
+    "30M, long prompt": RANDOM | dict(num_prompts=1, num_generations=16, prompt=512, completion=64, stop=0),
 }
-SIDES = dict(ours="ours, vLLM", ours_hf="ours, HF", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
+IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths")
+SIDES = dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
 PHASES = ("rollout", "reward", "logps", "update", "sync")  # logps: reference, and TRL's old policy
+REWARDS = """import re
+
+def position(completions, **_):
+    return [i % 13 / 13 for i in range(len(completions))]
+
+def answer(completions, answer, **_):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    found = [re.findall(r"-?\\d+", text) for text in texts]
+    return [float(bool(numbers) and numbers[-1] == a) for numbers, a in zip(found, answer)]
+"""
 
 
-def prepare(spec: dict, folder: str) -> dict:
-    """Paths of model, rows and reward: the bundled ones, or a 30 M model of random weights, whose words are all nearly
-    as probable, so that lengths are geometric with mean 1 / stop."""
+def prepare(setting: str, model: str, folder: str) -> dict:
+    """Paths of model, rows and reward: the real one, the bundled one, or a 30 M model of random weights, whose words
+    are all nearly as probable, so that lengths are geometric with mean 1 / stop."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-    reward, rows, vocabulary = os.path.join(folder, "reward.py"), os.path.join(folder, "rows.jsonl"), 32_000
-    with open(reward, "w") as file:
-        file.write("def reward(completions, **_):\n    return [len(c) % 13 / 13 for c in completions]\n")
-    if spec["stop"] is None:
+    spec, rows, vocabulary = SETTINGS[setting], os.path.join(folder, "rows.jsonl"), 32_000
+    with open(os.path.join(folder, "reward.py"), "w") as file:
+        file.write(REWARDS)
+    reward = f"{file.name}:{spec.get('reward', 'position')}"
+    if setting.startswith("bundled"):
         data = os.path.join(HERE, "..", "sample_data")
         return dict(model=os.path.join(data, "model"), rows=os.path.join(data, "train.jsonl"), reward=reward)
+    rng = np.random.default_rng(0)
+    if setting.startswith("135M"):
+        with open(rows, "w") as file:
+            for a, b in rng.permutation([(a, b) for a in range(10) for b in range(10)]).tolist():
+                question = f"State the final answer to the following arithmetic problem: {a} - {b} ="
+                file.write(json.dumps(dict(prompt=[dict(role="user", content=question)], answer=str(a - b))) + "\n")
+        return dict(model=model, rows=rows, reward=reward)
     names = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")  # ids 0, 1, 2; no word begins like them
     ids = {word: i for i, word in enumerate([*names.values(), *(f"w{i}" for i in range(3, vocabulary))])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -70,7 +96,6 @@ def prepare(spec: dict, folder: str) -> dict:
     model.generation_config.eos_token_id = list(range(2, 3 + int(spec["stop"] * vocabulary)))
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    rng = np.random.default_rng(0)
     with open(rows, "w") as file:
         for ids in rng.integers(vocabulary // 2, vocabulary, (64, spec["prompt"])):
             file.write(json.dumps(dict(prompt=" ".join(f"w{i}" for i in ids))) + "\n")
@@ -95,18 +120,20 @@ def resident() -> tuple[int, int]:
 
 
 def forget_peak() -> None:
-    """What was freed goes back to the system, and the peak starts from here."""
+    """What was freed goes back to the system, and the peak starts from here. Not in steps whose time counts."""
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 class Record:
-    """Of each step: wall and CPU seconds by phase; tokens that forwards with gradient computed, and the real ones."""
+    """Of each step: wall and CPU seconds by phase, and tokens.
 
-    def __init__(self):
-        self.steps, self.now, self.inside = [], {}, None
-        self.loaded = self.sampled = 0  # bytes resident before the first step, after the sampling of this one
+    The first step warms up; in the last one memory is measured, which takes time: neither counts for the seconds."""
+
+    def __init__(self, n_timed: int):
+        self.steps, self.now, self.inside, self.n_timed = [], {}, None, n_timed
+        self.loaded = self.sampled = 0  # bytes resident before the first step, after the sampling of the last one
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -119,7 +146,7 @@ class Record:
         finally:
             self.inside = None
             self.now[name] = self.now.get(name, 0) + clocks() - started
-            if name == "rollout":
+            if name == "rollout" and len(self.steps) == 1 + self.n_timed:
                 self.now["peak"] = resident()[1]
                 forget_peak()
                 self.sampled = resident()[0]
@@ -131,48 +158,46 @@ class Record:
 
         return call
 
-    def count(self, computed, real):
+    def count(self, computed: int, real: int):
+        """Tokens that forwards with gradient computed, and those of the step's samples, prompts included."""
         if torch.is_grad_enabled():
             self.now["tokens"] = self.now.get("tokens", 0) + np.array([computed, real])
 
     def step_ends(self, *_, **__):
-        now, peak = resident()
         if self.loaded:
-            memory = dict(peak=max(peak, self.now["peak"]) - self.loaded, update_peak=peak - self.sampled)
-            self.steps.append(self.now | dict(step=clocks() - self.started) | memory)
+            self.steps.append(self.now | dict(step=clocks() - self.started, peaks=resident()))
         else:
-            self.loaded = now
-        forget_peak()
+            self.loaded = resident()[0]
+        if len(self.steps) == 1 + self.n_timed:
+            forget_peak()
         self.now, self.started = {}, clocks()
 
     def result(self, n_parameters: int) -> dict:
-        """Means over the steps after the first. memory: of scoring and update, the peak above what was there after
-        sampling, without gradients; whole: of the step, above what was loaded, gradients and Adam's moments. MB."""
-        steps = self.steps[1:]
-        names = {name for step in steps for name in step}
-        means = {name: np.mean([step.get(name, np.zeros(2)) for step in steps], 0).tolist() for name in names}
-        memory = max(step["update_peak"] for step in steps) - 4 * n_parameters
-        whole = max(step["peak"] for step in steps) - 3 * 4 * n_parameters
+        """Means over the timed steps. memory: of scoring and update, the peak above what was there after sampling,
+        without gradients; whole: of the step, above what was loaded, gradients and Adam's moments. MB."""
+        timed, last = self.steps[1:-1], self.steps[-1]
+        names = {name for step in timed for name in (*PHASES, "step", "tokens") if name in step}
+        means = {name: np.mean([step.get(name, np.zeros(2)) for step in timed], 0).tolist() for name in names}
+        peak = last["peaks"][1]
+        memory = peak - self.sampled - 4 * n_parameters
+        whole = max(peak, last["peak"]) - self.loaded - 3 * 4 * n_parameters
         return means | dict(memory=memory / 1e6, whole=whole / 1e6)
 
 
-def flags(files, spec, steps, sampler) -> list[str]:
+def flags(files, spec, sampler) -> list[str]:
     per_row = spec["prompt"] + spec["completion"]
-    named = dict(model=files["model"], train_data=files["rows"], reward=f"{files['reward']}:reward", rollout=sampler)
+    named = dict(model=files["model"], train_data=files["rows"], reward=files["reward"], rollout=sampler)
     named |= dict(num_prompts=spec["num_prompts"], num_generations=spec["num_generations"], beta=spec["beta"])
     budget = 2048 if spec["stop"] is None else 8 * per_row
-    named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=budget)
-    named |= dict(max_steps=steps + 1, learning_rate=1e-6, eval_data="", eval_every=0, out_dir=tempfile.mkdtemp())
-    named |= dict(dtype="float32")
+    named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=budget, compile="compile" in spec)
+    named |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, eval_data="", eval_every=0)
+    named |= dict(out_dir=tempfile.mkdtemp())
     return [text for name, value in named.items() for text in (f"--{name}", str(value))]
 
 
-def run_ours(files, spec, steps, sampler, extra) -> dict:
-    import grpo
-    import harness
-
-    record, policies = Record(), []
-    forward, log, start = grpo.Policy.forward, harness.Log.step, harness.Log.__init__
+def run_ours(files, spec, extra) -> dict:
+    record, policies = Record(spec["steps"]), []
+    forward, log, steps = grpo.Policy.forward, harness.Log.step, harness.Run.steps
 
     @contextlib.contextmanager
     def clock(self, phase):
@@ -182,56 +207,56 @@ def run_ours(files, spec, steps, sampler, extra) -> dict:
 
     def counted(self, ids, prompts, completions, groups=None):
         policies.append(self)
-        shared = 0 if groups is None else len(groups) - len(groups.unique())
-        padded = ids.numel() - shared * int(prompts.max()) - (0 if groups is None else len(ids))
-        record.count(padded, int((prompts + completions).sum()))
+        computed = ids.numel()
+        if groups is not None:  # one row of every prompt once and of every completion but its last token
+            computed = sum(dict(zip(groups.tolist(), prompts.tolist(), strict=True)).values())
+            computed += int((completions - 1).sum())
+        record.count(computed, 0)
         return forward(self, ids, prompts, completions, groups)
 
-    def logged(self, *args):
-        log(self, *args)
+    def logged(self, metrics, rows):
+        log(self, metrics, rows)
+        record.count(0, metrics["tokens"])  # of all samples: those without a signal get no forward
         record.step_ends()
 
-    def begins(self, *args):
-        start(self, *args)
+    def begins(self):
         record.step_ends()
+        yield from steps(self)
 
     grpo.Policy.forward, harness.Clock.__call__ = counted, clock
-    harness.Log.step, harness.Log.__init__ = logged, begins
+    harness.Log.step, harness.Run.steps = logged, begins
     harness.Run.save = harness.Run.rehearse = lambda self: None
-    grpo.train(grpo.parse_args(flags(files, spec, steps, sampler) + extra))
+    grpo.train(grpo.parse_args(flags(files, spec, "auto") + extra))
     return record.result(sum(p.numel() for p in policies[0].parameters()))
 
 
-def run_trl(files, spec, steps, sampler) -> dict:
+def trl_trainer(files, spec, best: bool, record: Record, **given):
+    """TRL's trainer on the same work, and the engine that it samples with at its best."""
     import trl.trainer.utils
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    record, best = Record(), sampler == "vllm"
     with open(files["rows"]) as rows:
-        data = Dataset.from_list([dict(prompt=json.loads(line)["prompt"]) for line in rows])
-    with open(files["reward"]) as file:
+        data = [json.loads(line) for line in rows]
+    data = Dataset.from_list([{key: row[key] for key in ("prompt", "answer") if key in row} for row in data])
+    path, name = files["reward"].split(":")
+    with open(path) as file:
         exec(file.read(), space := {})
-    n = spec["num_prompts"] * spec["num_generations"]
+    n, world = spec["num_prompts"] * spec["num_generations"], harness.World(0, 1, torch.device("cpu"))
     options = dict(per_device_train_batch_size=spec["rows"], gradient_accumulation_steps=n // spec["rows"])
-    options |= dict(
-        num_generations=spec["num_generations"], max_completion_length=spec["completion"], beta=spec["beta"]
-    )
-    options |= dict(max_steps=steps + 1, learning_rate=1e-6, lr_scheduler_type="constant", save_strategy="no")
-    options |= dict(use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True)
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), logging_steps=1, model_init_kwargs=dict(dtype="float32"), **options
-    )
-    trainer = GRPOTrainer(files["model"], space["reward"], config, train_dataset=data)
+    options |= dict(num_generations=spec["num_generations"], max_completion_length=spec["completion"])
+    options |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, lr_scheduler_type="constant", beta=spec["beta"])
+    options |= dict(use_cpu=True, gradient_checkpointing=False, report_to="none", disable_tqdm=True)
+    options |= dict(save_strategy="no", bf16=not files["model"].endswith("sample_data/model"))  # as grpo.py chooses
+    options |= dict(output_dir=tempfile.mkdtemp(), logging_steps=1, model_init_kwargs=dict(dtype="float32"))
+    config = GRPOConfig(**(options | given))
+    trainer, engine = GRPOTrainer(files["model"], space[name], config, train_dataset=data), None
     if best:
-        import grpo
-        import harness
-
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
-        cfg = grpo.parse_args(flags(files, spec, steps, "vllm"))
-        harness.choose_sampler(cfg, torch.device("cpu"), False)
-        world = harness.World(0, 1, torch.device("cpu"))
+        harness.keep_freed_memory(world.device)
+        cfg = grpo.parse_args(flags(files, spec, "vllm"))
+        cfg = grpo.resolved(cfg, harness.is_small(trainer.model, world.device), world.device)
+        harness.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
         def generate(prompt_ids, images, fields, num_generations, **_):
@@ -245,6 +270,8 @@ def run_trl(files, spec, steps, sampler) -> dict:
             return [c.ids.tolist() for c in drawn], [c.logps.tolist() for c in drawn]
 
         trainer._generate_single_turn = generate
+        if cfg.compile:
+            harness.compile_layers(trainer.model, cfg)
     else:
         trainer._generate_single_turn = record.timed("rollout", trainer._generate_single_turn)
     trainer._calculate_rewards = record.timed("reward", trainer._calculate_rewards)
@@ -256,6 +283,14 @@ def run_trl(files, spec, steps, sampler) -> dict:
             return score(model, input_ids, attention_mask, *args, **options)
 
     trainer._get_per_token_logps_and_entropies = scored
+    return trainer, engine
+
+
+def run_trl(files, spec, best: bool) -> dict:
+    from transformers import TrainerCallback
+
+    record = Record(spec["steps"])
+    trainer, _ = trl_trainer(files, spec, best, record)
     ends = type("Ends", (TrainerCallback,), dict(on_train_begin=record.step_ends, on_step_end=record.step_ends))
     trainer.add_callback(ends())
     trainer.train()
@@ -264,9 +299,9 @@ def run_trl(files, spec, steps, sampler) -> dict:
     return record.result(sum(p.numel() for p in trainer.model.parameters()))
 
 
-def rows_without_padding(samples, vocabulary: int) -> tuple[torch.Tensor, int]:
-    """ids [N, P + T] of random words, as many as the samples have tokens: rows of the mean lengths. And P."""
-    P = round(np.mean([len(s.prompt.ids) for s in samples]))
+def rows_without_padding(samples, G: int, vocabulary: int) -> tuple[torch.Tensor, int]:
+    """ids [N, P + T] of random words, rows of the mean lengths, each with its part of its group's prompt, and P."""
+    P = max(1, round(np.mean([len(s.prompt.ids) for s in samples]) / G))
     T = round(np.mean([len(s.completion_ids) for s in samples]))
     return torch.randint(2, vocabulary, (len(samples), P + T)), P
 
@@ -274,31 +309,34 @@ def rows_without_padding(samples, vocabulary: int) -> tuple[torch.Tensor, int]:
 def bare_losses(model, ids, P: int, cfg):
     """Losses of the completions, a micro-batch at a time: a forward with the head at completion positions only."""
     for part in ids.split(max(1, cfg.micro_batch_tokens // ids.shape[1])):
-        hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, P - 1 : -1]
-        yield torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten())
+        with grpo.autocast(cfg, ids.device):
+            hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, P - 1 : -1]
+            yield torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten())
 
 
-def run_floor(files, spec, steps) -> dict:
-    import grpo
-    import harness
-
-    record, cfg = Record(), grpo.parse_args(flags(files, spec, steps, "vllm"))
+def run_floor(files, spec) -> dict:
+    record, cfg = Record(spec["steps"]), grpo.parse_args(flags(files, spec, "vllm"))
     tokenizer, world = harness.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
+    harness.keep_freed_memory(world.device)
     prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
+    cfg = grpo.resolved(cfg, harness.is_small(model, world.device), world.device)
     harness.choose_sampler(cfg, world.device, False)
-    eos, _ = harness.special_ids(model.generation_config, tokenizer, cfg)
+    eos, _ = harness.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
     engine.push(model)
+    if cfg.compile:
+        harness.compile_layers(model, cfg)
     record.step_ends()
-    for step in range(1, steps + 2):
+    for step in range(1, cfg.max_steps + 1):
         drawn = grpo.prompts_of_step(prompts, step, cfg)
         with record.phase("rollout"):
             samples = grpo.sample(engine, drawn, cfg.num_generations, 1.0, 0, step, tokenizer, cfg, world)
-        ids, P = rows_without_padding(samples, model.config.vocab_size)
-        with record.phase("logps"), torch.no_grad():
-            list(bare_losses(model, ids, P, cfg))
-        record.count(ids.numel(), ids.numel())
+        ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
+        if cfg.beta:
+            with record.phase("logps"), torch.no_grad():
+                list(bare_losses(model, ids, P, cfg))
+        record.count(ids.numel(), sum(map(len, samples)))
         with record.phase("update"):
             for loss in bare_losses(model, ids, P, cfg):
                 loss.backward()
@@ -314,7 +352,7 @@ def run_floor(files, spec, steps) -> dict:
 def run_side(python: list, side: str, setting: str, files: dict, extra: list) -> dict:
     """One side in a process of its own, or in as many as a launcher in `python` starts: the first one's result."""
     command = [*python, os.path.abspath(__file__), "--side", side, "--settings", setting, "--files", json.dumps(files)]
-    env = os.environ | ({"THP_MEM_ALLOC_ENABLE": "0"} if side == "trl_hf" else {})
+    env = os.environ | ({"THP_MEM_ALLOC_ENABLE": "0"} if side == "trl_hf" else {})  # grpo.py sets it, TRL does not
     done = subprocess.run([*command, *extra], capture_output=True, text=True, env=env)
     if "\nRESULT " not in done.stdout:
         sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -333,13 +371,14 @@ def report(name, rounds) -> tuple[list, list]:
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
         memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
         cells = [float(median[phase][1]) for phase in (*PHASES, "step")] + [int(median["tokens"][1])]
-        table.append([name, title, *cells, float(median["step"][0]), waste, *memory])
+        per_token = np.median([1000 * run["update"][1] / run["tokens"][1] for run in runs])
+        table.append([name, title, *cells, float(median["step"][0]), float(per_token), float(waste), *memory])
     part = {
         "step": lambda run: run["step"][1] / run["tokens"][1],
-        "logps and update": lambda run: (run["update"][1] + run["logps"][1]) / run["tokens"][1],
+        "logps and update": lambda run: (run["update"][1] + run.get("logps", [0, 0])[1]) / run["tokens"][1],
         "memory": lambda run: run["memory"],
     }
-    pairs = [("trl", "ours"), ("trl_hf", "ours"), ("trl_hf", "ours_hf"), ("ours", "floor")]
+    pairs = [("trl", "ours"), ("trl_hf", "ours"), ("ours", "floor")]
     for (over, under), (what, value) in ((pair, item) for pair in pairs for item in part.items()):
         found = sorted(value(r[over]) / value(r[under]) for r in rounds if over in r and under in r)
         if found and not (under == "floor" and what == "memory"):
@@ -351,28 +390,28 @@ def report(name, rounds) -> tuple[list, list]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", default="", help="python of an environment that has TRL")
+    parser.add_argument("--model", default="", help="directory of the 135 M model; empty: its settings are left out")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default=os.path.join(HERE, "figures"), help="directory of figure and table")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one side
     parser.add_argument("--files", type=json.loads, help=argparse.SUPPRESS)
     args, extra = parser.parse_known_args()
     if args.side:
-        spec = SETTINGS[args.settings[0]]
-        call = (args.files, spec, spec["steps"])
-        sampler = "hf" if args.side.endswith("_hf") else "vllm"
-        run = dict(ours=run_ours, trl=run_trl, floor=run_floor)[args.side.removesuffix("_hf")]
-        rest = {"ours": (sampler, extra), "trl": (sampler,), "floor": ()}[args.side.removesuffix("_hf")]
-        print("\nRESULT " + json.dumps(run(*call, *rest)), flush=True)
+        call = (args.files, SETTINGS[args.settings[0]])
+        sides = dict(ours=lambda: run_ours(*call, extra), floor=lambda: run_floor(*call))
+        sides |= dict(trl=lambda: run_trl(*call, best=True), trl_hf=lambda: run_trl(*call, best=False))
+        print("\nRESULT " + json.dumps(sides[args.side]()), flush=True)
         os._exit(0)
     os.makedirs(args.out, exist_ok=True)
     table, ratios, started = [], [], time.monotonic()
     for setting in args.settings:
+        if setting.startswith("135M") and not args.model:
+            continue
         rounds = [{} for _ in range(args.rounds)]
         with tempfile.TemporaryDirectory() as folder:
-            files = prepare(SETTINGS[setting], folder)
-            for number, side in ((n, s) for n in range(args.rounds) for s in args.sides):
+            files = prepare(setting, args.model, folder)
+            for number, side in ((n, s) for n in range(args.rounds) for s in SIDES):
                 if side.startswith("trl") and not args.trl:
                     continue
                 python = args.trl if side.startswith("trl") else sys.executable
@@ -384,22 +423,25 @@ def main() -> None:
 
 
 def publish(table, ratios, args) -> None:
+    """At most eight bars: the whole step of the settings that the README names."""
     from common import plt, save
 
-    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "computed / real"]
+    from view import COLORS
+
+    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "update, ms a token", "computed / real"]
     header += ["peak MB, logps and update", "peak MB, step"]
-    if not ratios:
-        sys.exit("nothing to compare")
-    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.15 * len(ratios)), sharey=True)
-    for axis, what in zip(axes, ("step", "logps and update"), strict=True):
-        rows = [row for row in ratios if row[2] == what]
-        low, middle, high = np.array([row[3:] for row in rows]).T
-        labels = [f"{setting}: {pair}" for setting, pair, *_ in rows]
-        colors = ["tab:grey" if "floor" in label else "tab:blue" for label in labels]
-        axis.barh(labels, middle, xerr=[middle - low, high - middle], color=colors, alpha=0.7)
-        axis.axvline(1, color="black", lw=1)
-        axis.set(title=what, xlabel="CPU seconds per real token, ratio", ylim=(len(rows) - 0.5, -0.5))
-    figure.tight_layout()
+    shown = [row for row in ratios if row[2] == "step" and row[0] in IN_PICTURE and "TRL" in row[1]]
+    figure, axis = plt.subplots(figsize=(8.3, 1.2 + 0.38 * len(shown)), layout="constrained")
+    for i, (_, pair, _, low, middle, high) in enumerate(shown):
+        color = COLORS[pair.startswith("TRL as it comes")]
+        axis.barh(i, middle, color=color, xerr=[[middle - low], [high - middle]], capsize=3, ecolor="0.25")
+        axis.text(high + 0.08, i, f"{middle:.1f}", va="center")
+    names = [f"{setting}: {pair.split(' / ')[0]}" for setting, pair, *_ in shown]
+    axis.set_yticks(range(len(shown)), names)
+    axis.axvline(1, color="black", lw=1)
+    axis.set(xlabel="CPU seconds a real token of the whole step, TRL's over ours", ylim=(len(shown) - 0.5, -0.5))
+    axis.set_xlim(0, 0.6 + max(row[5] for row in shown))
+    axis.set_title("bars: median of the rounds;  whiskers: least and most", fontsize=9, loc="left")
     save(args, "bench", figure, [header, *table], [["setting", "pair", "of", "min", "median", "max"], *ratios])
 
 

@@ -280,7 +280,7 @@ def sampler_and_phases(m, tokenizer) -> dict:
     cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
     eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64 * 8)[::8]]
     if tokenizer:
-        eos, pad = harness.special_ids(m.model.generation_config, tokenizer, cfg)
+        eos, pad = harness.special_ids(m.model, tokenizer, cfg)
         prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
     prompts = prompts[: 64 if sleeps else 16]
     room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, harness.Clock(m.world.device), {}

@@ -13,10 +13,10 @@ import tempfile
 import time
 
 import numpy as np
-from bench import PHASES, SETTINGS, prepare, run_side
-from common import HERE, plt, save
+from bench import PHASES, prepare, run_side
+from common import HERE, legend, plt, save
 
-SPEC, ROUNDS = SETTINGS["30M"], 2
+ROUNDS = 2
 BUDGET = 280  # tokens of a micro-batch, but for (c): few enough that the smallest step here fills some
 
 
@@ -34,12 +34,30 @@ def outside(run: dict) -> float:
     return 1 - sum(run[phase][0] for phase in PHASES if phase != "sync") / run["step"][0]
 
 
+def draw(sizes: list, table: list, memory: list):
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained")
+    left, middle, right = axes
+    for marker, chosen, label in (("o", sizes[:3], "n prompts x 8"), ("s", [sizes[0], *sizes[3:]], "4 prompts x G")):
+        rows = np.array([row[1:] for row, size in zip(table[1:], sizes, strict=True) if size in chosen])
+        left.plot(rows[:, 0], rows[:, 1], f"{marker}-", label=label)
+        middle.plot([n * G for n, G in chosen], rows[:, 3], f"{marker}-", label=label)
+    right.plot(*zip(*memory[1:], strict=True), "o-")
+    left.set(title="(a) scoring and update", xlabel="real tokens of a step", ylabel="CPU seconds", xlim=0)
+    middle.set(title="(b) peak memory", xlabel="completions of a step", ylabel="MB", xlim=0)
+    right.set(title="(b) peak memory at 16 x 8", xlabel="--micro_batch_tokens", ylabel="MB", xlim=0)
+    for axis in axes:
+        axis.set_ylim(0, 1.1 * axis.dataLim.y1)
+    legend(figure, left, 2)
+    figure.supxlabel(f"a run each, after a warm-up step;  left and middle: --micro_batch_tokens {BUDGET}")
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        files = prepare(SPEC, folder)
+        files = prepare("30M", "", folder)
         sizes = [(n, 8) for n in (4, 8, 16)] + [(4, n) for n in (16, 32)]
         by_size = {(n, G): step(files, num_prompts=n, num_generations=G, micro_batch_tokens=BUDGET) for n, G in sizes}
         by_budget = {n: step(files, num_prompts=16, micro_batch_tokens=n) for n in (2 * BUDGET, 4 * BUDGET, 8 * BUDGET)}
@@ -63,20 +81,8 @@ def main() -> None:
         ["outside, share", *(float(np.median([outside(run) for run in by_ranks[n]])) for n in (1, 2)), "", "", ""]
     )
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.4))
-    for marker, chosen, label in (("o", sizes[:3], "n x 8"), ("s", [sizes[0], *sizes[3:]], "4 x G")):
-        rows = np.array([row[1:] for row, size in zip(table[1:], sizes, strict=True) if size in chosen])
-        left.plot(rows[:, 0], rows[:, 1], f"{marker}-", label=label)
-        middle.plot([n * G for n, G in chosen], rows[:, 3], f"{marker}-", label=label)
-    left.set(title="scoring and update, CPU seconds", xlabel="real tokens of a step", xlim=0, ylim=0)
-    middle.set(title="their peak memory, MB", xlabel="completions of a step", ylim=0)
-    for axis in (left, middle):
-        axis.legend(title="prompts x G")
-    right.plot(*zip(*memory[1:], strict=True), "o-")
-    right.set(title="their peak memory, MB", xlabel="--micro_batch_tokens", xlim=0, ylim=0)
-    figure.tight_layout()
     args = argparse.Namespace(out=os.path.join(HERE, "figures"), started=started, jobs=1)
-    save(args, "scaling", figure, table, memory, wall)
+    save(args, "scaling", draw(sizes, table, memory), table, memory, wall)
 
 
 if __name__ == "__main__":
