@@ -6,7 +6,7 @@ with and without learning-rate warmup, under `sequence` reduction, where the los
 """
 
 import numpy as np
-from common import arguments, band, grid, interval, permutation_test, plt, save, scan, steps_to, train
+from common import arguments, band, grid, interval, legend, ordered, permutation_test, plt, save, scan, steps_to, train
 
 THRESHOLD = 0.8
 NOISES = (0.0, 0.01, 0.1)
@@ -29,7 +29,7 @@ def main():
     loss = {key: np.mean([abs(h[0]["loss"]) for h in histories]) for key, histories in runs.items()}
     assert all((value < 1e-6) == (noise == 0) for (noise, _), value in loss.items())
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.9), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
     table = [["warmup, steps", "noise, std", f"steps to reward {THRESHOLD}", "95 % interval", "difference to no noise"]]
     table[0] += ["p (permutation)", "not reached", "mean abs(loss) at step 1"]
     rng = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def main():
         for j, noise in enumerate(noises):
             steps, none = reached[noise, warmup], reached[0.0, warmup]
             mean, low, high = interval(steps)
-            x, colour = i * (len(noises) + 1) + j, f"C{j}"
+            x, colour = i * (len(noises) + 1) + j, ordered(len(noises))[j]
             left.errorbar(x, mean, [[mean - low], [high - mean]], fmt="o", capsize=4, color=colour, zorder=3)
             left.scatter(x + rng.uniform(-0.25, 0.25, len(steps)), steps, s=12, alpha=0.4, color=colour)
             versus = ["", ""]
@@ -52,14 +52,16 @@ def main():
             shown = min(len(h) for h in runs[noise, warmup])  # while all seeds still run
             style = dict(color=colour, ls="-" if warmup == 0 else "--", label=f"noise {noise:g}, warmup {warmup}")
             band(right, [h[:shown] for h in runs[noise, warmup]], "reward", **style)
-    left.set(title=f"steps until the mean reward of 3 steps is {THRESHOLD}", ylabel="steps", xlabel="noise, std")
+    left.set(title=f"until the mean reward of 3 steps is {THRESHOLD}", ylabel="steps", xlabel="noise, std")
     ticks = [(i * (len(noises) + 1) + j, f"{n:g}") for i in range(len(warmups)) for j, n in enumerate(noises)]
     left.set_xticks(*zip(*ticks, strict=True))
     left.set_ylim(0)
     for i, warmup in enumerate(warmups):
         left.text(i * (len(noises) + 1) + 1, 0.5, f"warmup {warmup}", ha="center")
-    right.set(title="reward, until the first seed is there", xlabel="step")
-    right.legend(fontsize=8)
+    right.set(title="until the first seed is there", xlabel="step", ylabel="reward, mean of the samples")
+    legend(figure, right, len(warmups))
+    text = "small dots: seeds;  whiskers: 95 % bootstrap interval of the mean;  bands: ± 1 standard error"
+    figure.supxlabel(f"{len(seeds)} seeds;  {text}")
     save(args, "advantage_noise", figure, table)
 
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import torch
-from common import Run, arguments, band, grid, interval, permutation_test, plt, save, scan, steps_to, train
+from common import Run, arguments, band, grid, interval, ordered, permutation_test, plt, save, scan, steps_to, train
 from common import update_gradient as gradient_of
 
 import grpo
@@ -74,27 +74,29 @@ def main():
     peak = {G: np.mean([memory[G, s, budget] for s in seeds], 0) for G in sizes}
     worst = {G: max(memory[G, s, budget][2] for s in seeds) for G in sizes}
     assert max(worst.values()) < 1e-4, f"the split changes the gradient: {worst}"
-    # from `small` on, there are full micro-batches of each length: they end early where completions get shorter
-    small, big = next(G for G in sizes if 40 * G > 4 * budget), sizes[-1]
+    # from `small` on a group fills more than one micro-batch: here a completion has about 8 tokens
+    small, big = next(G for G in sizes if 8 * G > budget), sizes[-1]
     assert peak[big][0] < 1.3 * peak[small][0], "memory grows with the group"
     assert peak[big][1] > 0.6 * big / small * peak[small][1], "at once it should have grown"
     groups = [2**i for i in range(1, 9)]
     noise = [advantage(G, 0.25)[1] / advantage(G, 0.25)[0] for G in (4, 16, 64)]
     assert noise[0] > noise[1] > noise[2], "a bigger group must be less noisy"
 
-    figure, axes = plt.subplots(2, 2, figsize=(10.5, 6.8), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
     axes = axes.flat
     for column, label in ((0, f"micro-batches of {budget} tokens"), (1, "whole group at once")):
         axes[0].plot(sizes, [peak[G][column] for G in sizes], "o-", label=label)
-    axes[0].set(title="(a) held for backward, MiB", xlabel="group size G", yscale="log")
+    axes[0].set(title="(a) held for backward, at its peak", xlabel="group size G", ylabel="MiB", yscale="log")
     axes[0].legend()
     for p in (0.25, 0.8):
         values = np.array([advantage(G, p) for G in groups])  # [groups, 3]
         axes[1].errorbar(groups, values[:, 0], values[:, 1], fmt="o-", capsize=2, label=f"success rate {p}")
         axes[2].plot(groups, values[:, 2], "o-", label=f"success rate {p}")
-    axes[1].set(title="(b) advantage of a right answer, +- std", xlabel="group size G")
-    axes[2].set(title="(b) groups without signal, share", xlabel="group size G")
-    axes[1].legend()
+    axes[1].set(title="(b) advantage of a right answer", xlabel="group size G", ylabel="mean over all outcomes")
+    axes[2].set(title="(b) groups without signal", xlabel="group size G", ylabel="share of the groups")
+    axes[1].set_ylim(-0.9)  # room for the legend
+    axes[1].legend(loc="lower right")
+    axes[2].legend()
     for axis, ticks in zip(axes[:3], (sizes, groups, groups), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, ticks)
@@ -109,16 +111,19 @@ def main():
         ["prompts x G", "steps to reward 0.8 (95 %)", "p against G = 8", "reward, last 5 steps", "accuracy +- std"]
     ]
     reached = {G: [min(steps, steps_to(THRESHOLD, runs[G, s, steps])) for s in seeds] for G in many}
-    for G in many:
+    for G, colour in zip(many, ordered(len(many)), strict=True):
         histories = [runs[G, s, steps] for s in seeds]
-        band(axes[3], histories, "reward", label=f"{SAMPLES // G} x {G}")
+        band(axes[3], histories, "reward", color=colour, label=f"{SAMPLES // G} x {G}")
         mean, low, high = interval(reached[G])
         ends = [np.mean([m["reward"] for m in h[-5:]]) for h in histories], [h[-1]["eval_accuracy"] for h in histories]
         p = f"{permutation_test(reached[G], reached[8]):.2f}" if G != 8 else ""
         text = [f"{np.mean(x):.3f} +- {np.std(x):.3f}" for x in ends]
         learned.append([f"{SAMPLES // G} x {G}", f"{mean:.1f} ({low:.1f} to {high:.1f})", p, *text])
-    axes[3].set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step")
-    axes[3].legend(title="prompts x G")
+    axes[3].set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylabel="mean of the samples")
+    axes[3].set_ylim(0, 1.02)
+    axes[3].legend(title="prompts x G", loc="lower right", ncols=3)
+    text = "bands: ± 1 standard error;  (b) exact, whiskers: ± 1 standard deviation"
+    figure.supxlabel(f"(a), (c) means of {len(seeds)} seeds;  {text}")
     save(args, "big_groups", figure, first, learned)
 
 

@@ -34,7 +34,9 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
 plt.rcParams |= {"axes.spines.right": False, "savefig.dpi": 110, "legend.frameon": False, "legend.fontsize": 9}
-plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=view.COLORS), "axes.axisbelow": True}
+plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=view.COLORS), "axes.axisbelow": True, "axes.titlesize": 11}
+plt.rcParams |= {"figure.constrained_layout.w_pad": 0.06, "figure.constrained_layout.h_pad": 0.06}
+plt.rcParams |= {"figure.labelsize": 9}  # supxlabel, the line below a figure: what its bands and whiskers are
 CPU = World(0, 1, torch.device("cpu"))
 
 
@@ -52,8 +54,9 @@ def arguments(doc: str):
 
 
 def save(args, name: str, figure, *tables: list) -> None:
-    """The figure, and one markdown file with the tables, whose first row is the header."""
-    figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
+    """The figure, if there is one, and one markdown file with the tables, whose first row is the header."""
+    if figure:
+        figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
     lines = []
     for header, *rows in tables:
         cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
@@ -78,9 +81,7 @@ class Run:
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
-        self.sampler = grpo.HFSampler(
-            self.model, *harness.special_ids(self.model.generation_config, self.tokenizer, cfg), cfg
-        )
+        self.sampler = grpo.HFSampler(self.model, *harness.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = reward.Scorer(grpo.load_rewards(cfg))
 
@@ -212,18 +213,29 @@ def permutation_test(a, b, n: int = 20_000) -> float:
     return float((1 + (found >= abs(np.mean(a) - np.mean(b)) - 1e-12).sum()) / (1 + n))
 
 
+def ordered(n: int):
+    """n colours of an ordered scale, dark to light; like view.COLORS, the colour-blind can tell them apart."""
+    return plt.cm.viridis(np.linspace(0, 0.8, n))
+
+
+def legend(figure, axis, ncols: int, **style) -> None:
+    """The axis's legend above all panels, where no curve can be."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=ncols, **style)
+
+
 def band(axis, histories: list, key: str, **style) -> None:
-    """Mean over runs against the step, with the standard error as a band."""
+    """Mean over runs against the step, with the standard error as a band; few steps are marked."""
     there = [m["step"] for m in histories[0] if key in m]
     values = np.array([[m[key] for m in h if key in m] for h in histories])  # [runs, steps]
     mean, error = np.nanmean(values, 0), np.nanstd(values, 0) / np.sqrt(max(1, len(values) - 1))
-    (line,) = axis.plot(there, mean, **style)
+    (line,) = axis.plot(there, mean, marker="o" if len(there) < 5 else None, ms=4, **style)
     axis.fill_between(there, mean - error, mean + error, color=line.get_color(), alpha=0.2, lw=0)
+    axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def bands(axes, panels: dict, runs: list[tuple], xlabel: str) -> None:
-    """A panel for each {key: title}, with a band for each (histories, style) of `runs`."""
-    for axis, (key, title) in zip(axes.flat, panels.items(), strict=True):
+    """A panel for each {key: (title, y label)}, with a band for each (histories, style) of `runs`."""
+    for axis, (key, (title, ylabel)) in zip(axes.flat, panels.items(), strict=True):
         for histories, style in runs:
             band(axis, histories, key, **style)
-        axis.set(title=title, xlabel=xlabel)
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel)

@@ -10,13 +10,12 @@ import itertools
 
 import numpy as np
 import torch
-from common import arguments, band, grid, interval, permutation_test, plt, save, scan, train
+from common import arguments, band, grid, interval, legend, ordered, permutation_test, plt, save, scan, train
 
 from grpo import Config, grpo_loss, kl_estimate
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "wk3")
 BETAS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-COLOURS = [plt.cm.Paired(j) for j in (1, 0, 3, 2, 5, 4)]  # near, mid, far x on-policy, off-policy
 FROM = 6  # first rollout of the mean KL: the steep start is over
 V, T = 4, 3
 SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
@@ -105,41 +104,46 @@ def main():
     found = {setting[:3]: history for setting, history in scan(run, settings, args.jobs).items()}
     runs = {(n, b): [found["wk3" if b == 0 else n, b, s] for s in seeds] for n in names for b in betas}
 
-    figure = plt.figure(figsize=(12, 9.5), layout="constrained")
+    figure = plt.figure(figsize=(10, 11), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1)
     axes, (left, right) = top.subplots(1, 2), bottom.subplots(1, 2)
-    titles = ("error of the expected gradient / |true|; no bar: exact", "noise (std) of the gradient / |true|")
+    titles = ("(a) error of the expected gradient; no bar: exact", "(a) noise of the gradient, standard deviation")
+    colours = [c for colour in ordered(3) for c in (colour, 1 - 0.45 * (1 - colour))]  # off-policy: paler
     for axis, key, title in zip(axes, ("bias", "noise"), titles, strict=True):
         for i, name in enumerate((*ESTIMATORS, "k1 in reward")):
             for j, r in enumerate(r for r in rows if r["name"] == name):  # near, mid, far x on, off
                 label = f"{r['distance']}, {r['sampling']}" if i == 0 else None
-                axis.bar(i + (j - 2.5) * 0.13, max(r[key], 1e-3), 0.12, color=COLOURS[j], label=label)
-        axis.set(yscale="log", ylim=(1e-3 if key == "bias" else 1, 50), title=f"(a) {title}")
+                axis.bar(i + (j - 2.5) * 0.13, max(r[key], 1e-3), 0.12, color=colours[j], label=label)
+        axis.set(yscale="log", ylim=(1e-3 if key == "bias" else 1, 50), title=title)
+        axis.set_ylabel("relative to the true gradient")
         axis.set_xticks(range(len(ESTIMATORS) + 1), (*ESTIMATORS, "k1 in\nreward"))
-    axes[0].legend(ncols=3, fontsize=7, loc="upper right")
+    legend(top, axes[0], 3, title="the policy's distance from the reference, and whose samples")
     for axis, name in zip(middle.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
-        for i, beta in enumerate(betas):
-            band(axis, runs[name, beta], "kl", label=f"beta {beta:g}", color=plt.cm.viridis(i / len(betas)))
+        for beta, colour in zip(betas, ordered(len(betas)), strict=True):
+            band(axis, runs[name, beta], "kl", label=f"beta {beta:g}", color=colour)
         axis.set(title=f"(b) {name}", xlabel="rollout")
-    middle.axes[0].set_ylabel("KL to the reference\n(nats per completion)")
-    middle.axes[0].legend(fontsize=7)
+    middle.axes[0].set_ylabel("KL to the reference,\nnats per completion")
+    legend(middle, middle.axes[0], len(betas))
     table = [["estimator", "beta", "KL, nats per completion (95 %)", "p (beta 0)", "accuracy +- std over seeds"]]
     for i, name in enumerate(names):
         kl = {b: [np.mean([m["kl"] for m in h if m["step"] >= min(FROM, steps)]) for h in runs[name, b]] for b in betas}
         accuracy = np.array([[h[-1]["eval_accuracy"] for h in runs[name, b]] for b in betas])  # [betas, seeds]
         spans = np.array([interval(kl[b]) for b in betas])  # [betas, 3]
-        left.plot(range(len(betas)), spans[:, 0], "o-", label=name)
-        left.fill_between(range(len(betas)), spans[:, 1], spans[:, 2], alpha=0.12)
+        error = np.abs(spans[:, 1:] - spans[:, :1]).T  # [2, betas]: below and above the mean
+        left.errorbar(np.arange(len(betas)) + (i - 2) * 0.06, spans[:, 0], error, fmt="o-", lw=1, ms=4, label=name)
         right.plot(spans[:, 0], accuracy.mean(1), "-", lw=0.7, alpha=0.6)
         right.scatter(spans[:, 0], accuracy.mean(1), range(12, 12 + 16 * len(betas), 16), color=f"C{i}")
         for b, (mean, low, high), values in zip(betas, spans, accuracy, strict=True):
             p = f"{permutation_test(kl[b], kl[0.0]):.3f}" if b else ""
             accurate = f"{values.mean():.3f} +- {values.std():.3f}"
             table.append([name, b, f"{mean:.2f} ({low:.2f} to {high:.2f})", p, accurate])
-    left.set(title=f"(b) KL, mean of rollouts {FROM} to {steps}, 95 %", xlabel="beta", ylabel="nats per completion")
-    left.set_xticks(range(len(betas)), betas)
-    left.legend()
-    right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion", ylabel="accuracy")
+    left.set(title=f"(b) KL, mean of rollouts {FROM} to {steps}", xlabel="beta", ylabel="nats per completion")
+    left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
+    right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion")
+    right.set_ylabel(f"greedy accuracy on {n_eval} prompts")
+    legend(bottom, left, len(names))
+    text = "bands: ± 1 standard error;  whiskers: 95 % bootstrap interval of the mean"
+    figure.supxlabel(f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  {text}")
     exact = [["gradient of", "distance", "samples", "exact KL", "error of the mean", "along the true one", "noise"]]
     exact += [[round(x, 3) if isinstance(x, float) else x for x in r.values()] for r in rows]
     save(args, "kl_estimators", figure, exact, table)

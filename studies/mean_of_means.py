@@ -9,7 +9,7 @@ import copy
 
 import numpy as np
 import torch
-from common import Run, arguments, band, grid, plt, save, scan, train, update_gradient
+from common import Run, arguments, band, grid, legend, ordered, plt, save, scan, train, update_gradient
 
 SIZES, RANKS = (1, 2, 4, 8, 16, "all"), (1, 2, 3, 8)  # "all": one mean per rank
 TRAINING = {  # name: micro-batch size, ranks, sorted by length first
@@ -91,36 +91,43 @@ def main():
     names = ("exact (token)",) if args.quick else TRAINING
     runs = scan(learn, grid(names, seeds, [1 if args.quick else 20]), args.jobs)
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
+    figure = plt.figure(figsize=(10, 9.5), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
+    axes, (left, right) = top.subplots(2, 2), bottom.subplots(1, 2)
     table = [["lengths", "samples per micro-batch", *(f"{r} rank{'s' * (r > 1)}" for r in RANKS)]]
     for row, lengths_of in enumerate(("bundled", "skewed")):
         errors = [[[found[lengths_of, s, n_prompts][m, r] for r in RANKS] for m in SIZES] for s in seeds]
         mean, spread = np.mean(errors, 0), np.std(errors, 0)  # [sizes, ranks, (angle, length)]
-        for column, title in enumerate(("angle to the exact gradient, degrees", "length / exact length")):
-            for r, ranks in enumerate(RANKS):
-                style = dict(fmt="o-", capsize=2, label=f"{ranks} rank{'s' * (ranks > 1)}")
-                axes[row, column].errorbar(range(len(SIZES)), mean[:, r, column], spread[:, r, column], **style)
-            axes[row, column].set(title=f"{lengths_of}: {title}", xlabel="samples per micro-batch (all: a rank's)")
+        titles = ("angle to the exact gradient", "degrees"), ("norm of the gradient", "relative to the exact one's")
+        for column, (title, ylabel) in enumerate(titles):
+            for r, (ranks, colour) in enumerate(zip(RANKS, ordered(len(RANKS)), strict=True)):
+                style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colour, label=f"{ranks} rank{'s' * (ranks > 1)}")
+                x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: 1, 2 and 8 ranks often agree
+                axes[row, column].errorbar(x, mean[:, r, column], spread[:, r, column], **style)
+            axes[row, column].set(title=f"{lengths_of} lengths: {title}", ylabel=ylabel)
+            axes[row, column].set_xlabel("samples per micro-batch (all: a rank's)")
             axes[row, column].set_xticks(range(len(SIZES)), SIZES)
         for m, size in enumerate(SIZES):
             cells = [f"{a:.1f} +- {da:.1f}, {n:.2f}" for (a, n), (da, _) in zip(mean[m], spread[m], strict=True)]
             table.append([f"{lengths_of}: angle in degrees, length / exact", size, *cells])
     error = max(f["grpo"] for f in found.values())
     table.append(["both: grpo.update", "any", f"relative error {error:.0e}", *["as 1 (by test)"] * 3])
-    axes[0, 0].legend()
+    legend(top, axes[0, 0], len(RANKS))
     after = [["trained with", "accuracy at the last step +- std", "sampled reward, last 3 steps", "completion tokens"]]
     for name in names:
         histories = [runs[name, s, 1 if args.quick else 20] for s in seeds]
-        band(axes[0, 2], histories, "reward", label=name)
-        band(axes[1, 2], histories, "completion_length", label=name)
+        band(left, histories, "reward", label=name)
+        band(right, histories, "completion_length", label=name)
         ends = [np.array([h[-1].get("eval_accuracy", np.nan) for h in histories])]
         ends += [
             np.array([np.mean([m[k] for m in h[-3:]]) for h in histories]) for k in ("reward", "completion_length")
         ]
         after.append([name, *(f"{x.mean():.3f} +- {x.std():.3f}" for x in ends)])
-    axes[0, 2].set(title="training: reward", xlabel="step")
-    axes[1, 2].set(title="training: completion length, tokens", xlabel="step")
-    axes[0, 2].legend(fontsize=8)
+    left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
+    right.set(title="training: completion length", xlabel="step", ylabel="tokens")
+    legend(bottom, left, 2)
+    text = "whiskers: ± 1 standard deviation over seeds;  bands: ± 1 standard error"
+    figure.supxlabel(f"means of {len(seeds)} seeds;  {text}")
     save(args, "mean_of_means", figure, table, after)
 
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 
 import numpy as np
-from common import CPU, arguments, band, grid, interval, permutation_test, plt, save, scan, train
+from common import CPU, arguments, band, grid, interval, legend, ordered, permutation_test, plt, save, scan, train
 
 import grpo
 
@@ -69,14 +69,16 @@ def main():
     reused = scan(reuse, grid(epochs_, (True, False), seeds, [steps]), args.jobs)
     stale = scan(mismatch, grid(samplers, (0.0, 2.0), seeds, [late]), args.jobs)
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
+    figure = plt.figure(figsize=(10, 8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    axes = np.array([top.subplots(1, 3), bottom.subplots(1, 3)])
     head = ["reward, mean of all steps (95 %)", "reward, last 3 steps (95 %)", "accuracy (95 %)", "p of the first"]
     first = [["updates per rollout", "clipping", "clip fraction", "mean abs(log ratio)", "ratio, 99 % quantile", *head]]
-    for i, epochs in enumerate(epochs_):
+    for epochs, colour in zip(epochs_, ordered(len(epochs_)), strict=True):
         areas = {}
         for clip in (True, False):
             histories = [reused[epochs, clip, s, steps] for s in seeds]
-            style = dict(color=f"C{i}", ls="-" if clip else ":", label=f"{epochs}" + ("" if clip else ", no clipping"))
+            style = dict(color=colour, ls="-" if clip else ":", label=f"{epochs}" + ("" if clip else ", no clipping"))
             for axis, key in zip(axes[0], ("clip_frac", "log_ratio", "reward"), strict=True):
                 if key != "clip_frac" or clip:
                     band(axis, histories, key, **style)
@@ -85,16 +87,18 @@ def main():
             means = [f"{np.mean([[m[k] for m in h] for h in histories]):.3f}" for k in keys]
             p = "" if clip else f"{permutation_test(areas[True], areas[False]):.2f}"
             first.append([epochs, "yes" if clip else "no", *means, *text, p])
-    for axis, title in zip(axes[0], ("clip fraction", "mean |log ratio| after the updates", "reward"), strict=True):
-        axis.set(title=f"(a) {title}", xlabel="rollout")
-    axes[0, 2].legend(title="updates per rollout", fontsize=7, ncols=2)
+    titles = ("clip fraction", "share of the tokens"), ("ratio after the updates", "mean |log ratio|, nats per token")
+    for axis, (title, ylabel) in zip(axes[0], (*titles, ("reward", "mean of the samples")), strict=True):
+        axis.set(title=f"(a) {title}", xlabel="rollout", ylabel=ylabel)
+    legend(top, axes[0, 2], 4, title="updates per rollout")
     second = [["sampler", "importance weights", "mean abs(log-probability gap)", *head]]
     for i, sampler in enumerate(samplers):
         areas = {}
         for cap, axis in ((0.0, axes[1, 0]), (2.0, axes[1, 1])):
             histories = [stale[sampler, cap, s, late] for s in seeds]
             band(axis, histories, "reward", color=f"C{i}", label=sampler)
-            axis.set(title=f"(b) reward, {'truncated weights' if cap else 'no weights'}", xlabel="rollout", ylim=(0, 1))
+            axis.set(title=f"(b) {'truncated' if cap else 'no'} importance weights", xlabel="rollout", ylim=(0, 1))
+            axis.set_ylabel("reward, mean of the samples")
             areas[cap], text = summary(histories)
             gap = np.mean([[m["sampler_gap"] for m in h] for h in histories])
             p = f"{permutation_test(areas[0.0], areas[2.0]):.2f}" if cap else ""
@@ -102,9 +106,10 @@ def main():
             mean, low, high = interval(areas[cap])
             style = dict(fmt="o" if cap else "s", mfc=None if cap else "white", capsize=3, color=f"C{i}")
             axes[1, 2].errorbar(i + (0.12 if cap else -0.12), mean, [[mean - low], [high - mean]], **style)
-    axes[1, 0].legend(fontsize=7, title="samples from weights that are")
-    axes[1, 2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers], fontsize=8)
-    axes[1, 2].set(title="(b) mean reward of all steps, 95 %: hollow no weights")
+    legend(bottom, axes[1, 0], 3, title="the sampler's weights")
+    axes[1, 2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers])
+    axes[1, 2].set(title="(b) hollow: no importance weights", ylabel="reward, mean of all rollouts")
+    figure.supxlabel(f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval")
     save(args, "off_policy", figure, first, second)
 
 

@@ -6,7 +6,7 @@ wrong answers grow longer over training.
 """
 
 import numpy as np
-from common import arguments, bands, grid, interval, permutation_test, plt, save, scan, train
+from common import arguments, bands, grid, interval, legend, permutation_test, plt, save, scan, train
 
 METHODS = {  # name: loss_reduction, scale_rewards, ratio_level
     "GRPO: sequence, group std": ("sequence", "group", "token"),
@@ -46,25 +46,31 @@ def main():
     found = scan(run, grid(names, seeds, [steps]), args.jobs)
     runs = {name: [found[name, s, steps] for s in seeds] for name in names}
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
+    accuracy, *others = axes.flat
     panels = {
-        "eval_accuracy": "greedy accuracy, 200 held-out prompts",
-        "reward": "sampled reward",
-        "completion_length": "completion length, tokens",
-        "wrong_length": "length of wrong answers, tokens",
+        "reward": ("reward", "mean of the samples"),
+        "completion_length": ("completion length", "tokens"),
+        "wrong_length": ("length of wrong answers", "tokens"),
     }
     table = [["method", "accuracy, step 5 (95 %)", "accuracy, last", "reward, mean of all steps (95 %)", "p (GRPO)"]]
     table[0] += ["length, last 5 steps", "wrong answers: first step", "last 5 steps", "push per token, long / short"]
     styles = [dict(label=name, color=f"C{i}", ls="-" if ":" in name else "--") for i, name in enumerate(names)]
-    bands(axes, panels, [(runs[name], style) for name, style in zip(names, styles, strict=True)], "rollout")
-    axes[0, 0].legend(fontsize=7.5)
+    bands(np.array(others), panels, [(runs[name], style) for name, style in zip(names, styles, strict=True)], "rollout")
+    legend(figure, others[0], 3)
+    figure.supxlabel(f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval")
+    at = np.array([m["step"] for m in runs[names[0]][0] if "eval_accuracy" in m])
+    accuracy.set(title="greedy accuracy", xlabel="rollout", ylabel="share of 200 held-out prompts", xticks=at)
 
     def area(name):
         return [np.mean([m["reward"] for m in h]) for h in runs[name]]
 
-    for name in names:
-        evals = np.array([[m["eval_accuracy"] for m in h if "eval_accuracy" in m] for h in runs[name]])
-        get = {k: np.array([[m[k] for m in h] for h in runs[name]]) for k in (*list(panels)[2:], "push_ratio")}
+    for i, name in enumerate(names):
+        evals = np.array([[m["eval_accuracy"] for m in h if m["step"] in at] for h in runs[name]])  # [seeds, evals]
+        mean, *ends = np.array([interval(x) for x in evals.T]).T  # [evals] each
+        x, error = at + 0.14 * (i - 2.5), np.abs(ends - mean)  # side by side
+        accuracy.errorbar(x, mean, error, fmt="o", ms=4, capsize=2, color=f"C{i}")
+        get = {k: np.array([[m[k] for m in h] for h in runs[name]]) for k in (*panels, "push_ratio")}
         table.append([
             name,
             *("{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in (evals[:, 0], evals[:, -1], area(name))),
