@@ -863,6 +863,25 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, option
     assert torch.allclose(logps_of(policy, one, True)[0], logps_of(policy, one)[0], atol=2e-5)
 
 
+def test_completions_of_unlike_lengths_attend_in_two_blocks():
+    """The long ones apart from the short ones: what pads a block is computed there."""
+
+    def shapes(lengths):
+        prompts, mask = torch.full((len(lengths),), 3), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        ids = torch.arange(len(lengths) * (3 + mask.shape[1])).view(len(lengths), -1)
+        ids[:, :3] = torch.tensor([1, 2, 3])
+        row, _, (_, *blocks), read = harness.pack_row(ids, prompts, torch.zeros_like(prompts), mask)
+        follows = [ids[i, 2 + t] for i, n in enumerate(lengths) for t in range(n)]
+        assert row[0, read].tolist() == [int(i) for i in follows]  # sample by sample, as they were given
+        assert sum(len(used) for _, _, used, *_ in blocks) == sum(lengths) - len(lengths)
+        return [(tuple(q_from.shape), k_from.shape[1]) for q_from, k_from, *_ in blocks]
+
+    assert shapes([3, 40, 2, 4, 38, 1, 3, 2]) == [((2, 39), 42), ((6, 3), 6)]
+    assert shapes([1, 30, 1, 1]) == [((1, 29), 32)]  # nothing follows the others
+    assert shapes([9, 10, 8, 10]) == [((4, 9), 12)]  # next to nothing to save
+    assert shapes([1, 1]) == []
+
+
 def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
     import transformers
 

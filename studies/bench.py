@@ -35,19 +35,24 @@ import torch
 
 import harness
 
-# prompt, completion: tokens, at most. rows: of a TRL micro-batch; ours gets as many padded tokens. stop: a word's
-# probability to be a completion's last; None: the model has a tokenizer and a task of its own
-REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, rows=32, beta=0.0, stop=None, steps=1)
-TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, rows=32, beta=0.001, stop=None, steps=8)
-RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, rows=8, beta=0.04, stop=1 / 40, steps=1)
+# prompt, completion: tokens, at most. rows: of a TRL micro-batch; budget: tokens of one of ours, no more than TRL's
+# rows have with their padding. stop: a word's probability to be a completion's last; None: the model has a tokenizer
+# and a task of its own
+REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, beta=0.0, stop=None, steps=1)
+REAL |= dict(rows=32, budget=2048)
+TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, stop=None, steps=8)
+TINY |= dict(rows=32, budget=1024)
+RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40, steps=1)
+RANDOM |= dict(rows=8, budget=560)
+LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
 SETTINGS = {
     "135M, its own reward": REAL | dict(reward="answer", compile=True),
     "135M, reward by position": REAL | dict(compile=True),
     "bundled": TINY,
     "bundled, 6 tokens": TINY | dict(num_prompts=16, completion=6, rows=64, steps=20),
     "30M": RANDOM,
-    "30M, equal lengths": RANDOM | dict(completion=40, stop=0),
-    "30M, long prompt": RANDOM | dict(num_prompts=1, num_generations=16, prompt=512, completion=64, stop=0),
+    "30M, equal lengths": RANDOM | dict(completion=40, stop=0, budget=8 * 52),
+    "30M, long prompt": RANDOM | LONG | dict(stop=0),
 }
 IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths")
 SIDES = dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
@@ -185,11 +190,10 @@ class Record:
 
 
 def flags(files, spec, sampler) -> list[str]:
-    per_row = spec["prompt"] + spec["completion"]
     named = dict(model=files["model"], train_data=files["rows"], reward=files["reward"], rollout=sampler)
     named |= dict(num_prompts=spec["num_prompts"], num_generations=spec["num_generations"], beta=spec["beta"])
-    budget = 2048 if spec["stop"] is None else 8 * per_row
-    named |= dict(max_completion_length=spec["completion"], micro_batch_tokens=budget, compile="compile" in spec)
+    named |= dict(max_completion_length=spec["completion"], compile="compile" in spec)
+    named |= dict(micro_batch_tokens=spec["budget"])
     named |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, eval_data="", eval_every=0)
     named |= dict(out_dir=tempfile.mkdtemp())
     return [text for name, value in named.items() for text in (f"--{name}", str(value))]
