@@ -1105,10 +1105,9 @@ def pack_row(input_ids, prompt_lengths, groups, mask):
         k_from = torch.cat([place[which], after], 1)
         # attention pads: in two blocks of like lengths, if that saves a fifth of it
         cuts = torch.arange(N, device=device)
-        area = cuts * T + (N - cuts) * lengths  # [N]: of the rows before the cut and those after it
-        cut = int(area.argmin()) if 5 * int(area.min()) < 4 * N * T else 0
-        for start, end in ((0, cut), (cut, N)):
-            if start < end and (t := int(lengths[start]) - 1):
+        area, cut = map(int, (cuts * T + (N - cuts) * lengths).min(0))  # of the rows before the cut and those after it
+        for start, end in ((0, cut), (cut, N)) if 5 * area < 4 * N * T else ((0, N),):
+            if t := int(lengths[start]) - 1:  # else nothing follows the prompts
                 rows, keys = slice(start, end), slice(L + t)
                 used = rest[rows, :t].flatten().nonzero()[:, 0]
                 blocks.append((after[rows, :t], k_from[rows, keys], used, q_at[rows, :t], k_at[rows, keys]))
