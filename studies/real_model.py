@@ -14,6 +14,7 @@ full marks, and the rows of the evals are plain. --compile needs a C++ compiler.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -47,6 +48,7 @@ FLAGS += " --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear 
 FLAGS += " --eval_every 10 --save_every 0 --log_completions -1"
 TASKS = {"sums": "sums of one-digit numbers", "gcd": "greatest common divisors"}  # functions of sample_data/gym.py
 STEPS, SEEDS = {"sums": 80, "gcd": 20}, {"sums": 3, "gcd": 1}
+FLOAT32_SEEDS = 2
 TRL_UNTIL = dict(trl=20, trl_hf=10)  # steps of TRL's sides, which take longer
 TRL_REWARD = """import sys
 
@@ -126,10 +128,10 @@ def training_seconds(lines: list[dict]) -> dict[int, float]:
     return seconds
 
 
-def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]:
-    """One run's metrics, a dict a step, with the minutes since its process began."""
-    out = os.path.join(folder, f"{task}_{seed}")
-    lines = follow(command_of(model, task, seed, steps, out), out)
+def run(folder: str, model: str, task: str, seed: int, steps: int, dtype: str = "") -> list[dict]:
+    """One run's metrics, a dict a step, with the minutes since its process began. dtype: another one than in FLAGS."""
+    out = os.path.join(folder, f"{task}_{seed}" + (f"_{dtype}" if dtype else ""))
+    lines = follow(command_of(model, task, seed, steps, out) + (["--dtype", dtype] if dtype else []), out)
     minutes = {line["step"]: line["wall"] / 60 for line in lines}
     seconds = training_seconds(lines)
     history, samples = (read_jsonl(os.path.join(out, f"{name}.jsonl")) for name in ("metrics", "completions"))
@@ -248,6 +250,40 @@ def against_trl(folder: str, model: str, python: str, task: str, seed: int, step
     return figure, table
 
 
+# ----------------------------------------------------------------------------------------------------------------
+# Figures and tables
+
+
+def against_float32(folder: str, model: str, task: str, seeds: int, steps: int) -> tuple:
+    """The same runs in both dtypes, trainer and engine alike, in turns: figure and table."""
+    dtypes = {"bfloat16": "", "float32": "float32"}
+    found = {name: [] for name in dtypes}
+    for seed, (name, dtype) in itertools.product(range(seeds), dtypes.items()):
+        found[name].append(run(folder, model, task, seed, steps, dtype))
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for color, (name, histories) in zip(COLORS, found.items(), strict=False):
+        for axis, (key, label) in zip(axes, (PANELS[0], PANELS[1], PANELS[3]), strict=True):
+            rows = [[(m["step"], m[key]) for m in history if m.get(key) is not None] for history in histories]
+            for there in rows:
+                axis.plot(*zip(*there, strict=True), color=color, lw=0.8, alpha=0.35)
+            mean = np.mean(rows, 0)  # [points, 2]
+            axis.plot(mean[:, 0], mean[:, 1], color=color, lw=2, label=f"{name}, seeds: {len(histories)}")
+            axis.set(xlabel="step", ylabel=label, xlim=0, ylim=0)
+    axes[0].legend(loc="upper left")
+    figure.supxlabel(f"{TASKS[task]};  thin: a run each; bold: their mean")
+
+    table = [["dtype", "seed", "sampled right, first 10 steps", "last 5", "greedy after", "sampler gap", "CPU seconds"]]
+    for name, histories in found.items():
+        for seed, history in enumerate(histories):
+            right = [m["right"] for m in history if "right" in m]
+            gap, last = float(np.mean([m["sampler_gap"] for m in history if "right" in m])), history[-1]
+            accuracy = f"{last['eval_accuracy']:.3f} ± {last['eval_stderr']:.3f}"
+            parts = (float(np.mean(right[:10])), float(np.mean(right[-5:])))
+            table.append([name, seed, *parts, accuracy, gap, f"{last['seconds']:.0f}"])
+    return figure, table
+
+
 def samples_of(folder: str, task: str) -> list[list]:
     """What the first seed's policy wrote to the same question at first and at last."""
     records = read_jsonl(os.path.join(folder, f"{task}_0", "completions.jsonl"))
@@ -287,6 +323,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trl", default="", help="python of an environment with TRL (see bench.py): its curves, too")
+    parser.add_argument("--float32", action="store_true", help="the second task in both dtypes")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one of TRL's
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=int, help=argparse.SUPPRESS)
@@ -322,6 +359,10 @@ def main() -> None:
         until = dict(trl=2, trl_hf=2) if args.quick else TRL_UNTIL
         figure, table = against_trl(runs_in, model, args.trl, "sums", 0, steps_of["sums"], until)
         save(where, "real_model_trl", figure, table)
+    if args.float32:
+        sizes = (1, 2) if args.quick else (FLOAT32_SEEDS, STEPS["gcd"])
+        figure, table = against_float32(runs_in, model, "gcd", *sizes)
+        save(where, "real_model_float32", figure, table)
 
 
 if __name__ == "__main__":
