@@ -269,8 +269,9 @@ def against_float32(folder: str, model: str, task: str, seeds: int, steps: int) 
                 axis.plot(*zip(*there, strict=True), color=color, lw=0.8, alpha=0.35)
             mean = np.mean(rows, 0)  # [points, 2]
             axis.plot(mean[:, 0], mean[:, 1], color=color, lw=2, label=f"{name}, seeds: {len(histories)}")
-            axis.set(xlabel="step", ylabel=label, xlim=0, ylim=0)
-    axes[0].legend(loc="upper left")
+            axis.set(xlabel="step", ylabel=label.replace(" ± 1 s.e.", ""), xlim=0)
+            axis.set_ylim(0, 1.03 if key in ("right", "eval_accuracy") else 0.04)
+    axes[0].legend(loc="lower right")
     figure.supxlabel(f"{TASKS[task]};  thin: a run each; bold: their mean")
 
     table = [["dtype", "seed", "sampled right, first 10 steps", "last 5", "greedy after", "sampler gap", "CPU seconds"]]
@@ -323,7 +324,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trl", default="", help="python of an environment with TRL (see bench.py): its curves, too")
-    parser.add_argument("--float32", action="store_true", help="the second task in both dtypes")
+    parser.add_argument("--float32", action="store_true", help="the second task in both dtypes, two seeds each")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one of TRL's
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=int, help=argparse.SUPPRESS)
