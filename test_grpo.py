@@ -3066,7 +3066,7 @@ def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
 
 DOCUMENTS = ("README.md", "REFERENCE.md", "studies/README.md", "variants/README.md")
 ELSEWHERE = "no-deps extra-index-url nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid enforce-eager"
-ELSEWHERE = {*ELSEWHERE.split(), "step", "html", "quick", "jobs", "trl", "help"}  # flags of other programs
+ELSEWHERE = {*ELSEWHERE.split(), "step", "html", "quick", "jobs", "trl", "float32", "help"}  # flags of other programs
 AGAIN = 'python -c "import test_grpo; test_grpo.write_documents()" makes tables and line numbers again'
 
 
