@@ -33,12 +33,15 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-import harness
 import reward as reward_module
-from harness import ConfigError, Prompt, Run, TrainingError, World, first_line, flag, need, say, seed_of
+from harness import flags, kernels, log, models, ranks, rows
+from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
+from harness.kernels import HeadLogps
+from harness.ranks import World, seed_of
+from harness.rows import Prompt
+from harness.run import Run, find_checkpoint, fingerprint, model_writer, run_config
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-HEAD_CHUNK = dict(cpu=2**26, cuda=2**27)  # logits alive at once in the output head, in elements: 0.25 and 0.5 GB
 GENERATE_ROWS = 256  # rows of one HF generate call
 
 
@@ -125,9 +128,9 @@ BUNDLED = dict(
 
 
 def parse_args(argv=None) -> Config:
-    given = harness.parse_flags(Config, argv, "grpo.py", __doc__)
+    given = flags.parse_flags(Config, argv, "grpo.py", __doc__)
     if "resume" in given:  # the run's own flags, but for those that are given again
-        given = harness.run_config(Config, given["resume"], given.get("out_dir", "out")) | given
+        given = run_config(Config, given["resume"], given.get("out_dir", "out")) | given
     return validate(with_preset(given))
 
 
@@ -141,7 +144,7 @@ def with_preset(given: dict) -> Config:
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    harness.check_flags(cfg)
+    flags.check_flags(cfg)
     if not cfg.model:  # a Config made in Python
         changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
         return validate(with_preset(changed))
@@ -172,7 +175,7 @@ def validate(cfg: Config) -> Config:
 def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
     """The values that the flags leave to the model and the device; says what it took, and why."""
     if cfg.dtype == "auto":
-        fast = harness.fast_bfloat16(device)
+        fast = models.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
         say(f"--dtype {cfg.dtype} ({why})")
@@ -227,65 +230,6 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 # Policy: a language model that returns log-probabilities of completion tokens
 
 
-class HeadLogps(torch.autograd.Function):
-    """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
-
-    Logits [n, V] never exist: a chunk of them is there at a time (HEAD_CHUNK), and all but the last again in backward,
-    where the gradient of a log-probability by its logits, onehot(target) - softmax, is written over it. Half the time
-    of log_softmax under torch.utils.checkpoint.
-    """
-
-    @staticmethod
-    def logits(hidden, weight, bias, temperature):
-        logits = nn.functional.linear(hidden, weight, bias)  # [c, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if temperature == 1 else logits.div_(temperature)
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):
-        kind = hidden.device.type
-        # Asked here: backward runs after the autocast block, where the answer on CUDA would be float16.
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.weight_dtype, ctx.temperature = weight.dtype, temperature
-        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        ctx.size, parts = max(1, HEAD_CHUNK.get(kind, 2**26) // weight.shape[0]), []
-        with torch.autocast(kind, enabled=False):  # what follows the product is in float32
-            for part, y in zip(hidden.split(ctx.size), targets.split(ctx.size), strict=True):
-                logits = HeadLogps.logits(part, weight, bias, temperature)
-                top = logits.amax(-1, keepdim=True)
-                exps = logits.sub_(top).exp()
-                total = exps.sum(-1)  # [c]
-                logps = logits.gather(-1, y[:, None])[:, 0] - total.log()
-                entropy = total.log() - torch.linalg.vecdot(exps, logits) / total  # / total: exps to probabilities
-                parts.append((logps, entropy, total.log() + top[:, 0]))
-        ctx.kept = exps.div_(total[:, None])  # the last chunk's softmax: backward begins there
-        logps, entropy, norms = (torch.cat(part) for part in zip(*parts, strict=True))  # [n] each
-        ctx.save_for_backward(hidden, weight, bias, targets, norms)
-        ctx.mark_non_differentiable(entropy)
-        return logps, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logps, _):
-        hidden, weight, bias, targets, norms = ctx.saved_tensors
-        grad_weight, grad_bias = None, None if bias is None else torch.zeros_like(bias, dtype=ctx.weight_dtype)
-        grads = grad_logps / ctx.temperature  # logits are divided by it
-        chunks = zip(*(x.split(ctx.size)[::-1] for x in (hidden, targets, norms, grads)), strict=True)
-        grad_hidden, softmax, ctx.kept = [], ctx.kept, None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part, y, norm, grad in chunks:
-                if softmax is None:
-                    softmax = HeadLogps.logits(part, weight, bias, ctx.temperature).sub_(norm[:, None]).exp_()
-                grad_logits = softmax.mul_(-grad[:, None]).scatter_add_(-1, y[:, None], grad[:, None]).to(hidden.dtype)
-                grad_hidden.append(grad_logits @ weight)
-                if ctx.needs_input_grad[1]:  # else frozen
-                    product = (grad_logits.T @ part).to(ctx.weight_dtype)  # [V, H]
-                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
-                if grad_bias is not None:
-                    grad_bias += grad_logits.sum(0)
-                softmax = None
-        return torch.cat(grad_hidden[::-1]), grad_weight, grad_bias, None, None
-
-
 class Policy(nn.Module):
     """Wraps the model so that DDP's hooks see one forward, from token ids to log-probabilities.
 
@@ -300,8 +244,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.backbone = [model.base_model]  # in a list: not a second path to the same parameters
         self.head = [model.get_output_embeddings()]
-        self.plain_head = harness.head_is_plain(model)
-        self.can_share = harness.packs_exactly(model, self.hidden)
+        self.plain_head = kernels.head_is_plain(model)
+        self.can_share = kernels.packs_exactly(model, self.hidden)
 
     def forward(self, input_ids, prompt_lengths, completion_lengths, groups=None):
         T = int(completion_lengths.max())
@@ -324,8 +268,8 @@ class Policy(nn.Module):
         body = self.backbone[0] if self.plain_head else self.model
         output = "last_hidden_state" if self.plain_head else "logits"
         if groups is not None:
-            ids, positions, blocks, read = harness.pack_row(input_ids, prompt_lengths, groups, mask)
-            with harness.packed(blocks):  # ones: else the positions are read as another kind of packing
+            ids, positions, blocks, read = kernels.pack_row(input_ids, prompt_lengths, groups, mask)
+            with kernels.packed(blocks):  # ones: else the positions are read as another kind of packing
                 options = dict(position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
                 return getattr(body(input_ids=ids, **options), output)[0, read]
         # No attention mask: attention is causal and the padding is on the right, so no token ever sees it.
@@ -373,8 +317,8 @@ class HFSampler:
         completions = {}
         for start in range(0, len(rows), GENERATE_ROWS):
             part = rows[start : start + GENERATE_ROWS]
-            ids = harness.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
-            mask = harness.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
+            ids = kernels.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
+            mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device):
@@ -435,8 +379,8 @@ class VLLMSampler:
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
         else:
-            options |= dict(enforce_eager=True, block_size=harness.CACHE_BLOCK)
-            options |= dict(kv_cache_memory_bytes=harness.cache_bytes(cfg, length, self.dtype, world))
+            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK)
+            options |= dict(kv_cache_memory_bytes=models.cache_bytes(cfg, length, self.dtype, world))
             options |= dict(enable_chunked_prefill=False)  # a seeded request whose prompt is divided crashes on a CPU
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
@@ -455,7 +399,7 @@ class VLLMSampler:
         weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
         weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
-        self.llm.apply_model(harness.repack)
+        self.llm.apply_model(models.repack)
         if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
             raise TrainingError("vLLM did not reset its prefix cache after a push of new weights")
         if self.asleep:
@@ -467,8 +411,8 @@ class VLLMSampler:
     def compare(self, model):
         """Stops if a push failed. A model that the engine lays out in another way shows that at the first push."""
         if self.comparable:
-            [theirs] = self.llm.apply_model(lambda engine: harness.weight_bits(engine, self.dtype, self.pushes))
-            same = theirs == harness.weight_bits(model, self.dtype, self.pushes)
+            [theirs] = self.llm.apply_model(lambda engine: models.weight_bits(engine, self.dtype, self.pushes))
+            same = theirs == models.weight_bits(model, self.dtype, self.pushes)
             if self.pushes and not same:
                 raise TrainingError("after a push the sampler's weights are not the trainer's")
             if not same:
@@ -519,7 +463,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
     try:
-        with harness.quiet(cfg.verbose):
+        with ranks.quiet(cfg.verbose):
             return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
@@ -738,7 +682,7 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
     """Right-padded tensors of one micro-batch."""
 
     def tensor(rows, dtype):  # [N, widest row], or [N]
-        array = harness.padded(rows, dtype) if isinstance(rows[0], np.ndarray) else np.array(rows, dtype)
+        array = kernels.padded(rows, dtype) if isinstance(rows[0], np.ndarray) else np.array(rows, dtype)
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -804,18 +748,18 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
     policy.train()
     totals, losses, norms, skipped = {}, [], [], 0
     if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
-        mismatch = harness.rollout_gap(samples, cfg, world)
+        mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
         sums, log_ratio, has_signal = backward(policy, ddp, minibatch, cfg, world)
-        parts = world.gather([(sums, harness.gap_sums(log_ratio, cfg))])
+        parts = world.gather([(sums, log.gap_sums(log_ratio, cfg))])
         for name in sums:  # sums and counts over the ranks, never means of means
             totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
         losses.append(totals.pop("loss"))
         if cfg.updates_per_step == 1:  # may stop the run: before the step
-            mismatch = harness.gap_metrics([gap for _, gap in parts], cfg)
+            mismatch = log.gap_metrics([gap for _, gap in parts], cfg)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
@@ -895,7 +839,7 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
         k = cfg.eval_samples
         values, _ = drawn(k, cfg.temperature)
         correct = (values > 0.5).sum(1)  # [prompts]
-        metrics |= {f"eval_pass@{j}": harness.pass_at_k(k, correct, j) for j in sorted({1, k})}
+        metrics |= {f"eval_pass@{j}": log.pass_at_k(k, correct, j) for j in sorted({1, k})}
     return metrics
 
 
@@ -938,7 +882,7 @@ def wrap(policy: Policy, cfg: Config, world: World):
     if cfg.gradient_checkpointing:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     if cfg.compile:
-        harness.compile_layers(policy.model, cfg)
+        models.compile_layers(policy.model, cfg)
     if world.size == 1:
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -972,7 +916,7 @@ def load_model(path: str, cfg: Config):
 def load_reference(cfg: Config, device: torch.device, identity: int | None) -> Policy:
     """The frozen policy that the KL is measured from. identity: the weights' fingerprint at the start of the run."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
-    if identity not in (None, harness.fingerprint(model)):
+    if identity not in (None, fingerprint(model)):
         why = "not the weights that this run began with, so its KL would be measured from another reference"
         raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
     reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
@@ -987,11 +931,11 @@ def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
-    small = harness.is_small(model, device)
+    small = models.is_small(model, device)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
     cfg = resolved(cfg, small, device)
-    identity = checkpoint.state["identity"] if checkpoint else harness.fingerprint(model)
+    identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy = Policy(model, cfg.temperature)
     need(policy.can_share or cfg.share_prompt != "on", cfg, "share_prompt", "texts of this model do not pack in a row")
@@ -1005,23 +949,23 @@ def train(cfg: Config) -> list[dict]:
     started = time.monotonic()
     # what can be wrong with the flags and files is found first, by every rank by itself
     cfg = validate(cfg)
-    device = harness.pick_device(cfg.device)
-    harness.keep_freed_memory(device)
-    harness.quiet_transformers(cfg.verbose)
-    rewards, tokenizer = load_rewards(cfg), harness.load_tokenizer(cfg)
-    train_prompts = harness.load_prompts("train_data", rewards, tokenizer, cfg)
-    eval_prompts = harness.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
+    device = ranks.pick_device(cfg.device)
+    models.keep_freed_memory(device)
+    models.quiet_transformers(cfg.verbose)
+    rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
+    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
+    eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
     if cfg.show_prompt:
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []
-    checkpoint = harness.find_checkpoint(cfg)  # None: from the beginning
+    checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, device)
     model, prompts = policy.model, train_prompts + eval_prompts
-    harness.check_sizes(model, prompts, cfg)
-    eos_ids, pad_id = harness.special_ids(model, tokenizer, cfg, prompts)
-    kind, why = harness.choose_sampler(cfg, device, harness.is_small(model, device))
+    models.check_sizes(model, prompts, cfg)
+    eos_ids, pad_id = models.special_ids(model, tokenizer, cfg, prompts)
+    kind, why = models.choose_sampler(cfg, device, models.is_small(model, device))
 
-    world = harness.join_world(device)
+    world = ranks.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:
         cfg = run.cfg  # an earlier run that was moved aside may have taken --model along
         source = checkpoint.path if checkpoint else cfg.model
@@ -1031,7 +975,7 @@ def train(cfg: Config) -> list[dict]:
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        run.track(model, optimizer, harness.model_writer(model, tokenizer, source), identity)
+        run.track(model, optimizer, model_writer(model, tokenizer, source), identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
         say(
@@ -1074,7 +1018,7 @@ def train(cfg: Config) -> list[dict]:
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
     less_memory = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, --beta 0"
-    return harness.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
+    return flags.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ import grpo  # isort: skip  first: it sets the environment before torch
 import numpy as np
 import torch
 
-import harness
+import harness.log
+import harness.models
+import harness.ranks
+import harness.rows
+import harness.run
 
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; budget: tokens of one of ours, no more than TRL's
 # rows have with their padding. stop: a word's probability to be a completion's last; None: the model has a tokenizer
@@ -201,7 +205,7 @@ def flags(files, spec, sampler) -> list[str]:
 
 def run_ours(files, spec, extra) -> dict:
     record, policies = Record(spec["steps"]), []
-    forward, log, steps = grpo.Policy.forward, harness.Log.step, harness.Run.steps
+    forward, log, steps = grpo.Policy.forward, harness.log.Log.step, harness.run.Run.steps
 
     @contextlib.contextmanager
     def clock(self, phase):
@@ -227,9 +231,9 @@ def run_ours(files, spec, extra) -> dict:
         record.step_ends()
         yield from steps(self)
 
-    grpo.Policy.forward, harness.Clock.__call__ = counted, clock
-    harness.Log.step, harness.Run.steps = logged, begins
-    harness.Run.save = harness.Run.rehearse = lambda self: None
+    grpo.Policy.forward, harness.run.Clock.__call__ = counted, clock
+    harness.log.Log.step, harness.run.Run.steps = logged, begins
+    harness.run.Run.save = harness.run.Run.rehearse = lambda self: None
     grpo.train(grpo.parse_args(flags(files, spec, "auto") + extra))
     return record.result(sum(p.numel() for p in policies[0].parameters()))
 
@@ -246,7 +250,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
     path, name = files["reward"].split(":")
     with open(path) as file:
         exec(file.read(), space := {})
-    n, world = spec["num_prompts"] * spec["num_generations"], harness.World(0, 1, torch.device("cpu"))
+    n, world = spec["num_prompts"] * spec["num_generations"], harness.ranks.World(0, 1, torch.device("cpu"))
     options = dict(per_device_train_batch_size=spec["rows"], gradient_accumulation_steps=n // spec["rows"])
     options |= dict(num_generations=spec["num_generations"], max_completion_length=spec["completion"])
     options |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, lr_scheduler_type="constant", beta=spec["beta"])
@@ -257,10 +261,10 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
     trainer, engine = GRPOTrainer(files["model"], space[name], config, train_dataset=data), None
     if best:
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
-        harness.keep_freed_memory(world.device)
+        harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
-        cfg = grpo.resolved(cfg, harness.is_small(trainer.model, world.device), world.device)
-        harness.choose_sampler(cfg, world.device, False)
+        cfg = grpo.resolved(cfg, harness.models.is_small(trainer.model, world.device), world.device)
+        harness.models.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
         def generate(prompt_ids, images, fields, num_generations, **_):
@@ -268,14 +272,16 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
                 engine.push(trainer.model)
             with record.phase("rollout"):
                 seed[0] += 1
-                seeds = [harness.seed_of(cfg.seed, 0, seed[0], i) for i in range(len(prompt_ids) // num_generations)]
+                seeds = [
+                    harness.ranks.seed_of(cfg.seed, 0, seed[0], i) for i in range(len(prompt_ids) // num_generations)
+                ]
                 prompts = [np.array(ids, dtype=np.int32) for ids in prompt_ids[::num_generations]]
                 drawn = [c for group in engine.generate(prompts, num_generations, seeds, 1.0) for c in group]
             return [c.ids.tolist() for c in drawn], [c.logps.tolist() for c in drawn]
 
         trainer._generate_single_turn = generate
         if cfg.compile:
-            harness.compile_layers(trainer.model, cfg)
+            harness.models.compile_layers(trainer.model, cfg)
     else:
         trainer._generate_single_turn = record.timed("rollout", trainer._generate_single_turn)
     trainer._calculate_rewards = record.timed("reward", trainer._calculate_rewards)
@@ -320,17 +326,17 @@ def bare_losses(model, ids, P: int, cfg):
 
 def run_floor(files, spec) -> dict:
     record, cfg = Record(spec["steps"]), grpo.parse_args(flags(files, spec, "vllm"))
-    tokenizer, world = harness.load_tokenizer(cfg), harness.World(0, 1, torch.device("cpu"))
-    harness.keep_freed_memory(world.device)
-    prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
+    tokenizer, world = harness.rows.load_tokenizer(cfg), harness.ranks.World(0, 1, torch.device("cpu"))
+    harness.models.keep_freed_memory(world.device)
+    prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = grpo.resolved(cfg, harness.is_small(model, world.device), world.device)
-    harness.choose_sampler(cfg, world.device, False)
-    eos, _ = harness.special_ids(model, tokenizer, cfg)
+    cfg = grpo.resolved(cfg, harness.models.is_small(model, world.device), world.device)
+    harness.models.choose_sampler(cfg, world.device, False)
+    eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
     engine.push(model)
     if cfg.compile:
-        harness.compile_layers(model, cfg)
+        harness.models.compile_layers(model, cfg)
     record.step_ends()
     for step in range(1, cfg.max_steps + 1):
         drawn = grpo.prompts_of_step(prompts, step, cfg)

@@ -25,7 +25,9 @@ from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
 
 import grpo
-import harness
+import harness.kernels
+import harness.models
+import harness.rows
 import reward
 
 SKETCH = 2**20
@@ -55,8 +57,8 @@ class Real:
     """A model directory with what common.Run gives to the bundled model."""
 
     def __init__(self, path: str, cfg: grpo.Config):
-        self.cfg, self.tokenizer, rewards = cfg, harness.load_tokenizer(cfg), grpo.load_rewards(cfg)
-        self.prompts = harness.load_prompts("train_data", rewards, self.tokenizer, cfg)
+        self.cfg, self.tokenizer, rewards = cfg, harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
+        self.prompts = harness.rows.load_prompts("train_data", rewards, self.tokenizer, cfg)
         self.scorer, self.model = reward.Scorer(rewards), grpo.load_model(path, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
 
@@ -72,11 +74,11 @@ class Real:
 def rollouts(paths: dict, cfg, steps: int, n_prompts: int, dtype="bfloat16", float_head=False) -> dict:
     """{name: a list of samples per step}, by one engine that gets the weights of each."""
     cfg, found, engine = dataclasses.replace(cfg, dtype=dtype), {}, None
-    assert harness.choose_sampler(cfg, CPU.device, False)[0] == "vllm"
+    assert harness.models.choose_sampler(cfg, CPU.device, False)[0] == "vllm"
     for name, path in paths.items():
         real = Real(path, cfg)
         if engine is None:
-            special = harness.special_ids(real.model, real.tokenizer, cfg)
+            special = harness.models.special_ids(real.model, real.tokenizer, cfg)
             longest = max(len(p.ids) for p in real.prompts)
             engine = grpo.make_sampler("vllm", real.model, *special, longest, cfg, CPU)
             if float_head:  # what its option --hf-overrides '{"head_dtype": "float32"}' sets
@@ -264,7 +266,7 @@ def rounded(policy, operators):
             undo.callback(setattr, modeling, "apply_rotary_pos_emb", plain)
             modeling.apply_rotary_pos_emb = lambda q, k, *angles: map(r, plain(q, k, *map(r, angles)))
         if "attention" in operators:
-            attend = harness.packed_attention
+            attend = harness.kernels.packed_attention
             undo.callback(modeling.ALL_ATTENTION_FUNCTIONS.register, "packed", attend)
 
             def in_bf16(module, *qkv_mask, **options):

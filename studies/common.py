@@ -23,7 +23,8 @@ import torch
 from transformers.utils import logging
 
 import grpo
-import harness
+import harness.models
+import harness.rows
 import reward
 import view
 from grpo import Config
@@ -81,7 +82,7 @@ class Run:
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
-        self.sampler = grpo.HFSampler(self.model, *harness.special_ids(self.model, self.tokenizer, cfg), cfg)
+        self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = reward.Scorer(grpo.load_rewards(cfg))
 
@@ -128,8 +129,10 @@ class Run:
 @functools.cache
 def data():
     cfg = Config(**grpo.BUNDLED)
-    tokenizer, rewards = harness.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    return tokenizer, *(harness.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
+    tokenizer, rewards = harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
+    return tokenizer, *(
+        harness.rows.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data")
+    )
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:

@@ -24,7 +24,10 @@ import torch
 from common import HERE, plt, save
 
 import grpo
-import harness
+import harness.models
+import harness.ranks
+import harness.rows
+import harness.run
 from grpo import Config, Policy, Sample
 from harness import World, first_line, say
 
@@ -143,12 +146,12 @@ def check_resume(m) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path, state = os.path.join(folder, "step"), dict(optimizer=m.optimizer.state_dict())
-        harness.write_checkpoint(path, path + ".partial", m.model.save_pretrained, state)
+        harness.run.write_checkpoint(path, path + ".partial", m.model.save_pretrained, state)
         runs = [step(m.policy, m.optimizer)]
         for _ in range(2):
             policy = Policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
             optimizer = grpo.make_optimizer(policy, m.cfg)
-            optimizer.load_state_dict(harness.load_checkpoint(path).state.pop("optimizer"))
+            optimizer.load_state_dict(harness.run.load_checkpoint(path).state.pop("optimizer"))
             runs.append(step(policy, optimizer))
             del policy, optimizer
             free(m)
@@ -174,7 +177,7 @@ def model_flop(m, samples, passes: int) -> float:
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
     chunk = grpo.HEAD_CHUNK[m.world.device.type]
-    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), harness.Clock(m.world.device), []
+    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), harness.run.Clock(m.world.device), []
     line = [what, size, f"2**{chunk.bit_length() - 1}"]
     free(m)
     clock.peak()
@@ -275,15 +278,15 @@ def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
     if "torch._dynamo" in sys.modules and not m.cuda:
         sys.modules["torch._dynamo"].config.disable = True  # as grpo.py does: else vLLM compiles for 10 s
-    kind, why = harness.choose_sampler(m.cfg, m.world.device, False)
+    kind, why = harness.models.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
     cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
     eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64 * 8)[::8]]
     if tokenizer:
-        eos, pad = harness.special_ids(m.model, tokenizer, cfg)
+        eos, pad = harness.models.special_ids(m.model, tokenizer, cfg)
         prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
     prompts = prompts[: 64 if sleeps else 16]
-    room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, harness.Clock(m.world.device), {}
+    room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, harness.run.Clock(m.world.device), {}
     sampler = grpo.make_sampler(kind, m.model, eos, pad, max(map(len, prompts)), cfg, m.world)
 
     def phase(name, work):
@@ -296,7 +299,7 @@ def sampler_and_phases(m, tokenizer) -> dict:
         phase(name, lambda: sampler.push(m.model))
 
     def rollout(name, seen=False):
-        seeds, first = [harness.seed_of(7, m.world.rank, i) for i in range(len(prompts))], 64 * m.world.rank
+        seeds, first = [harness.ranks.seed_of(7, m.world.rank, i) for i in range(len(prompts))], 64 * m.world.rank
         groups = phase("rollout", lambda: sampler.generate(prompts, 8, seeds, cfg.temperature))
         samples = [
             Sample(first + p, grpo.Prompt(prompts[p], "", {}), c.ids, c.logps, c.finish_reason, advantage=(-1.0) ** i)
@@ -372,9 +375,9 @@ def main() -> int:
     args.out = os.path.join(tempfile.gettempdir(), "studies_quick") if args.quick else os.path.join(HERE, "figures")
     os.makedirs(args.out, exist_ok=True)
 
-    device = harness.pick_device(args.device)
+    device = harness.ranks.pick_device(args.device)
     grpo.HEAD_CHUNK.setdefault(device.type, 2**24)
-    m = argparse.Namespace(world=harness.join_world(device), cuda=device.type == "cuda")
+    m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9, share_prompt="off")
     with tempfile.TemporaryDirectory() as folder:
         if args.random:  # the engine reads config.json there, and gets its weights by the first push
@@ -383,7 +386,7 @@ def main() -> int:
         else:
             m.model = grpo.load_model(cfg.model, cfg).to(device)
         size = m.model.num_parameters()
-        small = device.type == "cpu" and size < harness.SMALL
+        small = device.type == "cpu" and size < harness.models.SMALL
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         m.cfg = grpo.resolved(cfg, small, device)
@@ -398,7 +401,7 @@ def main() -> int:
         positions = getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
         m.length = min(positions, 512 if m.cuda else 256)
 
-        m.policy, clock = Policy(m.model, m.cfg.temperature), harness.Clock(device)
+        m.policy, clock = Policy(m.model, m.cfg.temperature), harness.run.Clock(device)
         m.base = 0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size  # what Python and its libraries hold
         check_gradient(m)
         m.ddp, m.optimizer = grpo.wrap(m.policy, m.cfg, m.world), grpo.make_optimizer(m.policy, m.cfg)
@@ -408,13 +411,13 @@ def main() -> int:
             check_resume(m)
         else:
             LEFT_OUT.append("a resumed step: with one process only")
-            weights = m.world.gather([harness.fingerprint(m.model)])
+            weights = m.world.gather([harness.run.fingerprint(m.model)])
             right(m, "all ranks have the same weights after an update", len(set(weights)) == 1, f"{len(set(weights))}")
         speed(m, args.quick)
         memory(m)
         free(m)
-        seconds = sampler_and_phases(m, None if args.random else harness.load_tokenizer(m.cfg))
-    if harness.is_rank0():
+        seconds = sampler_and_phases(m, None if args.random else harness.rows.load_tokenizer(m.cfg))
+    if harness.ranks.is_rank0():
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]

@@ -30,7 +30,7 @@ import torch
 from common import CPU, HERE, legend, plt, save
 
 import grpo
-import harness
+import harness.rows
 import reward
 from view import COLORS, read_jsonl
 
@@ -153,8 +153,8 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
     from transformers import TrainerCallback
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
-    tokenizer, rewards = harness.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    train, held_out = (harness.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
+    tokenizer, rewards = harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
+    train, held_out = (harness.rows.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
     scorer = reward.Scorer(rewards)
     with tempfile.TemporaryDirectory() as files:
         with open(os.path.join(files, "rows.jsonl"), "w") as rows:

@@ -18,7 +18,8 @@ from common import CPU, HERE, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-import harness
+import harness.models
+import harness.rows
 
 ROUNDS = 3
 KINDS = {
@@ -49,13 +50,13 @@ def measured(work) -> dict:
 def sides(files: dict, spec: dict) -> dict:
     """What each side does after sampling, as a function without arguments."""
     cfg = grpo.parse_args(flags(files, spec, "hf") + ["--max_sampler_gap", "1e9"])
-    harness.keep_freed_memory(CPU.device)
-    model, tokenizer = grpo.load_model(cfg.model, cfg), harness.load_tokenizer(cfg)
-    cfg = grpo.resolved(cfg, harness.is_small(model, CPU.device), CPU.device)
+    harness.models.keep_freed_memory(CPU.device)
+    model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
+    cfg = grpo.resolved(cfg, harness.models.is_small(model, CPU.device), CPU.device)
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
-    prompts = harness.load_prompts("train_data", [], tokenizer, cfg)
-    sampler = grpo.HFSampler(model, *harness.special_ids(model, tokenizer, cfg), cfg)
+    prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
+    sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
     drawn = grpo.prompts_of_step(prompts, 1, cfg)
     samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
     for number, sample in enumerate(samples):

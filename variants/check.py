@@ -35,7 +35,7 @@ class Copy:
 
     def __init__(self, name: str, directory: str):
         self.name, self.directory = name, Path(directory)
-        for source in ("grpo.py", "harness.py", "reward.py", "view.py", "sample_data"):
+        for source in ("grpo.py", "harness", "reward.py", "view.py", "sample_data"):
             copy = shutil.copytree if (HERE.parent / source).is_dir() else shutil.copy
             copy(HERE.parent / source, self.directory / source)
         shutil.copy(self.directory / "grpo.py", self.directory / "plain.py")

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-import harness
+import harness.ranks
+import harness.rows
 
 ENGINE = "vllm" if importlib.util.find_spec("vllm") else "hf"
 # a few tokens: probability before, after, advantage -> d(loss)/d(log-probability), clipped or masked tokens
@@ -176,9 +177,13 @@ def check_guess_number(copy):
     file.write_text("\n".join(map(json.dumps, rows)))
     gap = max(step["sampler_gap"] for step in copy.run("--train_data", file, "--max_turns", 3, "--rollout", ENGINE))
     assert gap < 1e-4, f"gap {gap}: a turn does not see the turns before it"
-    cfg, world, hints = copy.config(train_data=str(file), max_turns=3), harness.World(0, 1, torch.device("cpu")), 0
-    tokenizer = harness.load_tokenizer(cfg)
-    prompts = harness.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
+    cfg, world, hints = (
+        copy.config(train_data=str(file), max_turns=3),
+        harness.ranks.World(0, 1, torch.device("cpu")),
+        0,
+    )
+    tokenizer = harness.rows.load_tokenizer(cfg)
+    prompts = harness.rows.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
     sampler = grpo.HFSampler(copy.policy().model, [tokenizer.eos_token_id], tokenizer.pad_token_id, cfg)
     for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
         guess = []

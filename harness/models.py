@@ -1,0 +1,175 @@
+"""What is asked of any model, and what the builds of vLLM differ in."""
+
+import ctypes
+import math
+import os
+
+import torch
+
+from harness.flags import ConfigError, need, say
+from harness.ranks import World
+from harness.rows import Prompt, template_options
+
+
+def quiet_transformers(verbose: bool) -> None:
+    if not verbose:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+
+SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 and an engine cost more than they bring
+
+
+def is_small(model, device: torch.device) -> bool:
+    return device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU with glibc: what is freed stays in the process, for the next tensor. Given back and asked for again, its
+    pages are filled with zeros by the kernel each time, a tenth of an update of 135 M parameters."""
+    libc = ctypes.CDLL(None)
+    if device.type == "cpu" and hasattr(libc, "mallopt"):
+        M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # malloc.h
+        libc.mallopt(M_MMAP_MAX, 0)  # else each large tensor is a mapping of its own
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def compile_layers(model, cfg) -> None:
+    """Each layer by itself: the code of one serves them all."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    need(layers, cfg, "compile", "this model has no layers that can be compiled")
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+    cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+    return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported())
+
+
+def check_sizes(model, prompts: list[Prompt], cfg) -> None:
+    """What would end in an index error, in the middle of the run."""
+    longest, words = max(len(p.ids) for p in prompts), model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    why = f"with the longest prompt ({longest} tokens) more than the model's {positions} positions"
+    need(longest + cfg.max_completion_length <= positions, cfg, "max_completion_length", why)
+    top = max(int(p.ids.max()) for p in prompts)
+    name, whose = ("tokenizer", "") if cfg.tokenizer else ("model", "its tokenizer ")
+    need(top < words, cfg, name, f"{whose}makes the token id {top}, and the model knows {words}")
+
+
+def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
+    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids). Both
+    are ids that the model knows: some tokenizers have more."""
+    eos, words = model.generation_config.eos_token_id, model.get_input_embeddings().num_embeddings
+    eos = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
+    eos = [i for i in dict.fromkeys(eos) if i is not None and 0 <= i < words]  # others are never sampled
+    if not eos:
+        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token it knows")
+    turn = end_of_turn(tokenizer, cfg) if any(p.messages for p in prompts) else None
+    if turn not in (None, *eos):
+        token = tokenizer.convert_ids_to_tokens(turn)
+        say(
+            f"warning: the chat template ends a turn with {token}, which ends no completion: add its id, {turn}, to "
+            "eos_token_id in the model's generation_config.json, or name a --tokenizer whose EOS token it is"
+        )
+    pad = tokenizer.pad_token_id
+    return eos, pad if pad is not None and 0 <= pad < words else eos[0]
+
+
+def end_of_turn(tokenizer, cfg) -> int | None:
+    """The special token that the chat template writes after an answer, if there is one."""
+    turns = [dict(role=role, content="xyz") for role in ("user", "assistant")]
+    options = template_options(cfg) | dict(tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(turns, **options).rpartition("xyz")[2]
+    except Exception:  # it wants other messages
+        return None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
+
+
+CACHE_BLOCK = 32  # tokens: of its cache of keys and values on a CPU; samples of a prompt share whole blocks of it
+
+
+CACHE_LIMIT = 2**31  # bytes that this cache takes at most
+
+
+COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
+
+
+def find_vllm(device: torch.device, verbose: bool) -> str:
+    """Prepares this process for an engine inside it; what stands in the way, or nothing."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        return f"vllm cannot be imported: {error}; pip install {install}"
+    if device.type != current_platform.device_type:
+        return f"the installed vllm has no {device.type} build; pip install {install}"
+    if device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
+        type(current_platform).simple_compile_backend = "eager"
+    return ""
+
+
+def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
+    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
+    if cfg.rollout == "hf":
+        return "hf", "asked for"
+    if cfg.rollout == "auto" and small:
+        return "hf", "vLLM would take longer to start than it saves on a model this small"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(device, cfg.verbose)
+    if problem and cfg.rollout == "vllm":
+        raise ConfigError(f"--rollout vllm: {problem}")
+    return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
+
+
+def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
+    """What the keys and values of a step need on a CPU, within CACHE_LIMIT; and no more, for a cache that is small is
+    a cache that stays in the processor's."""
+    from transformers import AutoConfig
+
+    sizes = AutoConfig.from_pretrained(cfg.model).get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
+    one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
+    return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def repack(model) -> None:
+    """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w2_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def weight_bits(model, dtype: torch.dtype, number: int) -> int:
+    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, the same for a model
+    here and in the engine, which casts to its dtype and fuses matrices by rows; a tied matrix counts once.
+
+    vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
+    """
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if name == "weight" and hasattr(module, "cpu_linear"):
+                size = getattr(module, "input_size", 0) or module.embedding_dim
+                units = torch.nn.functional.one_hot(torch.arange(first, size, COLUMNS), size)
+                columns = module.cpu_linear(units.to(p.dtype), p, None)
+            else:
+                columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
+            columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
+            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))
+    return sum(bits for _, bits in found)

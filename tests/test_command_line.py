@@ -1,0 +1,126 @@
+"""TODO."""
+
+import dataclasses
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import grpo
+import harness.kernels
+from grpo import Config
+from harness.flags import ConfigError
+from tests.common import HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
+
+pytest_plugins = "tests.common"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n{"prompt"\n')
+    args = ["--train_data", bad, "--out_dir", tmp_path / "out"]
+    done = fork("command_line", *args, ranks=2)[1]() if ranks else run(*args)
+    mine = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
+    assert mine == [f"grpo.py: error: --train_data {bad} row 2: " + mine[0].split("row 2: ")[1]]
+    assert not (tmp_path / "out").exists()
+    assert (done.returncode == 2 or ranks) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(model="/nowhere"), "--model /nowhere"),
+        (dict(tokenizer="/nowhere"), "--tokenizer /nowhere"),
+        (dict(train_data="/nowhere.jsonl"), "--train_data /nowhere.jsonl: No such file"),
+        (dict(eval_data="/nowhere.jsonl"), "--eval_data /nowhere.jsonl: No such file"),
+        (dict(reward="magic"), "--reward magic"),
+        (dict(reward="/nowhere.py:f"), "--reward /nowhere.py:f"),
+        (dict(out_dir="/dev/null/x"), "--out_dir /dev/null/x"),
+        (dict(device="tpu"), "--device tpu"),
+        (dict(resume="/nowhere"), "--resume /nowhere"),
+        (dict(share_prompt="on"), "--share_prompt on: "),
+        (dict(reward="countdown"), "no column 'numbers', which --reward countdown reads"),
+        (dict(max_prompt_length=3), "every prompt is longer than --max_prompt_length 3"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(options, message, tmp_path, monkeypatch):
+    options = grpo.BUNDLED | dict(out_dir=str(tmp_path / "out")) | options
+    monkeypatch.setattr(harness.kernels, "packs_exactly", lambda *_: False)
+    with pytest.raises(ConfigError) as error:
+        grpo.train(Config(**options))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+PRIME += ["--max_completion_length", 29, "--max_steps", 3, "--save_every", 1, "--keep", 0, "--eval_data", ""]
+
+
+PLANTED = """
+import os, signal, sys, grpo
+honest = grpo.assign_advantages
+def assign(samples, step, cfg):
+    if os.environ["RANK"] == "1" and step == 2 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("planted on rank 1")
+    return honest(samples, step, cfg)
+grpo.assign_advantages = assign
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(fork, tmp_path_factory):
+    out = tmp_path_factory.mktemp("two") / "whole"
+    return out, two_rank_run(fork, out, "hf")
+
+
+def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_path):
+    """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
+    out, (metrics, completions, weights) = two_ranks
+    assert [m["step"] for m in metrics] == [1, 2, 3] and all(math.isfinite(m["loss"]) for m in metrics)
+    assert resumed_on_two_ranks(fork, out, "hf") == (metrics, completions, weights)
+    one = dataclasses.replace(grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf")
+    [alone] = grpo.train(dataclasses.replace(one, max_steps=1))
+    assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
+    for key in ("loss", "grad_norm", "reward", "kl_k3", "entropy", "tokens"):
+        assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+
+
+def test_two_machines(two_ranks, tmp_path):
+    """Two torchrun agents that meet over the network: the same run, and only rank 0 writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    command += [f"--rdzv_endpoint={meet}", os.path.join(HERE, "grpo.py"), *map(str, PRIME), "--rollout", "hf"]
+    agents = []
+    for node in (0, 1):  # not a shared directory: the second machine's stays empty
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        options |= dict(env=os.environ | {"OMP_NUM_THREADS": "1"})
+        agents.append(subprocess.Popen([*command, "--out_dir", str(tmp_path / f"node{node}")], **options))
+    outputs = [agent.communicate(timeout=600)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    written = [node for node in (0, 1) if (tmp_path / f"node{node}" / "metrics.jsonl").exists()]
+    assert len(written) == 1 and sum("watch reward" in text for text in outputs) == 1
+    assert state_of(tmp_path / f"node{written[0]}") == two_ranks[1]
+
+
+def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
+    """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
+    script, out = tmp_path / "planted.py", tmp_path / "out"
+    script.write_text(PLANTED)
+    done = run(script, *PRIME, "--rollout", "hf", "--out_dir", out, nproc=2, launch=["--max_restarts", "1"])
+    assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)  # killed in step 2, then an exception in step 3
+    assert "step_000001 at step 1" in done.stdout and done.returncode == 1
+    assert "ValueError: planted on rank 1" in done.stderr and re.search(r"rank\s*: 1 ", done.stderr)
+    metrics, completions, _ = two_ranks[1]
+    assert state_of(out)[0] == metrics[:2]
+    assert state_of(out)[1] == [row for row in completions if row["step"] < 3]
+    assert state_of(out)[2] == (two_ranks[0] / "step_000002" / "model.safetensors").read_bytes()

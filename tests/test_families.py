@@ -1,0 +1,277 @@
+"""TODO."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+import harness.models
+import harness.rows
+import harness.run
+from grpo import Config
+from harness.flags import ConfigError
+from tests.common import ids_of, lines, part, texts
+from tests.families import BARS, CHATML, FAMILIES, HEADERS, IM, QWEN_IDS, SAMPLING, TURNS, family, family_run
+
+pytest_plugins = "tests.common"
+
+
+def chat(*turns):
+    """Turns by user and assistant, which begin with the user; a first one of the system is marked by a `*`."""
+    roles = ["user", "assistant"] * len(turns)
+    if turns[0].startswith("*"):
+        roles = ["system", *roles]
+    return [dict(role=role, content=turn.lstrip("*")) for role, turn in zip(roles, turns, strict=False)]
+
+
+QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
+
+
+TURNS_OF_TWO, GOES_ON = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"), chat("*Add.", "1+2?", "It is ")
+
+
+WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
+    qwen2=[
+        "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n"
+        "<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
+    ],
+    llama3=[
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
+        "<H>user</H>\n\n2+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\nIt is",
+    ],
+    gemma2=[
+        "<bos><S>user\n1+2?<E>\n<S>model\n",
+        None,
+        "<bos><S>user\n1+2?<E>\n<S>model\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n<S>model\n",
+        None,
+    ],
+    mistral=[
+        "<s>[INST]  1+2? [/INST]",
+        "<s>[INST] Add. \n\n1+2?[/INST]",
+        "<s>[INST] 1+2?[/INST] <think>\nhm\n</think>\n\n3</s>[INST] 2+2?[/INST]",
+        None,  # it writes the system message only into a last turn of the user: into none, where an answer goes on
+    ],
+    r1=[
+        "<B><U> 1+2? <A><think>\n",
+        "<B>Add. <U>1+2?<A><think>\n",
+        "<B><U>1+2?<A>\n\n3<E><U>2+2?<A><think>\n",
+        "<B>Add.<U>1+2?<A>It is ",
+    ],
+    qwen3=[
+        "<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>user\n1+2?<E>\n<S>assistant\n3<E>\n<S>user\n2+2?<E>\n<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
+    ],
+)
+
+
+SHORT = dict(
+    qwen2={"<S>": IM[1], "<E>": IM[2]}, qwen3={"<S>": IM[1], "<E>": IM[2]}, gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
+    llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
+    r1={"<E>": BARS[0], "<U>": BARS[1], "<A>": BARS[2], "<B>": BARS[3]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
+    path, ids = family(tmp_path / "model", name)
+    tokenizer, [bos] = harness.rows.load_tokenizer(Config(model=str(path))), [FAMILIES[name].get("bos")]
+    options = dict(chat_template_kwargs='{"date_string": "1 May"}') if name == "llama3" else {}
+    for messages, expected in zip((QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True):
+        if expected is None:
+            with pytest.raises(
+                ConfigError, match="row 1: chat template: (System role not|it leaves out the system mes)"
+            ):
+                encode([dict(prompt=messages)], tokenizer, **options)
+            continue
+        for short, word in SHORT.get(name, {}).items():
+            expected = expected.replace(short, word)
+        [prompt] = encode([dict(prompt=messages)], tokenizer, **options)
+        assert prompt.text == expected
+        assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
+        if messages[-1]["role"] == "user":
+            assert (
+                encode([dict(prompt=messages)], tokenizer, **options)[0].ids.tolist()
+                == tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, **json.loads(options.get("chat_template_kwargs", "{}"))
+                )["input_ids"]
+            )
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_what_a_template_refuses_names_the_flag_or_the_row(encode, tmp_path):
+    gemma, mistral, r1 = (
+        harness.rows.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0])))
+        for name in ("gemma2", "mistral", "r1")
+    )
+    twice = [dict(role="user", content="1"), dict(role="user", content="2")]
+    instead = "; the one of --system_prompt can go into --prompt_template instead"
+    for tokenizer, prompt, options, message in (
+        (gemma, "1", dict(system_prompt="Add."), f"chat template: System role not supported{instead}"),
+        (mistral, GOES_ON[1:], dict(system_prompt="Add."), f"chat template: it leaves out the system message{instead}"),
+        (gemma, twice, {}, "chat template: Roles must alternate"),
+        (mistral, twice, {}, "chat template: Roles must alternate"),
+        (r1, chat("1+2?", "<think>a</think>3"), {}, "chat template: continue_final_message is set but .*"),  # deleted
+    ):
+        with pytest.raises(ConfigError, match=f"^--train_data .*rows.jsonl row 1: {message}$") as error:
+            encode([dict(prompt=prompt)], tokenizer, **options)
+        assert "\n" not in str(error.value)
+
+
+def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path, capsys):
+    r1, qwen3 = (
+        harness.rows.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0]))) for name in ("r1", "qwen3")
+    )
+    off = dict(chat=True, chat_template_kwargs='{"enable_thinking": false}')
+    begun, none = (encode([dict(prompt="1+2?")], t, **off)[0].text for t in (r1, qwen3))
+    said = "warning: --chat_template_kwargs: the model's chat template does not read"
+    assert capsys.readouterr().out == f"{said} enable_thinking\n"  # R1 thinks whatever it is told
+    encode([dict(prompt="1+2?")], qwen3, chat=True, chat_template_kwargs='{"enable_think": false}')
+    assert capsys.readouterr().out == f"{said} enable_think\n"
+    assert (
+        begun.endswith("<think>\n")
+        and part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
+    )
+    assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
+    ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]  # added tokens, but not special ones
+    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
+
+
+def test_todays_date_can_be_pinned(encode, tmp_path):
+    tokenizer = harness.rows.load_tokenizer(Config(model=str(family(tmp_path / "model", "llama3")[0])))
+    assert re.search(r"Today: \d\d \w{3} \d{4}\n", encode([dict(prompt=QUESTION)], tokenizer)[0].text)
+
+
+@pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2", "smollm2"])
+def test_a_string_prompt_has_at_most_one_bos(name, encode, tmp_path):
+    """Also where a template wrote it before: rows that hold what apply_chat_template made."""
+    path, ids = family(tmp_path / "model", name)
+    tokenizer, bos = harness.rows.load_tokenizer(Config(model=str(path))), FAMILIES[name]["bos"]
+    plain, written = (encode([dict(prompt=text)], tokenizer)[0].ids.tolist() for text in ("1+2?", f"{bos}1+2?"))
+    assert written[0] == ids[bos] and written.count(ids[bos]) == 1
+    assert plain == (written[1:] if name == "smollm2" else written)  # whose tokenizer adds none
+
+
+@pytest.fixture(scope="module")
+def rows_of_two(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text('{"prompt": "1+2?"}\n{"prompt": "the sum of 11 and 22?"}\n')
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, ids = family(tmp_path / "model", name)
+    cfg, ends = Config(model=str(path)), [ids[end] for end in FAMILIES[name]["ends"]]
+    [metrics] = family_run(path, tmp_path / "out", rows_of_two)
+    assert metrics["grad_norm"] > 0 and metrics["sampler_gap"] < 1e-5
+    assert "warning" not in capsys.readouterr().out
+    saved = tmp_path / "out" / "step_000001"
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((saved / file).read_text()) == json.loads((path / file).read_text())
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (path, saved))
+    prompt = before.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"]
+    assert after.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"] == prompt
+    assert after("the 1<think>")["input_ids"] == before("the 1<think>")["input_ids"]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(after, key) == getattr(before, key)
+    # every EOS id ends a sample of ours; and what is saved answers in transformers as in an eval
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    loaded = grpo.load_model(str(saved), cfg)
+    eos, pad = harness.models.special_ids(loaded, after, cfg)
+    assert eos == [*ends, *{after.eos_token_id} - set(ends)] and pad < loaded.config.vocab_size
+    neutral = dict(do_sample=False, repetition_penalty=1.0, top_k=None, top_p=None, temperature=None)
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, **neutral)[0, len(prompt) :].tolist()
+    sampler = grpo.HFSampler(loaded, eos, pad, Config(max_completion_length=20))
+    assert texts(sampler.generate([ids_of(prompt)], 1, [0], 0.0)[0]) == [expected]
+    # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
+    drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
+    known = drawn[drawn < len(after)]
+    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+
+
+def test_no_generation_config_changes_what_is_sampled(tmp_path, rows_of_two):
+    """Neither what it asks of sampling, nor whether it asks to sample, nor what transformers would refuse to save."""
+    found = {}
+    for i, generation in enumerate([
+        dict(do_sample=None), SAMPLING | dict(do_sample=True), SAMPLING | dict(do_sample=False),
+        dict(num_beams=4, length_penalty=0.5, no_repeat_ngram_size=1),
+        dict(min_new_tokens=8, max_length=20, max_new_tokens=3, stop_strings=["a"], bad_words_ids=[[7]]),
+        dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
+    ]):  # fmt: skip
+        path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
+        family_run(path, tmp_path / f"out{i}", rows_of_two)
+        found[i] = [(row["completion"], row["length"]) for row in lines(tmp_path / f"out{i}" / "completions.jsonl")]
+        saved = tmp_path / f"out{i}" / "step_000001" / "generation_config.json"
+        assert saved.read_text() == (path / "generation_config.json").read_text()
+    assert all(other == found[0] for other in found.values()) and len({length for _, length in found[0]}) > 1
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two, capsys):
+    """As with tokens that were added and embeddings that were not."""
+    path, ids = family(tmp_path / "model", "qwen2", size=263)  # 259 to 262 are the special tokens, 263 has no row
+    tokenizer = harness.rows.load_tokenizer(Config(model=str(path)))
+    assert len(tokenizer) == 262
+    tokenizer.add_tokens(["<answer>"])
+    tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
+    tokenizer.save_pretrained(path)
+    assert tokenizer.pad_token_id == 263
+    [metrics] = family_run(path, tmp_path / "out", rows_of_two)  # whose prompts differ in length, so there is padding
+    assert metrics["sampler_gap"] < 1e-5
+    cfg, model = Config(model=str(path)), grpo.load_model(str(path), Config())
+    tokenizer.add_special_tokens(dict(eos_token="[END]"))
+    assert harness.models.special_ids(model, tokenizer, cfg) == (
+        [ids[end] for end in QWEN_IDS["ends"]],
+        ids["<|im_end|>"],
+    )
+    model.generation_config.eos_token_id = [264, -1]
+    with pytest.raises(
+        ConfigError, match="--model .*: neither generation_config nor tokenizer names an EOS token it kno"
+    ):
+        harness.models.special_ids(model, tokenizer, cfg)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "[PAD]"}\n')
+    with pytest.raises(ConfigError, match="--model .*: its tokenizer makes the token id 263, and the model knows 263"):
+        family_run(path, tmp_path / "out", str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_a_turn_whose_end_ends_no_completion_is_said(name, tmp_path, rows_of_two, capsys):
+    """As of base models that have a chat template, and of chat models whose files forget an EOS token."""
+    end = "<|endoftext|>" if name == "qwen2" else "<eos>"
+    path, ids = family(tmp_path / "model", name, eos=end, ends=[end])
+    turn = "<|im_end|>" if name == "qwen2" else "<end_of_turn>"
+    said = f"warning: the chat template ends a turn with {turn}, which ends no completion: add its id, {ids[turn]}, to "
+    family_run(path, tmp_path / "out", rows_of_two)
+    assert said in capsys.readouterr().out
+    family_run(path, tmp_path / "out", rows_of_two, chat=False)
+    assert said not in capsys.readouterr().out
+
+
+def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_two, capsys):
+    """transformers writes all but the default one into a folder."""
+    from transformers import AutoTokenizer
+
+    both = [dict(name="default", template=CHATML), dict(name="tool_use", template="tools")]
+    path, _ = family(tmp_path / "model", "qwen2", template=both)
+    out = tmp_path / "out"
+    family_run(path, out, rows_of_two)
+    assert AutoTokenizer.from_pretrained(out / "step_000001").chat_template == dict(default=CHATML, tool_use="tools")
+    family_run(path, out, rows_of_two, max_steps=2, resume="latest")
+    [other] = (out / "step_000002").rglob("tool_use.jinja")
+    other.write_text("changed")
+    with pytest.raises(OSError, match="tool_use.jinja is not as it was written"):
+        harness.run.load_checkpoint(str(out / "step_000002"))
+    assert "could not save" not in capsys.readouterr().out

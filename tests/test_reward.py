@@ -1,0 +1,394 @@
+"""TODO."""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import grpo
+import harness.flags
+import harness.rows
+import reward
+from grpo import Config, Prompt
+from reward import Scorer, load_rewards
+from tests.common import REWARDS, TEMPLATE, gone, ids_of, lines, random_samples, small_run
+
+pytest_plugins = "tests.common"
+
+
+def test_token_ids_become_lists_only_for_functions_that_may_ask(tmp_path, monkeypatch):
+    (tmp_path / "ids.py").write_text("def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n")
+    samples, seen = random_samples(2, 2), []
+    for s in samples:
+        s.prompt.row, s.completion_ids = {"answer": "1"}, ids_of([4, 5, 9])
+    call = reward.call_reward
+    monkeypatch.setattr(reward, "call_reward", lambda r, texts, rows: seen.extend(rows) or call(r, texts, rows))
+    scorer = Scorer(load_rewards(f"overlong,{tmp_path}/ids.py:last"), timeout=60, workers=1)
+    parts = grpo.score(samples, scorer, 1, Config()).parts
+    scorer.close()
+    assert parts == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}  # an array has no index()
+    assert seen and not any(isinstance(row["completion_ids"], list) for row in seen)
+
+
+def test_a_reward_that_fails_counts_zero_or_is_left_out():
+    samples = random_samples(4, 4)
+    for s, text in zip(samples, ("<think>1</think>7", "7", "8", "7"), strict=True):
+        s.text, s.prompt = text, Prompt([2], "", {"answer": "7"} if s is not samples[3] else {})
+    scorer = Scorer(load_rewards("answer"))
+    for failure, last in (("zero", 0.0), ("exclude", math.nan)):
+        cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
+        assert grpo.score(samples, scorer, 1, cfg).failures == {"exception": 1}
+        rewards = [s.reward for s in samples]
+        assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
+        grpo.assign_advantages(samples, 1, cfg)
+        mean = 0.5 if failure == "zero" else 2 / 3
+        assert samples[0].advantage == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
+        assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
+    scorer.close()
+
+
+def test_a_reward_that_fails_is_said(tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with pytest.raises(harness.flags.TrainingError, match="every reward of the first step failed"):
+        small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:wrong_key")
+    line = r"reward wrong_key failed on sample \d+ of 15: exception: KeyError: 'anwser'"
+    assert re.search(line, capsys.readouterr().out)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:sometimes")
+    said = capsys.readouterr().out
+    assert said.count("reward sometimes failed on sample") == 1 and "ZeroDivisionError" in said
+    assert all(m["failed_rewards"] == m["reward_failed/exception"] for m in metrics if m.get("failed_rewards"))
+    shown = [int(n) for n in re.findall(r"FAILED REWARDS (\d+)", said)]
+    assert shown == [m["failed_rewards"] for m in metrics if m["failed_rewards"]] and 0 < shown[0] < 15
+    [metrics] = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:none", max_steps=1, num_minibatches=1)
+    assert metrics["reward"] == 0 and metrics["advantage_abs"] == 0 and metrics["failed_rewards"] is None
+
+
+def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
+    load = harness.rows.load_tokenizer
+
+    def with_template(cfg):
+        tokenizer = load(cfg)
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
+
+    monkeypatch.setattr(harness.rows, "load_tokenizer", with_template)
+    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
+    assert [m["from_step"] for m in metrics] == [0, 1, 2, 3]
+    for row in lines(tmp_path / "out" / "completions.jsonl"):
+        assert row["reward"] == row["length"] + 4
+
+
+def test_load(file):
+    names = ("length:-1e-1", "needs_gold", "trl", "trl_keywords:0")
+    rewards = load_rewards("gsm8k, format:0.2," + ",".join(f"{file}:{name}" for name in names))
+    names = [(r.name, r.weight, r.columns, r.trusted, r.batched) for r in rewards]
+    assert names == [
+        ("gsm8k", 1.0, ("answer",), True, False),
+        ("format", 0.2, (), True, False),
+        ("length", -0.1, (), False, False),
+        ("needs_gold", 1.0, ("gold",), False, False),
+        ("trl", 1.0, ("answer",), False, True),
+        ("trl_keywords", 0.0, ("answer",), False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gsm9k", "unknown; known: answer, gsm8k, format, countdown, overlong, math, path"),
+        ("gsm8k:nan", "finite"),
+        ("gsm8k:inf", "finite"),
+        ("gsm8k:1e300", "finite"),
+        ("gsm8k:", "finite"),
+        ("gsm8k:a", "finite"),
+        ("gsm8k:1:2", "expected name"),
+        ("", "expected name"),
+        ("gsm8k,", "expected name"),
+        ("gsm8k,gsm8k:2", "two rewards are called gsm8k"),
+        ("missing.py:f", "no file"),
+        ("FILE:nothing", "no plain function nothing"),
+        ("FILE:constant", "no plain function constant"),
+        ("FILE:sqrt", "no plain function sqrt"),
+        ("FILE:one_argument", "takes neither"),
+        ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_load_errors_are_one_line(spec, message, file):
+    spec = spec.replace("FILE", file).replace("FOLDER", os.path.dirname(file))
+    with pytest.raises(ValueError) as caught:
+        load_rewards(spec)
+    assert str(caught.value).startswith("--reward ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_math_without_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match="--reward math: needs pip install"):
+        load_rewards("math")
+
+
+def test_built_ins_start_no_process():
+    scorer = Scorer(load_rewards("gsm8k:2,format:0.5"))
+    rows = [{"answer": "42"}, {"answer": "42"}, {"question": "a\nb", "prompt_text": "c"}]
+    scores = scorer.score(["<think>a</think>42", "42", "42"], rows)
+    assert not scorer.alive
+    assert scores.totals == [2.5, 2.0, 0.0]
+    assert scores.parts == {"gsm8k": [1.0, 1.0, 0.0], "format": [1.0, 0.0, 0.0]}
+    assert scores.failed == [False, False, True] and scores.failures == {"exception": 1}
+    assert re.fullmatch(
+        r"reward gsm8k failed on sample 3 of 3: exception: KeyError: 'answer' \(reward.py:\d+\); row: question='a\\nb'",
+        scores.first_failure,
+    )
+    assert scorer.score([], []).totals == []
+    scorer.close()
+
+
+def test_each_misbehaviour_costs_its_own_sample(scorer, capfd):
+    causes = {
+        "raise": "exception",
+        "sys.exit": "exception",
+        "interrupt": "exception",
+        "nan": "invalid",
+        "inf": "invalid",
+        "string": "invalid",
+        "list": "invalid",
+        "hang": "timeout",
+        "exit": "died",
+        "kill": "died",
+        "grandchild": "died",
+        "allocate": "memory",
+    }
+    fine = {
+        "bool": 1.0,
+        "fork": 0.5,
+        "fork and hang": 0.5,
+        "modules": 0.0,
+        "stdin": 0.0,
+        "\ud800\x00": 0.5,
+        "a": 0.5,
+        "b": 0.5,
+    }
+    completions = [*causes, *fine]
+    scores = scorer("misbehave:2", workers=2).score(completions, [{}] * len(completions))
+    assert scores.parts["misbehave"] == [0.0] * len(causes) + list(fine.values())
+    assert scores.totals == [0.0] * len(causes) + [2 * value for value in fine.values()]
+    assert scores.failed == [True] * len(causes) + [False] * len(fine)
+    assert scores.failures == {"exception": 3, "invalid": 4, "timeout": 1, "died": 3, "memory": 1}
+    out, err = capfd.readouterr()
+    assert "scoring a\n" in err and "scoring" not in out
+
+
+def test_a_hanging_function_gives_up(scorer, capfd):
+    scores = scorer("misbehave", timeout=0.5, workers=2).score(["hang"] * 64, [{}] * 64)
+    assert scores.failures == {"timeout": 64}
+    assert capfd.readouterr().err.count("scoring hang") <= 12
+
+
+def test_idle_workers_that_die_cost_nothing(scorer):
+    length = scorer("length")
+    for _ in range(2):
+        scores = length.score(["abc", "de"], [{}] * 2)
+        assert scores.totals == [3.0, 2.0] and not scores.failures
+        for child in workers():
+            child.kill()
+
+
+def test_workers_that_cannot_start(file):
+    dead = Scorer(load_rewards(os.path.dirname(file) + "/dies.py:length"), workers=4)
+    assert dead.score(["a"] * 20, [{}] * 20).failures == {"died": 20}
+    dead.close()
+
+
+def test_none_means_that_a_reward_does_not_apply(scorer):
+    scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
+    assert str(scores.parts) == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"
+    assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
+    scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
+    assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
+
+
+def test_trl_functions(scorer):
+    names = ["trl", "trl_keywords", "trl_overlong", "trl_only_keywords", "trl_waits", "trl_object"]
+    rows = [
+        {"answer": a, "prompt_text": prompt, "completion_ids": [1] * int(a)}
+        for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))
+    ]
+    scores = scorer(*names).score(["1", "x", "3"], rows)
+    assert scores.failures == {} and scores.first_retry == ""
+    assert list(scores.parts.values()) == [[1, 0, 1], [3, 0, 3], [-1, -2, -3], [1, 0, 1], [2, 2, 2], [3, 0, 3]]
+    assert scorer("waits").score(["a", "b"], [{}] * 2).totals == [1.0, 1.0]
+
+
+def test_trl_chats_state_and_logs(scorer):
+    chat = [{"role": "user", "content": "a"}]
+    row = {"answer": "1", "prompt": "a", "prompt_text": "<user>a", "prompt_messages": chat, "completion_ids": [1, 2]}
+    rows = [row | {"trainer_state": {"global_step": 1, "max_steps": 4}}] * 2
+    scores = scorer("trl_everything", "trl_chat").score(["abc", "de"], rows)
+    assert scores.parts == {"trl_everything": [2.25, 2.25], "trl_chat": [3, 2]}
+    assert scores.metrics == {"batch": 2} and scores.extra == {"seen": ["1", "1"]}
+    trl_chat = scorer("trl_chat").rewards[0]
+    assert reward.call_reward(trl_chat, ["abc"], [{"prompt": chat}]).values == [3.0]  # chat data
+    failed = reward.call_reward(trl_chat, ["abc"], [{"prompt": chat, "prompt_messages": None, "prompt_text": "a"}])
+    assert failed.cause == "exception"  # a template made a string of it
+
+
+def test_trl_failures_are_retried_by_prompt_and_one_by_one(scorer):
+    completions = ["a", "raise", "none", "b", "c", "hang", "d", "short"]
+    rows = [{"prompt_text": str(i // 4)} for i in range(8)]
+    scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
+    assert str(scores.totals) == "[1.0, 0.0, nan, 1.0, 1.0, 0.0, 1.0, 0.0]"
+    assert scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
+    assert "a call with 8 samples failed" in scores.first_retry and "ValueError: raise" in scores.first_retry
+    for name in ("trl_dict", "trl_string"):
+        assert scorer(name).score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
+
+
+@pytest.mark.parametrize("chat", (True, False))
+def test_trl_own_functions(chat, scorer, tmp_path):
+    """The library's functions through Scorer give what they give when its trainer calls them."""
+    trl = pytest.importorskip("trl.rewards")
+    (tmp_path / "own.py").write_text(
+        "from trl import rewards\n"
+        "from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward\n"
+        "cosine = rewards.get_cosine_scaled_reward(max_len=10)\n"
+        "repetition = rewards.get_repetition_penalty_reward(ngram_size=2)\n"
+        "overlong = rewards.get_soft_overlong_punishment(10, 4)\n"
+    )
+    own = reward.import_file(str(tmp_path / "own.py"))
+    names = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "cosine", "repetition", "overlong"]
+    assert len(names) == sum(len(n) for n in trl._import_structure.values())  # all of them
+    texts = ["<think>a</think>$\\boxed{4}$", "$\\boxed{5}$", "<think>$4$</think> so $4$", "", "$4$"]
+    ids = [[1, 2, 3], list(range(8)), [5] * 12, [], [1, 2, 1, 2]]
+    solutions = ["$4$", "$4$", "$4$", "$4$", "?"]
+    prompts = [[{"role": "user", "content": "2+2"}] if chat else "2+2" for _ in texts]
+    rows = [
+        {"solution": s, "completion_ids": i, "prompt_text": "2+2", "prompt_messages": p if chat else None}
+        for s, i, p in zip(solutions, ids, prompts, strict=True)
+    ]
+    completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+    spec = ",".join(f"{tmp_path}/own.py:{name}" for name in (names if chat else names[-2:]))
+    scorer = Scorer(load_rewards(spec), timeout=60)
+    scores = scorer.score(texts, rows)
+    scorer.close()
+    assert not scores.failures and not scores.first_retry
+    for name, parts in scores.parts.items():
+        columns = dict(prompts=prompts, completions=completions, completion_ids=ids, solution=solutions)
+        state = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
+        expected = [math.nan if value is None else value for value in getattr(own, name)(**columns, **state)]
+        assert parts == pytest.approx(expected, nan_ok=True), name
+    if chat:
+        assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(scores.parts["accuracy_reward"][4])
+
+
+def test_import_file(file):
+    assert reward.import_file(file).length("ab", {}) == 2 and reward.import_file(file) is reward.import_file(file)
+    for name, message in (("missing.py", "there is no file"), ("broken.py", "importing .* failed: ZeroDivisionError")):
+        with pytest.raises(ValueError, match=message):
+            reward.import_file(os.path.join(os.path.dirname(file), name))
+
+
+def workers(pid=None):
+    """The live reward workers of a process and what these started."""
+    children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    pool = [child for child in children if "_serve" in " ".join(child.cmdline())]
+    return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
+
+
+def test_close_leaves_no_process(scorer):
+    misbehave = scorer("misbehave")
+    misbehave.score(["fork and hang", "a"], [{}] * 2)
+    started = workers()
+    assert len(started) == 2  # the worker and its fork
+    misbehave.close()
+    assert gone(started)
+    assert misbehave.score(["a"], [{}]).totals == [0.5]  # starts again
+
+
+MAIN = """
+import pathlib, sys
+with open("imported", "a") as log:
+    log.write(__name__ + "\\n")
+sys.path.insert(0, sys.argv[1])
+import reward
+if __name__ == "__main__":
+    rewards = reward.load_rewards(sys.argv[2] + ":misbehave")
+    scorer = reward.Scorer(rewards, timeout=60, workers=len(sys.argv) - 2)
+    print(scorer.score(["modules"], [{}]).totals, flush=True)
+    if len(sys.argv) > 3:
+        scorer.score(["child", "hang"], [{}] * 2)
+"""
+
+
+@pytest.fixture
+def main(tmp_path, file):
+    (tmp_path / "main.py").write_text(MAIN)
+    return [sys.executable, "main.py", os.path.dirname(reward.__file__), file]
+
+
+def test_workers_do_not_import_the_main_module_and_end_with_it(main, tmp_path):
+    # it never calls close()
+    done = subprocess.run(main, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0.0]\n", "scoring modules\n")
+    assert (tmp_path / "imported").read_text() == "__main__\n"
+
+
+def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
+    command = [*main, "hang"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdout.readline()
+    for _ in range(100):
+        started = workers(process.pid)
+        if any("9876" in p.cmdline() for p in started):
+            break
+        time.sleep(0.1)
+    assert len(started) == 3
+    maps = [m.path for p in (psutil.Process(process.pid), *started) for m in p.memory_maps()]
+    assert not [path for path in maps if path.startswith("/dev/shm")]  # a forced end would leave it there
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert gone(started)
+
+
+SLOW_START = "import time\ntime.sleep(2)\ndef slow(completion, row): return time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("when", ("importing", "scoring"))
+def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path, when):
+    (tmp_path / "slow.py").write_text(SLOW_START)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import reward\n"
+        "scorer = reward.Scorer(reward.load_rewards('slow.py:slow'), timeout=60)\n"
+        "print('ready', flush=True)\n"
+        "try: scorer.score(['a'] * 8, [{}] * 8)\n"
+        "except KeyboardInterrupt: print('stopped', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, main[2]],
+        cwd=tmp_path,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == "ready\n"
+    while len(started := workers(process.pid)) < 4:
+        time.sleep(0.01)
+    if when == "scoring":
+        time.sleep(6)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    for worker in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGINT)  # as a cluster's scheduler does: to every process
+    out, err = process.communicate(timeout=60)
+    assert gone(started)
+    assert (out, err, process.returncode) == ("stopped\n", "", 0)

@@ -1,0 +1,75 @@
+"""TODO."""
+
+import math
+
+import pytest
+import torch
+
+import grpo
+from grpo import Config, Prompt, Sample
+from tests.common import CPU, ids_of, sampler_of, texts, tiny_model
+
+pytest_plugins = "tests.common"
+
+
+def test_samples_follow_the_scored_distribution():
+    """The sampler's log-probabilities are the policy's, and frequencies match them: temperature only, no top-p."""
+    import transformers
+
+    model = tiny_model()
+    model.generation_config = transformers.GenerationConfig(top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True)
+    sampler = sampler_of(model, max_completion_length=1)
+    [samples] = sampler.generate([ids_of([5, 6, 7])], 4000, [0], 0.7)
+    logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
+    counts = torch.bincount(torch.tensor([s.ids[0] for s in samples]), minlength=32) / 4000
+    assert (counts - logps.exp()).abs().max() < 4 * 0.5 / math.sqrt(4000)
+    for s in samples[:50]:
+        assert s.logps[0] == pytest.approx(logps[s.ids[0]].item(), abs=1e-5)
+
+
+def test_a_sample_depends_on_its_seed_only():
+    sampler = sampler_of(tiny_model())
+    prompts = [ids_of(ids) for ids in ([5, 6, 7], [8], [9, 10, 11, 12, 13])]
+    together = sampler.generate(prompts, 4, [1, 2, 3], 1.0)
+    for i, prompt in enumerate(prompts):
+        [alone] = sampler.generate([prompt], 4, [i + 1], 1.0)
+        assert texts(alone) == texts(together[i])
+        assert len({tuple(c.ids) for c in alone}) > 1
+    others = sampler.generate(prompts, 4, [4, 5, 6], 1.0)
+    assert list(map(texts, others)) != list(map(texts, together))
+    assert sampler.generate([], 4, [], 1.0) == []
+
+
+def test_every_eos_id_stops_and_is_kept():
+    sampler = sampler_of(tiny_model(), eos=(1, 2, 3, 4, 5, 6, 7, 8), max_completion_length=20)
+    [samples] = sampler.generate([ids_of([9, 10])], 64, [0], 1.0)
+    assert {s.finish_reason for s in samples} == {"stop", "length"} or all(s.finish_reason == "stop" for s in samples)
+    for s in samples:
+        ended = s.ids[-1] <= 8 and s.ids[-1] >= 1
+        assert ended == (s.finish_reason == "stop") and not any(1 <= i <= 8 for i in s.ids[:-1])
+        assert len(s.logps) == len(s.ids) and (ended or len(s.ids) == 20)
+
+
+def test_pad_may_equal_eos():
+    model = tiny_model()
+    cfg = Config(max_completion_length=10)
+    prompts = [ids_of([5]), ids_of([6, 7, 8])]
+    one = grpo.HFSampler(model, [1], 0, cfg).generate(prompts, 8, [1, 2], 1.0)
+    other = grpo.HFSampler(model, [1], 1, cfg).generate(prompts, 8, [1, 2], 1.0)
+    assert list(map(texts, one)) == list(map(texts, other))
+    ended = [c for g in one for c in g if c.finish_reason == "stop"]
+    assert ended and all(c.ids[-1] == 1 for c in ended)
+    # the sampled EOS is an action: it is in the loss
+    batch = grpo.collate([Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")], CPU.device)
+    assert batch["mask"].sum() == len(ended[0].ids)
+
+
+def test_prompts_of_a_step_are_a_function_of_seed_and_step():
+    prompts = [Prompt([i], "", {}) for i in range(7)]
+    cfg = Config(num_prompts=3)
+    drawn = [p.ids[0] for step in range(1, 15) for p in grpo.prompts_of_step(prompts, step, cfg)]
+    epochs = [drawn[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(e) == list(range(7)) for e in epochs) and len(set(map(tuple, epochs))) > 1
+    assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 5, cfg)] == drawn[12:15]
+    assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 1, Config(num_prompts=3, seed=1))] != drawn[:3]
+    assert len(grpo.prompts_of_step(prompts, 1, Config(num_prompts=20))) == 20  # more than there are

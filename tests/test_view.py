@@ -1,0 +1,217 @@
+"""TODO."""
+
+import html.parser
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import unicodedata
+import warnings
+
+import pytest
+
+import view
+
+pytest_plugins = "tests.common"
+
+
+HOSTILE = [
+    "<script>alert(1)</script></td></table>{title}%s",
+    "\u202eright to left\u200f \ud800 lone surrogate \x1b[31mred\x1b[0m\r\n\x00\u2028",
+    "漢字かな交じり文。" * 60,
+    "x" * 5000,
+    "e\u0301" * 80 + " \u200b👩\u200d👩\u200d👧 عربى",
+    "",
+    "one\ntwo\tthree & \"four\" 'five'",
+]
+
+
+def write_run(out_dir, steps=30, beta=0.001, **changes):
+    os.makedirs(out_dir, exist_ok=True)
+    with open(os.path.join(out_dir, "config.json"), "w") as f:
+        json.dump({"beta": beta}, f)
+    with open(os.path.join(out_dir, "metrics.jsonl"), "w") as f:
+        f.write(json.dumps(dict(step=0, eval_accuracy=0.1, eval_stderr=0.02, eval_length=9.0)) + "\n")
+        for step in range(1, steps + 1):
+            row = dict(step=step, reward=step / steps, grad_norm=1.0, completion_length=40 + step)
+            row |= dict(advantage_abs=0.5, frac_zero_std=0.25)
+            row |= dict(kl_k1=0.01 if beta else None, kl_k3=0.01 if beta else None)
+            if step % 10 == 0:
+                row |= dict(eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)
+            f.write(json.dumps(row | changes) + "\n")
+        f.write('{"step": 31, "rew')  # killed here
+    with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
+        for step in (10, 20):
+            for i, text in enumerate(HOSTILE):
+                row = dict(step=step, group=i % 2, prompt=text, completion=text, reward=0.5, length=7)
+                row |= dict(parts={"accuracy": 1.0, text[:30]: 0.25}, row={"answer": text})
+                row |= dict(advantage=[0, 2, -1.5, 1, None, 3, -2][i])
+                row |= dict(finish_reason="length" if i == 3 else "stop")
+                f.write(json.dumps(row) + "\n")
+        f.write('{"step": 20, "gro')
+    return str(out_dir)
+
+
+def png_size(path):
+    with open(path, "rb") as f:
+        head = f.read(24)
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def test_view_draws(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        a = write_run(tmp_path / "a")
+        b = write_run(tmp_path / "x" / "run", steps=1, grad_norm=None)
+        c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl_k3=1e30)
+        d = write_run(tmp_path / "_$a$", steps=0, beta=0)  # nothing but the eval before the first step
+        view.draw([a, b, c, d], str(tmp_path / "all.png"))
+        view.draw([d], os.path.join(d, "curves.png"))
+    assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
+
+
+def test_view_draws_any_numbers(tmp_path):
+    largest, least = sys.float_info.max, 5e-324
+    odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
+    rng, dirs = random.Random(0), [str(tmp_path / name) for name in "abcd"]
+    for d, values in zip(dirs, ([largest], [least, 0], [largest, -largest], odd), strict=True):
+        write_run(d, steps=0)
+        with open(os.path.join(d, "metrics.jsonl"), "a") as f:
+            f.write('\nnull\n{"a": 1}\n[]\n"step"\n\x00\x00\n')
+            for step in (3, 1, 1, 2, 10**15, 10**400, -1, 1.5, "4", None):  # a resumed run's lines, and worse
+                row = {key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves}
+                f.write(json.dumps(row | dict(step=step, eval_stderr=rng.choice(values))) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in (dirs[:1], dirs[2:3], dirs):
+            view.draw(chosen, str(tmp_path / "odd.png"))
+            assert png_size(tmp_path / "odd.png") == (1600, 900)
+
+
+def test_view_reads_what_is_whole(tmp_path):
+    rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(31))
+    assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
+    assert list(view.series(rows, "eval_stderr")) == [0]
+    resumed = [dict(step=2, loss=1), dict(step=1, loss=2), dict(step=2, loss=3, reward=0), dict(step=2)]
+    assert list(view.series(resumed, "loss").items()) == [(1, 2), (2, 3)]  # the later line of a step holds
+    assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
+    assert view.smooth([2.0] * 100) == [2.0] * 100
+
+
+def test_view_names_tell_runs_apart():
+    dirs = ["/r/a/out", "/r/b/out", "/r/c"]
+    assert [view.run_name(d, dirs) for d in dirs] == ["a/out", "b/out", "c"]
+    assert view.run_name("/r/c", ["/r/c", "/r/c"]) == "c"
+
+
+def columns(line):
+    """Of a terminal: two for a wide character, none for a combining one."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
+    return len(line) + wide - sum(unicodedata.category(c) == "Mn" for c in line)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_view_table(tmp_path, monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    view.main([write_run(tmp_path / "a"), "--step", "-1"])
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0].startswith("step 20, 7 samples")
+    assert max(map(columns, lines)) <= width
+    assert all(line.isprintable() for line in lines)  # nor a lone surrogate
+    words = [word for line in lines for word in line.split()]
+    advantages = [float(word) for word in words if word[0] in "+-" and word[1:].replace(".", "").isdigit()]
+    assert advantages == [3, 2, 1, 0, -1.5, -2]  # and the one without stands last
+    whole = "".join(words)  # whatever the lines were broken at
+    for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy1", "cutoff", "..."):
+        assert shown in whole
+    view.main([str(tmp_path / "a"), "--step", "10"])
+    assert capsys.readouterr().out.startswith("step 10, 7 samples")
+
+
+def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    texts = ["[red]no markup[/red] [/] [link=x]", ":smile: &lt; 50 %", "e\u0301" * 3, "漢字", "a" * 4000 + " so 42"]
+    rows = [dict(step=1, group=0, prompt="p", completion=text, reward=1, advantage=1, length=5) for text in texts]
+    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    view.main([str(tmp_path), "--step"])
+    out = capsys.readouterr().out
+    assert all(text in out for text in texts[:4]) and "so 42" in out  # the answer stands at the end
+    samples = [line for line in out.split("\n") if "+1.000" in line]
+    assert len({columns(line[: line.index("+1.000")]) for line in samples}) == 1  # under each other
+
+
+def test_view_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "draw", lambda out_dirs, file: file.write(b"picture"))
+
+    class Page(html.parser.HTMLParser):
+        def __init__(self):
+            super().__init__()
+            self.tags, self.links, self.text = [], [], ""
+
+        def handle_starttag(self, tag, attributes):
+            self.tags.append(tag)
+            self.links += [value for name, value in attributes if name in ("src", "href")]
+
+        def handle_data(self, data):
+            self.text += data
+
+    path = str(tmp_path / "page.html")
+    view.main([write_run(tmp_path / "<b>a"), "--step", "20", "--html", path])
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    page = Page()
+    page.feed(source)
+    assert page.tags.count("script") == 1 and page.tags.count("table") == 1 and page.tags.count("b") == 0
+    assert page.tags.count("tr") == 1 + len(HOSTILE)
+    assert [link[:22] for link in page.links] == ["data:image/png;base64,"]
+    assert all(c.isprintable() or c in "\n\t" for c in source)
+    for text in (HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[6], r"\u202eright to left", r"\ud800"):
+        assert text in page.text
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["no_such_dir"], "no_such_dir"),
+        (["empty"], "metrics.jsonl"),
+        (["empty", "--step"], "completions.jsonl"),
+        (["a", "--step", "15"], "logged steps: 10 to 20"),
+        (["a", "--step", "many"], "many"),
+        (["a", "--stepp", "1"], "--stepp"),
+        (["a", "b", "--step", "1"], "one run"),
+        (["a", "--out", "x.unknown"], "unknown"),
+        ([], "out_dir"),
+    ],
+)
+def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
+    monkeypatch.chdir(tmp_path)
+    write_run("a"), write_run("b"), os.mkdir("empty")
+    with pytest.raises(SystemExit) as stop:
+        view.main(flags)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_view_command_line(tmp_path):
+    write_run(tmp_path / "a"), write_run(tmp_path / "b")
+
+    def run(*flags, **env):
+        command = [sys.executable, view.__file__, *flags]
+        return subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+
+    done = run("a", "b")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "curves.png\n", "")
+    assert png_size(tmp_path / "curves.png") == (1600, 900)
+    done = run("a", "--step", PYTHONIOENCODING="ascii", COLUMNS="70")  # not every terminal is UTF-8
+    assert done.returncode == 0 and "step 20" in done.stdout and done.stderr == ""
+    assert done.stdout.isascii() and max(map(len, done.stdout.split("\n"))) == 70
+    head = f"{sys.executable} {view.__file__} a --step | head -1"
+    done = subprocess.run(head, cwd=tmp_path, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("step 20") and done.stderr == ""
+    done = run("a", "--step", "30")
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
