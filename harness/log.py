@@ -194,8 +194,8 @@ def accuracy(metrics: dict) -> str:
 def log_line(m: dict, max_steps: int, seconds_per_step: float) -> str:
     """The line of one step."""
     left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
-    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
-    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
+    shown = {"reward": "reward", "completions/mean_length": "length", "loss": "loss", "grad_norm": "grad"}
+    shown |= {"frac_reward_zero_std": "no-signal", "kl": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
     line = f"step {m['step']}/{max_steps}"
     for key, name in shown.items():
         line += f" {name} {m[key]:.3g}" if view.is_number(m.get(key)) else ""
