@@ -22,7 +22,7 @@ import time
 import warnings
 from dataclasses import dataclass, field
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("grpo.py: needs Python 3.11 or newer")
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)  # the reward.py and the harness beside this file, whatever has their names elsewhere
@@ -1012,10 +1012,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
         )
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
-        reference.packs = policy.packs
-        reference.model.config.get_text_config()._attn_implementation = (
-            model.config.get_text_config()._attn_implementation
-        )
+        kernels.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 
