@@ -116,6 +116,12 @@ class Config:
     log_tokens: int = flag(-1, "of these, samples with all that is known of each token; -1: the first group", low=-1)
     report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
 
+    def __new__(cls, *values, **named):
+        """Notes which fields were given: a value that equals its default may have been."""
+        config = super().__new__(cls)
+        config.given = dict(zip((f.name for f in dataclasses.fields(cls)), values, strict=False)) | named
+        return config
+
     @property
     def updates_per_step(self) -> int:
         return self.num_minibatches * self.num_epochs
@@ -131,46 +137,32 @@ BUNDLED = dict(
 
 
 def parse_args(argv=None) -> Config:
-    given = flags.parse_flags(Config, argv, "grpo.py", __doc__)
-    if "resume" in given:  # the run's own flags, but for those that are given again
-        given = run_config(Config, given["resume"], given.get("out_dir", "out")) | given
-    return validate(with_preset(given))
+    return validate(complete(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__))))
 
 
-def with_preset(given: dict) -> Config:
-    """The flags that are given; without a model, over those of the bundled task."""
+def complete(cfg: Config) -> Config:
+    """The flags that were given, over those of the run that they resume; without a model over the bundled task's."""
+    given = with_run(Config, cfg.given)
     if given.get("model"):
         return Config(**given)
     own_rows = dict(eval_data="") if given.get("train_data") else {}
-    return Config(**(BUNDLED | own_rows | {k: v for k, v in given.items() if k != "model"}))
+    return Config(**(BUNDLED | own_rows | {name: value for name, value in given.items() if name != "model"}))
 
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    flags.check_flags(cfg)
-    if not cfg.model:  # a Config made in Python
-        changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
-        return validate(with_preset(changed))
+    cfg = flags.check_flags(cfg)
     try:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
         options = None
-    samples = cfg.num_prompts * cfg.num_generations
-    k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
-    reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
-    for name, fine, why in (
-        ("train_data", cfg.train_data, "needed, with a --model of your own"),
-        ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
-        ("temperature", cfg.temperature > 0, "must be above 0"),
-        ("reward_timeout", cfg.reward_timeout > 0, "must be above 0"),
-        ("vllm_gpu_memory_utilization", 0 < cfg.vllm_gpu_memory_utilization <= 1, "must be in (0, 1]"),
-        ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
-        ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
-        ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
-        ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
-        ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
-    ):
-        need(fine, cfg, name, why)
+    off_by_kind = cfg.kl_in == "reward" and cfg.beta and cfg.kl_estimator != "k1"
+    packages = dict(none=[], tensorboard=["tensorboard"]).get(cfg.report_to, [cfg.report_to, "pandas"])
+    need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
+    need(cfg.num_minibatches <= cfg.num_prompts * cfg.num_generations, cfg, "num_minibatches", "more than the step's samples")
+    need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
+    need(all(map(log.installed, packages)), cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
+    need(not off_by_kind, cfg, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} is another there")
     return cfg
 
 
@@ -243,8 +235,9 @@ class Policy(nn.Module):
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.packs = self.plain_head = True
-        kernels.settle(self)  # packs: prompts once and completions in one row; plain_head: logits are head(hidden)
+        self.plain_head = kernels.head_is_plain(model)  # logits are head(hidden)
+        self.packs = True  # in one row: each prompt once, and its completions
+        kernels.settle(self)
 
     def forward(self, batch: dict):
         hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
@@ -265,8 +258,10 @@ class Policy(nn.Module):
         inputs = dict(input_ids=batch["ids"], use_cache=False)  # [1, S], or [N, L] padded on the right
         if self.packs:  # a mask of ones: without one the positions are read as another kind of packing
             inputs |= dict(position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"]))
-        with kernels.packed(batch.get("blocks")), kernels.recomputing(self.model):
+        kernels.recompute(self.model, torch.is_grad_enabled())
+        with kernels.packed(batch.get("blocks")):
             out = body(**inputs)
+        kernels.recompute(self.model, False)
         states = out.last_hidden_state if self.plain_head else out.logits
         return states.flatten(0, 1).index_select(0, batch["read"])
 
@@ -644,14 +639,6 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 # Update: deal samples to ranks, micro-batches, backward, one optimiser step per mini-batch
 
 
-def micro_batch_size(samples: list[Sample], packs: bool) -> int:
-    """Tokens that its forward computes: those of padded rows, or of a row in which each prompt stands once."""
-    if not packs:
-        return len(samples) * max(s.n_tokens for s in samples)
-    prompts = {s.group: len(s.prompt.ids) for s in samples}
-    return sum(prompts.values()) + sum(len(s.completion_ids) - 1 for s in samples)  # nothing follows a last token
-
-
 def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]:
     """Each rank's part, of nearly as many tokens: the ranks finish together. Longest first; where rows are packed,
     groups in one piece, but for where one rank's part ends."""
@@ -1003,7 +990,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     policy = make_policy(model, cfg)
     try:
         longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-        kernels.check(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+        kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
     if not policy.packs:
@@ -1016,52 +1003,68 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     return cfg, policy, reference, identity
 
 
-def train(cfg: Config) -> list[dict]:
-    """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
+def load_data(cfg: Config) -> tuple:
+    """Rewards, tokenizer, train and eval prompts."""
+    rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
+    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
+    return rewards, tokenizer, train_prompts, rows.load_prompts("eval_data", rewards, tokenizer, cfg)
+
+
+@contextlib.contextmanager
+def set_up(cfg: Config, command_line: bool):
+    """Everything before the first step, and the end of it all. What can be wrong with flags and files is found first, by
+    every rank by itself; only then is anything written."""
     started = time.monotonic()
-    # what can be wrong with the flags and files is found first, by every rank by itself
-    cfg = validate(cfg)
+    cfg = validate(complete(cfg))
     device = ranks.pick_device(cfg.device)
     models.keep_freed_memory(device)
     models.quiet_transformers(cfg.verbose)
-    rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
-    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
-    eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
-    if cfg.show_prompt:
-        say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
-        return []
-    checkpoint = find_checkpoint(cfg)  # None: from the beginning
+    rewards, tokenizer, train_prompts, eval_prompts = load_data(cfg)
     prompts = train_prompts + eval_prompts
+    checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
-    model = policy.model
-    eos_ids, pad_id = models.special_ids(model, tokenizer, cfg, prompts)
-    kind, why = models.choose_sampler(cfg, device, models.is_small(model, device))
+    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg, prompts)
+    kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started) as run:
-        cfg = run.cfg  # an earlier run that was moved aside may have taken --model along
-        source = checkpoint.path if checkpoint else cfg.model
-        sampler = make_sampler(kind, model, eos_ids, pad_id, max(len(p.ids) for p in prompts), cfg, world)
+    with Run(cfg, world, checkpoint, started, command_line) as run:
+        cfg = run.cfg  # with the directory that is its own
+        longest = max(len(p.ids) for p in prompts)
+        sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        run.track(model, optimizer, model_writer(model, tokenizer, source), identity)
+        writer = model_writer(policy.model, tokenizer, checkpoint.path if checkpoint else cfg.model)
+        run.track(policy.model, optimizer, writer, identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
         say(
             "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
-            "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
+            "--loss_reduction token: minus the covariance of advantage and length, over the mean length) while its "
+            "gradient is not 0"
         )
-        with run.clock("sync"):
-            sampler.push(model)
-        if run.eval_due(run.first):
-            run.record_eval(run.first, evaluate(sampler, eval_prompts, tokenizer, scorer, run.first, cfg, world))
+        # without a name of its own here: the engine may end the process group, before which ddp must be gone
+        yield SimpleNamespace(
+            cfg=cfg, run=run, world=world, policy=policy, reference=reference, optimizer=optimizer, sampler=sampler,
+            scorer=scorer, tokenizer=tokenizer, train_prompts=train_prompts, eval_prompts=eval_prompts,
+        )  # fmt: skip
 
+
+def train(cfg: Config, command_line: bool = False) -> list[dict]:
+    """The whole run; returns the lines of metrics.jsonl. command_line: a stop ends the process."""
+    if cfg.show_prompt:
+        first = load_data(validate(complete(cfg)))[2][0]
+        say(f"{first.text}\n{first.ids.tolist()}")
+        return []
+    with set_up(cfg, command_line) as parts:
+        cfg, world, run, policy, sampler = parts.cfg, parts.world, parts.run, parts.policy, parts.sampler
+        score_, eval_ = (parts.scorer, parts.tokenizer), 0
+        ddp = wrap(policy, cfg, world)
         for step in run.steps():
             with run.clock("rollout"):
-                prompts = prompts_of_step(train_prompts, step, cfg)
+                prompts, tokenizer = prompts_of_step(parts.train_prompts, step, cfg), parts.tokenizer
                 samples = sample(sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, tokenizer, cfg, world)
                 sampler.sleep()
             with run.clock("reward"):
@@ -1072,25 +1075,28 @@ def train(cfg: Config) -> list[dict]:
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
                 if cfg.updates_per_step > 1:
-                    compute_logps(policy, counted, "old_logps", cfg, world)
-                if reference:
-                    compute_logps(reference, counted, "ref_logps", cfg, world)
+                    compute_logps(parts.policy, counted, "old_logps", cfg, world)
+                if parts.reference:
+                    compute_logps(parts.reference, counted, "ref_logps", cfg, world)
             with run.clock("update"):
-                metrics = update(policy, ddp, optimizer, samples, step, cfg, world)
+                metrics = update(parts.policy, parts.ddp, parts.optimizer, samples, step, cfg, world)
             metrics |= dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
-            with run.clock("sync"):
-                sampler.push(model)
-            if run.eval_due(step):
-                run.record_eval(step, evaluate(sampler, eval_prompts, tokenizer, scorer, step, cfg, world))
-        del ddp  # before its process group, which the engine may end
+            sync_and_evaluate(parts, step)
     return run.log.history
+
+
+def sync_and_evaluate(parts: Parts, step: int) -> None:
+    with parts.run.clock("sync"):
+        parts.sampler.push(parts.policy.model)
+    if parts.run.eval_due(step):
+        parts.run.record_eval(step, evaluate(parts, step))
 
 
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
     less_memory = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, --beta 0"
-    return flags.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
+    return flags.exit_code("grpo.py", lambda: train(parse_args(), command_line=True), less_memory)
 
 
 if __name__ == "__main__":

@@ -253,51 +253,30 @@ ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4
 
 
 @torch.no_grad()
-def settle(policy) -> None:
-    """Chooses the fastest way of computing `policy` that gives, on four short texts, the log-probabilities of the model
-    as transformers loaded it: packed rows or padded ones, the chunked head or the model's own logits. ValueError: none.
+def settle(policy, ids=np.arange(1, 37), longest: int = 9, budget: int = 0) -> None:
+    """Chooses packed rows if they give the log-probabilities of the model as transformers loaded it, else padded ones.
+
+    When a policy is made, on three short texts; at the start of a run once more, on tokens of its prompts `ids`, with
+    texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
+    the neighbours' lengths. ValueError if padded rows are off, too.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register("packed", packed_attention)
-    AttentionMaskInterface.register("packed", sdpa_mask)
-    model, config = policy.model, policy.model.config.get_text_config()
-    words = np.arange(1, 37).reshape(4, 9) % config.vocab_size  # two prompts, two completions each; every token differs
-    texts = [text(i // 2, words[i - i % 2, : (5, 3)[i // 2]], words[i, 5 : 5 + n]) for i, n in enumerate((2, 4, 3, 2))]
-    loaded = config._attn_implementation = getattr(model, "loaded_attention", config._attn_implementation)
-    expected = own_logps(policy, texts)
-    if far([logps for logps, _ in own_logps(policy, texts)], expected) > 0:
-        raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
-    if loaded == "sdpa":  # it leaves out what no fused kernel has, as Gemma 2's capped scores; eager is the definition
-        config._attn_implementation = "eager"
-        eager = own_logps(policy, texts)
-        if far([logps for logps, _ in eager], expected) > ROUNDING:
-            loaded, expected = "eager", eager
-    model.loaded_attention = config._attn_implementation = loaded
-    policy.plain_head = head_is_plain(model)
-    choose_rows(policy, texts, expected)
-
-
-@torch.no_grad()
-def check(policy, ids, longest: int, budget: int) -> None:
-    """The same on rows as the run will see, once, at the start: real tokens `ids`, texts of up to `longest` tokens in a
-    micro-batch of `budget`. Finds what depends on the place in a row or on the neighbours' lengths."""
-    ids, few = np.resize(ids, longest), max(1, min(8, longest // 3))
-    prompt, end = ids[:-few], ids[-few:]
-    texts = [text(0, prompt, end), text(0, prompt, end[: max(1, few - 3)]), text(1, ids[: 2 * few], end[::-1])]
-    others = [text(2 + i, prompt, end) for i in range(budget // longest - len(texts))]  # before them in the row
-    choose_rows(policy, others + texts, own_logps(policy, texts), share=0.5)
-
-
-def choose_rows(policy, texts, expected, share=1.0) -> None:
-    """Packed rows if the last of these texts then have the expected log-probabilities, else padded ones."""
+    few, ids = min(8, longest // 2), np.resize(ids % policy.model.config.get_text_config().vocab_size, longest + 24)
+    prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
+    texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
+    others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
+    if not hasattr(policy.model, "loaded_attention"):
+        policy.model.loaded_attention = own_attention(policy, texts)
+    with as_loaded(policy.model):
+        expected = own_logps(policy, texts)
     for packs in (True, False) if policy.packs else (False,):
         use_rows(policy, packs)
         with contextlib.suppress(Exception) if packs else contextlib.nullcontext():  # as of bodies without positions
-            logps = policy(to_device(rows_of(texts, packs), policy.model.device))[0]
-            found = [row[: len(t.completion_ids)] for row, t in zip(logps, texts, strict=True)][-len(expected) :]
-            distance = far(found, expected, share)
+            logps = policy(to_device(rows_of(others + texts, packs), policy.model.device))[0][-3:]
+            # in long rows the median: rounding may send a token to another expert
+            distance = far(logps, expected, share=0.5 if budget else 1.0)
             if distance <= ROUNDING:
                 return
     raise ValueError(
@@ -306,23 +285,16 @@ def choose_rows(policy, texts, expected, share=1.0) -> None:
     )
 
 
-def use_rows(policy, packs: bool) -> None:
-    policy.packs = packs
-    policy.model.config.get_text_config()._attn_implementation = "packed" if packs else policy.model.loaded_attention
-
-
 def text(group: int, prompt, completion):
     return SimpleNamespace(group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion)
 
 
-@torch.no_grad()
 def own_logps(policy, texts) -> list:
     """For each text, alone: the model's own log-probabilities of its completion and the spread of their logits, [T]."""
     model, results = policy.model, []
     for sample in texts:
-        T = len(sample.completion_ids)
+        T, ids = len(sample.completion_ids), np.concatenate([sample.prompt.ids, sample.completion_ids]).astype(np.int64)
         few = dict(logits_to_keep=T + 1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        ids = np.concatenate([sample.prompt.ids, sample.completion_ids]).astype(np.int64)
         logits = model(input_ids=to_device(ids[None], model.device), use_cache=False, **few).logits[0, -T - 1 : -1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / policy.temperature  # [T, V]
         targets = to_device(ids[-T:, None], model.device)  # [T, 1]
@@ -330,24 +302,31 @@ def own_logps(policy, texts) -> list:
     return results
 
 
-def far(found, expected, share=1.0) -> float:
+def far(logps, expected, share=1.0) -> float:
     """How far log-probabilities are off, in spreads of their logits: in the worst text, what this share of its tokens
-    does not exceed. Half of them in a long check, because rounding may send a token to another expert."""
+    does not exceed."""
     distances = [
-        ((a - b).abs() / spread).nan_to_num(nan=torch.inf) for a, (b, spread) in zip(found, expected, strict=True)
+        ((a[: len(b)] - b).abs() / spread).nan_to_num(nan=torch.inf) for a, (b, spread) in zip(logps, expected)
     ]
     return max(x.quantile(share, interpolation="lower").item() for x in distances)
 
 
-@torch.no_grad()
-def head_is_plain(model) -> bool:
-    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
-    ids = torch.arange(1, 9, device=model.device)[None]
-    head, body = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, nn.Linear) or body is model:
-        return False
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+def own_attention(policy, texts) -> str:
+    """As loaded; but eager, where that is another function: sdpa leaves out what no fused kernel has, such as the cap
+    on Gemma 2's scores. ValueError if two forwards of the same differ."""
+    config, found = policy.model.config.get_text_config(), own_logps(policy, texts)
+    loaded = config._attn_implementation
+    if far([logps for logps, _ in own_logps(policy, texts)], found) > 0:
+        raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
+    if loaded != "sdpa":
+        return loaded
+    config._attn_implementation = "eager"
+    return "eager" if far([logps for logps, _ in own_logps(policy, texts)], found) > ROUNDING else loaded
+
+
+def use_rows(policy, packs: bool) -> None:
+    policy.packs = packs
+    policy.model.config.get_text_config()._attn_implementation = "packed" if packs else policy.model.loaded_attention
 
 
 @contextlib.contextmanager
@@ -362,16 +341,19 @@ def as_loaded(model):
         config._attn_implementation = settled
 
 
-@contextlib.contextmanager
-def recomputing(model):
-    """Within it layers with gradient checkpointing use it: they ask whether they train, which nothing else may hear."""
-    layers = (
-        [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if torch.is_grad_enabled() else []
-    )
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
+@torch.no_grad()
+def head_is_plain(model) -> bool:
+    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
+    ids = torch.arange(1, 9, device=model.device)[None]
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or body is model:
+        return False
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+
+
+def recompute(model, on: bool) -> None:
+    """Layers with gradient checkpointing ask whether they train, which nothing else is to hear."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = on
