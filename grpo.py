@@ -12,7 +12,6 @@ Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md says
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from harness.flags import ConfigError, TrainingError, first_line, flag, need, sa
 from harness.kernels import HeadLogps
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
-from harness.run import Run, find_checkpoint, fingerprint, model_writer, run_config
+from harness.run import Run, find_checkpoint, fingerprint, model_writer, resumed, with_run
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 GENERATE_ROWS = 256  # rows of one HF generate call
@@ -111,7 +110,7 @@ class Config:
     resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    report_to: str = flag("none", "a dashboard, with TRL's metric names", ("none", "tensorboard", "wandb"))
+    report_to: str = flag("none", "a dashboard, with TRL's metric names", ("none", "tensorboard", "wandb", "trackio"))
 
     @property
     def updates_per_step(self) -> int:
@@ -129,9 +128,7 @@ BUNDLED = dict(
 
 def parse_args(argv=None) -> Config:
     given = flags.parse_flags(Config, argv, "grpo.py", __doc__)
-    if "resume" in given:  # the run's own flags, but for those that are given again
-        given = run_config(Config, given["resume"], given.get("out_dir", "out")) | given
-    return validate(with_preset(given))
+    return validate(with_preset(with_run(Config, given)))
 
 
 def with_preset(given: dict) -> Config:
@@ -154,7 +151,7 @@ def validate(cfg: Config) -> Config:
         options = None
     samples, ranks = cfg.num_prompts * cfg.num_generations, int(os.environ.get("WORLD_SIZE", 1))
     k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
-    reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
+    packages = dict(none=[], tensorboard=["tensorboard"]).get(cfg.report_to, [cfg.report_to, "pandas"])
     for name, fine, why in (
         ("train_data", cfg.train_data, "needed, with a --model of your own"),
         ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
@@ -165,7 +162,7 @@ def validate(cfg: Config) -> Config:
         ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
         ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
         ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
-        ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
+        ("report_to", all(map(log.installed, packages)), f"not installed; pip install {' '.join(packages)}"),
         ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
     ):
         need(fine, cfg, name, why)
@@ -944,11 +941,11 @@ def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
     return cfg, policy, reference, identity
 
 
-def train(cfg: Config) -> list[dict]:
-    """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
+def train(cfg: Config, command_line: bool = False) -> list[dict]:
+    """The whole run; returns the lines of metrics.jsonl. command_line: a stop ends the process."""
     started = time.monotonic()
     # what can be wrong with the flags and files is found first, by every rank by itself
-    cfg = validate(cfg)
+    cfg = validate(cfg if command_line else resumed(cfg))
     device = ranks.pick_device(cfg.device)
     models.keep_freed_memory(device)
     models.quiet_transformers(cfg.verbose)
@@ -966,8 +963,8 @@ def train(cfg: Config) -> list[dict]:
     kind, why = models.choose_sampler(cfg, device, models.is_small(model, device))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started) as run:
-        cfg = run.cfg  # an earlier run that was moved aside may have taken --model along
+    with Run(cfg, world, checkpoint, started, command_line) as run:
+        cfg = run.cfg  # with the directory that is its own
         source = checkpoint.path if checkpoint else cfg.model
         sampler = make_sampler(kind, model, eos_ids, pad_id, max(len(p.ids) for p in prompts), cfg, world)
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
@@ -1018,7 +1015,7 @@ def train(cfg: Config) -> list[dict]:
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
     less_memory = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, --beta 0"
-    return flags.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
+    return flags.exit_code("grpo.py", lambda: train(parse_args(), command_line=True), less_memory)
 
 
 if __name__ == "__main__":
