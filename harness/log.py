@@ -106,7 +106,7 @@ class Log:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = view.read_jsonl(self.metrics.path)
-            self.reporter = reporter(cfg)
+            self.send, self.finish = reporter(cfg)
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
         before = next((m["num_tokens"] for m in reversed(self.history) if "num_tokens" in m), 0)
@@ -140,7 +140,7 @@ class Log:
 
     def report(self, metrics: dict, rows: list[dict]) -> None:
         try:
-            self.reporter(metrics, rows)
+            self.send(metrics, rows)
         except Exception as error:  # what only talks does not end a run
             say(f"--report_to {self.cfg.report_to} failed in step {metrics['step']}: {first_line(error)}")
 
@@ -170,6 +170,10 @@ class Log:
             values |= dict(curves=os.path.join(out, "curves.png"))
         except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
             say(f"no curves.png: {error}")
+        try:
+            self.finish()
+        except Exception as error:
+            say(f"--report_to {self.cfg.report_to}: {first_line(error)}")
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
 
 
@@ -201,8 +205,8 @@ def installed(package: str) -> bool:
 
 
 def reporter(cfg):
-    """A function (metrics, rows) that sends a step to a dashboard, with TRL's names. Its package is imported only if
-    asked for."""
+    """Two functions: one sends (metrics, rows) to a dashboard, with TRL's names, one closes it. Its package is imported
+    only if asked for."""
 
     def named(metrics):
         found = {f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v for k, v in metrics.items()}
@@ -222,17 +226,17 @@ def reporter(cfg):
         run.log(values, step=metrics["step"])
 
     if cfg.report_to == "none":
-        return lambda metrics, rows: None
+        return lambda metrics, rows: None, lambda: None
     try:
         if cfg.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(cfg.out_dir)
-            return scalars
+            return scalars, writer.close
         pandas, package = importlib.import_module("pandas"), importlib.import_module(cfg.report_to)
         os.environ.setdefault("WANDB_DIR", cfg.out_dir)
         resume = "allow" if cfg.resume == "latest" else "never"
         run = package.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume)
-        return table
+        return table, run.finish
     except Exception as error:
         raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
