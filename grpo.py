@@ -12,7 +12,6 @@ Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md says
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("grpo.py: needs Python 3.11 or newer")
@@ -44,7 +44,7 @@ from harness import flags, kernels, log, models, ranks, rows
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
-from harness.run import Run, find_checkpoint, fingerprint, model_writer, run_config
+from harness.run import Run, find_checkpoint, fingerprint, model_writer, with_run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 
@@ -462,7 +462,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
     try:
-        with ranks.quiet(cfg.verbose):
+        with models.quiet(cfg.verbose):
             return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
@@ -1034,7 +1034,6 @@ def set_up(cfg: Config, command_line: bool):
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
-        ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
         writer = model_writer(policy.model, tokenizer, checkpoint.path if checkpoint else cfg.model)
         run.track(policy.model, optimizer, writer, identity)
@@ -1045,7 +1044,6 @@ def set_up(cfg: Config, command_line: bool):
             "--loss_reduction token: minus the covariance of advantage and length, over the mean length) while its "
             "gradient is not 0"
         )
-        # without a name of its own here: the engine may end the process group, before which ddp must be gone
         yield SimpleNamespace(
             cfg=cfg, run=run, world=world, policy=policy, reference=reference, optimizer=optimizer, sampler=sampler,
             scorer=scorer, tokenizer=tokenizer, train_prompts=train_prompts, eval_prompts=eval_prompts,
@@ -1059,38 +1057,43 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
         say(f"{first.text}\n{first.ids.tolist()}")
         return []
     with set_up(cfg, command_line) as parts:
-        cfg, world, run, policy, sampler = parts.cfg, parts.world, parts.run, parts.policy, parts.sampler
-        score_, eval_ = (parts.scorer, parts.tokenizer), 0
+        cfg, world, run = parts.cfg, parts.world, parts.run
+        policy, reference, sampler, tokenizer = parts.policy, parts.reference, parts.sampler, parts.tokenizer
         ddp = wrap(policy, cfg, world)
+        synchronise(parts, run.first)
         for step in run.steps():
             with run.clock("rollout"):
-                prompts, tokenizer = prompts_of_step(parts.train_prompts, step, cfg), parts.tokenizer
+                prompts = prompts_of_step(parts.train_prompts, step, cfg)
                 samples = sample(sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, tokenizer, cfg, world)
                 sampler.sleep()
             with run.clock("reward"):
-                scores = world.gather([score(samples, scorer, step, cfg)])
+                scores = world.gather([score(samples, parts.scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)
             failures = run.failures(scores, step, len(samples))
             no_signal = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
                 if cfg.updates_per_step > 1:
-                    compute_logps(parts.policy, counted, "old_logps", cfg, world)
-                if parts.reference:
-                    compute_logps(parts.reference, counted, "ref_logps", cfg, world)
+                    compute_logps(policy, counted, "old_logps", cfg, world)
+                if reference:
+                    compute_logps(reference, counted, "ref_logps", cfg, world)
             with run.clock("update"):
-                metrics = update(parts.policy, parts.ddp, parts.optimizer, samples, step, cfg, world)
+                metrics = update(policy, ddp, parts.optimizer, samples, step, cfg, world)
             metrics |= dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
-            sync_and_evaluate(parts, step)
+            synchronise(parts, step)
+        del ddp  # before its process group, which the engine may end
     return run.log.history
 
 
-def sync_and_evaluate(parts: Parts, step: int) -> None:
+def synchronise(parts, step: int) -> None:
+    """The sampler gets the weights; an eval follows where one is due."""
     with parts.run.clock("sync"):
         parts.sampler.push(parts.policy.model)
     if parts.run.eval_due(step):
-        parts.run.record_eval(step, evaluate(parts, step))
+        p = parts
+        metrics = evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world)
+        parts.run.record_eval(step, metrics)
 
 
 @record  # torchrun's report then names the rank that failed first, and why

@@ -230,7 +230,7 @@ def lines(path):
         return [json.loads(line) for line in file]
 
 
-def small_run(out, **options):
+def small_run(out, command_line=False, **options):
     """A run of seconds whose reward (short completions) has a signal from the first step."""
     rows = os.path.join(os.path.dirname(out), "rows.jsonl")
     if not os.path.exists(rows):
@@ -242,7 +242,7 @@ def small_run(out, **options):
     settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
-        return grpo.train(Config(**(settings_ | options)))
+        return grpo.train(Config(**(settings_ | options)), command_line)
 
 
 def logps_of(policy, samples, packs=None):
@@ -311,7 +311,7 @@ def messages(prompts, completions, completion_ids, trainer_state, log_extra, log
 
 def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
-    timing = ("time_", "tokens_per_s")
+    timing = ("time_", "step_time", "tokens_per_s")
     metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
     newest = harness.run.checkpoints(str(out))[-1]
     with open(os.path.join(newest, "model.safetensors"), "rb") as file:
