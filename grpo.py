@@ -56,7 +56,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take")
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -66,11 +66,13 @@ class Config:
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
 
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
-    num_generations: int = flag(8, "completions per prompt: the group, G", high=2**20)
+    num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability")
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine takes while it samples")
+    vllm_gpu_memory_utilization: float = flag(
+        0.3, "share of the GPU that the engine takes while it samples", above=0, high=1
+    )
     vllm_tensor_parallel_size: int = flag(1, "ranks that share one engine (never run by us)", low=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
@@ -80,7 +82,7 @@ class Config:
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
     beta: float = flag(0.001, "KL coefficient; 0 loads no reference model", low=0)
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0)
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
     ratio_level: str = flag("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     mask_truncated: bool = flag(False, "leave cut-off completions out of the loss (not out of the baseline)")
@@ -144,7 +146,7 @@ def with_preset(given: dict) -> Config:
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    flags.check_flags(cfg)
+    cfg = flags.check_flags(cfg)
     if not cfg.model:  # a Config made in Python
         changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
         return validate(with_preset(changed))
@@ -157,12 +159,7 @@ def validate(cfg: Config) -> Config:
     reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
     for name, fine, why in (
         ("train_data", cfg.train_data, "needed, with a --model of your own"),
-        ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
-        ("temperature", cfg.temperature > 0, "must be above 0"),
-        ("reward_timeout", cfg.reward_timeout > 0, "must be above 0"),
-        ("vllm_gpu_memory_utilization", 0 < cfg.vllm_gpu_memory_utilization <= 1, "must be in (0, 1]"),
         ("vllm_tensor_parallel_size", ranks % cfg.vllm_tensor_parallel_size == 0, f"must divide the {ranks} ranks"),
-        ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
         ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
         ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
         ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
@@ -463,7 +460,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
     try:
-        with ranks.quiet(cfg.verbose):
+        with models.quiet(cfg.verbose):
             return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
@@ -931,7 +928,7 @@ def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
-    small = models.is_small(model, device)
+    small = models.is_small(model)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
     cfg = resolved(cfg, small, device)
@@ -963,7 +960,7 @@ def train(cfg: Config) -> list[dict]:
     model, prompts = policy.model, train_prompts + eval_prompts
     models.check_sizes(model, prompts, cfg)
     eos_ids, pad_id = models.special_ids(model, tokenizer, cfg, prompts)
-    kind, why = models.choose_sampler(cfg, device, models.is_small(model, device))
+    kind, why = models.choose_sampler(cfg, device, models.is_small(model))
 
     world = ranks.join_world(device)
     with Run(cfg, world, checkpoint, started) as run:
