@@ -60,7 +60,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take")
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -70,11 +70,11 @@ class Config:
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
 
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
-    num_generations: int = flag(8, "completions per prompt: the group, G", high=2**20)
+    num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability")
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine takes while it samples")
+    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", above=0, high=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
@@ -83,7 +83,7 @@ class Config:
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
     beta: float = flag(0.001, "KL coefficient; 0 loads no reference model", low=0)
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0)
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
     ratio_level: str = flag("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     mask_truncated: bool = flag(False, "leave cut-off completions out of the loss (not out of the baseline)")
@@ -156,13 +156,14 @@ def validate(cfg: Config) -> Config:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
         options = None
-    off_by_kind = cfg.kl_in == "reward" and cfg.beta and cfg.kl_estimator != "k1"
+    other = cfg.kl_in == "reward" and cfg.beta and cfg.kl_estimator != "k1"
     packages = dict(none=[], tensorboard=["tensorboard"]).get(cfg.report_to, [cfg.report_to, "pandas"])
     need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
-    need(cfg.num_minibatches <= cfg.num_prompts * cfg.num_generations, cfg, "num_minibatches", "more than the step's samples")
+    samples = cfg.num_prompts * cfg.num_generations
+    need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
     need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
     need(all(map(log.installed, packages)), cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
-    need(not off_by_kind, cfg, "kl_in", f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} is another there")
+    need(not other, cfg, "kl_in", f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there")
     return cfg
 
 
@@ -981,7 +982,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
-    small = models.is_small(model, device)
+    small = models.is_small(model)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
     cfg = resolved(cfg, small, device)
@@ -1007,7 +1008,8 @@ def load_data(cfg: Config) -> tuple:
     """Rewards, tokenizer, train and eval prompts."""
     rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
-    return rewards, tokenizer, train_prompts, rows.load_prompts("eval_data", rewards, tokenizer, cfg)
+    eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
+    return rewards, tokenizer, train_prompts, eval_prompts
 
 
 @contextlib.contextmanager
