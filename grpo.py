@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import time
 import warnings
@@ -228,10 +227,9 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 
 
 class Policy(nn.Module):
-    """Wraps the model so that DDP's hooks see one forward: collate(samples, device) -> logps [N, T] and entropy [N, T] in
-    nats, 0 on padding. Gradient flows through logps only. The numbers are those of the model as transformers loads it,
-    or making one is a ValueError.
-    """
+    """Wraps the model so that DDP's hooks see one forward: collate(samples, device) -> logps [N, T], entropy [N, T] in
+    nats, 0 on padding. Gradient flows through logps only. ValueError: they would not be those of the model as
+    transformers loads it."""
 
     def __init__(self, model, temperature: float):
         super().__init__()
@@ -313,14 +311,11 @@ class HFSampler:
             part = rows[start : start + GENERATE_ROWS]
             ids = kernels.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
+            inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device), kernels.as_loaded(self.model):
-                out = self.model.generate(
-                    input_ids=torch.from_numpy(ids).to(device),
-                    attention_mask=torch.from_numpy(mask).to(device),
-                    logits_processor=LogitsProcessorList([sampling]),
-                )
+                out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
             ends = np.isin(tokens, self.eos_ids)
@@ -381,8 +376,7 @@ class VLLMSampler:
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
         self.llm = LLM(**options)
-        # A tensor that no push sets stays NaN, and the first rollout says so.
-        self.llm.apply_model(fill_with_nan)
+        self.llm.apply_model(models.fill_with_nan)  # a tensor that no push sets stays so, and the first rollout says it
 
     def push(self, model):
         """In memory: reload, repack, forget cached prefixes; then the engine must hold the trainer's weights."""
@@ -454,11 +448,6 @@ class VLLMSampler:
         return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
 
 
-def fill_with_nan(model) -> None:
-    for parameter in model.parameters():
-        parameter.data.fill_(math.nan)
-
-
 def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Config, world: World):
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
@@ -490,13 +479,6 @@ def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------
 # Rewards and advantages
-
-
-def load_rewards(cfg: Config) -> list:
-    try:
-        return reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
@@ -606,8 +588,8 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 
     log_ratio = logps - old_logps
     if cfg.ratio_level == "sequence":
-        # / lengths: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7). Its value, each token's own
-        # gradient (GSPO-token, eq. 14): the same where a sequence has one advantage, and right where tokens have their own
+        # / lengths: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7); with each token's own
+        # gradient (GSPO-token, eq. 14): the same where a sequence has one advantage, and right where it has not
         log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).detach() + logps - logps.detach()
     ratio = bounded(log_ratio).exp()
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -648,33 +630,27 @@ def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]
         samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
     else:
         samples = sorted(samples, key=lambda s: -s.n_tokens)
-    sizes, before = [], None
-    for sample in samples:
-        shared = len(sample.prompt.ids) if packs and sample.group == before else 0
-        sizes.append(sample.n_tokens - shared)
-        before = sample.group
+    before = [None, *(s.group for s in samples)]
+    sizes = [
+        s.n_tokens - (len(s.prompt.ids) if packs and s.group == g else 0) for s, g in zip(samples, before, strict=False)
+    ]
     ends = np.cumsum(sizes)
     ranks = (ends - np.array(sizes) / 2) * n_ranks // ends[-1]  # by each sample's middle
     return [samples[slice(*np.searchsorted(ranks, (rank, rank + 1)))] for rank in range(n_ranks)]
 
 
 def pack(samples: list[Sample], budget: int, packs: bool) -> list[list[Sample]]:
-    """Micro-batches of at most `budget` tokens, from samples in the order of deal()."""
-    batches, tokens = [], 0
+    """Micro-batches of at most `budget` tokens, from samples in the order of deal(). A padded row is as wide as the
+    first of its micro-batch; in a packed one nothing follows a last token, and a prompt stands once."""
+    batches, tokens = [], math.inf  # the first sample begins a micro-batch
     for sample in samples:
-        micro = batches[-1] if batches else []
-        if not packs:
-            more = micro[0].n_tokens if micro else 0  # rows are as wide as the first
-            # one that is a quarter full ends where padding would be a fifth of a row: 7 to 10 % of it instead of 25 to 30
-            full = tokens + more > budget or (4 * tokens > budget and sample.n_tokens < 0.8 * more)
-        else:
-            shared = len(sample.prompt.ids) if micro and micro[-1].group == sample.group else 0
-            more = sample.n_tokens - 1 - shared
-            full = tokens + more > budget
-        if not micro or full:
+        alone = sample.n_tokens - 1 if packs else sample.n_tokens
+        before = batches[-1] if batches else [sample]
+        shared = len(sample.prompt.ids) if sample.group == before[-1].group else 0
+        tokens += alone - shared if packs else before[0].n_tokens
+        if tokens > budget:
             batches.append([])
-            tokens, more = 0, sample.n_tokens - 1 if packs else sample.n_tokens
-        tokens += more
+            tokens = alone
         batches[-1].append(sample)
     return batches
 
@@ -685,7 +661,7 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[
 
 
 def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> dict:
-    """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and [N, T] what the loss needs. packs: as the
+    """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
     policy that takes it."""
     batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
     batch |= dict(
@@ -818,22 +794,17 @@ def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, w
     return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], notes
 
 
-def token_notes(
-    micro: list[Sample], numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: int
-) -> list[tuple]:
-    """What this pass saw of each token of the samples in numbers, {id: number}: [(number, {name: [T]})], in thousandths.
+def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
+    """What this pass saw of the tokens of samples in numbers, {id: number}: [(number, {name: [T]})], in thousandths.
 
-    In nats: logp before the update, gap to the sampler, kl (logp - reference), entropy. push: minus the gradient of the
-    loss by logp, times n_tokens: by how much the update makes the token more likely, in units of an advantage.
+    Nats: logp before the update, gap to the sampler, kl (logp - reference), entropy. push: minus the gradient of the
+    loss by logp, times n_tokens: how strongly the update makes the token more likely, in units of an advantage.
     """
-    columns = dict(
-        logp=logps.detach(), gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens
-    )
-    if "ref_logps" in batch:
-        columns["kl"] = logps.detach() - batch["ref_logps"]
-    rows = {name: (1000 * x).nan_to_num().round().long().cpu().numpy() for name, x in columns.items()}  # [N, T]
+    columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
+    columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
+    columns = {k: (1000 * x.detach()).nan_to_num().round().long().cpu().numpy() for k, x in columns.items()}  # [N, T]
     return [
-        (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in rows.items()})
+        (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
         for i, s in enumerate(micro)
         if id(s) in numbers
     ]
@@ -908,8 +879,8 @@ def pieces(tokenizer, ids: np.ndarray) -> list[str]:
     """The text of each token. That of a character in several tokens stands at the last of them."""
     from tokenizers.decoders import DecodeStream
 
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, int(i)) or "" if i < len(tokenizer) else "" for i in ids]
+    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
+    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -927,19 +898,11 @@ def wrap(policy: Policy, cfg: Config, world: World):
 
 
 def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model, float32 parameters, nothing random: every forward gives the same numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
-    def quieten(config):
-        for key, value in vars(config).items():
-            if isinstance(value, PreTrainedConfig):
-                quieten(value)
-            elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
-                setattr(config, key, 0.0)
+    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path)
-        quieten(config)
+        config = models.without_randomness(AutoConfig.from_pretrained(path))
         # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
         dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
         model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
@@ -949,17 +912,19 @@ def load_model(path: str, cfg: Config):
         raise ConfigError(f"--model {path}: {first_line(error)}") from None
     if found["missing_keys"]:
         raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model.eval()  # and never in training mode, which some routers make random
+    return model.eval()  # for good: some models draw random numbers while they train
 
 
-def make_policy(model, cfg: Config) -> Policy:
+def make_policy(model, cfg: Config, prompts=()) -> Policy:
+    """prompts: on rows as long as they make them, too, its numbers must be those of the model."""
     try:
-        return Policy(model, cfg.temperature)
+        policy = Policy(model, cfg.temperature)
+        if prompts:
+            longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+            kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+        return policy
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
 
@@ -988,15 +953,10 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     cfg = resolved(cfg, small, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
-    policy = make_policy(model, cfg)
-    try:
-        longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-        kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
-    except ValueError as error:
-        raise ConfigError(f"--model {cfg.model}: {error}") from None
+    policy = make_policy(model, cfg, prompts)
     if not policy.packs:
         say(
-            "rows are padded, a prompt is computed for each completion: texts of this model in one row change each other"
+            "rows are padded, a prompt is computed for each completion: texts in one row of this model change each other"
         )
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
@@ -1006,7 +966,11 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
 
 def load_data(cfg: Config) -> tuple:
     """Rewards, tokenizer, train and eval prompts."""
-    rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
+    try:
+        rewards = reward_module.load_rewards(cfg.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    tokenizer = rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
     return rewards, tokenizer, train_prompts, eval_prompts
@@ -1014,8 +978,8 @@ def load_data(cfg: Config) -> tuple:
 
 @contextlib.contextmanager
 def set_up(cfg: Config, command_line: bool):
-    """Everything before the first step, and the end of it all. What can be wrong with flags and files is found first, by
-    every rank by itself; only then is anything written."""
+    """Everything before the first step, and the end of it all. What can be wrong with flags and files is found first,
+    by every rank by itself; only then is anything written."""
     started = time.monotonic()
     cfg = validate(complete(cfg))
     device = ranks.pick_device(cfg.device)
@@ -1088,14 +1052,12 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
     return run.log.history
 
 
-def synchronise(parts, step: int) -> None:
+def synchronise(p, step: int) -> None:
     """The sampler gets the weights; an eval follows where one is due."""
-    with parts.run.clock("sync"):
-        parts.sampler.push(parts.policy.model)
-    if parts.run.eval_due(step):
-        p = parts
-        metrics = evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world)
-        parts.run.record_eval(step, metrics)
+    with p.run.clock("sync"):
+        p.sampler.push(p.policy.model)
+    if p.run.eval_due(step):
+        p.run.record_eval(step, evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world))
 
 
 @record  # torchrun's report then names the rank that failed first, and why

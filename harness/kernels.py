@@ -253,7 +253,7 @@ ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4
 
 
 @torch.no_grad()
-def settle(policy, ids=np.arange(1, 37), longest: int = 9, budget: int = 0) -> None:
+def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     """Chooses packed rows if they give the log-probabilities of the model as transformers loaded it, else padded ones.
 
     When a policy is made, on three short texts; at the start of a run once more, on tokens of its prompts `ids`, with
@@ -263,7 +263,10 @@ def settle(policy, ids=np.arange(1, 37), longest: int = 9, budget: int = 0) -> N
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
-    few, ids = min(8, longest // 2), np.resize(ids % policy.model.config.get_text_config().vocab_size, longest + 24)
+    few, ids = (
+        min(8, longest // 2),
+        np.resize(np.array(ids) % policy.model.config.get_text_config().vocab_size, longest + 24),
+    )
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
     texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
     others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
@@ -280,8 +283,8 @@ def settle(policy, ids=np.arange(1, 37), longest: int = 9, budget: int = 0) -> N
             if distance <= ROUNDING:
                 return
     raise ValueError(
-        f"its log-probabilities in this trainer are off by {distance:.2g} of their spread. Rows of other lengths may change "
-        "a text (RoPE of kind longrope or dynamic): keep prompt and completion within its original positions"
+        f"its log-probabilities are off by {distance:.2g} of their spread here. A longer row beside it may change "
+        "a text (RoPE of kind longrope, dynamic): keep prompt and completion within the original positions"
     )
 
 
@@ -306,7 +309,8 @@ def far(logps, expected, share=1.0) -> float:
     """How far log-probabilities are off, in spreads of their logits: in the worst text, what this share of its tokens
     does not exceed."""
     distances = [
-        ((a[: len(b)] - b).abs() / spread).nan_to_num(nan=torch.inf) for a, (b, spread) in zip(logps, expected)
+        ((a[: len(b)] - b).abs() / spread).nan_to_num(nan=torch.inf)
+        for a, (b, spread) in zip(logps, expected, strict=True)
     ]
     return max(x.quantile(share, interpolation="lower").item() for x in distances)
 
