@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train_data train.jsonl --reward gsm8k
 
 The file reads in the order in which it runs: config, prompts, policy, rollout, rewards and advantages, objective,
-update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness.py.
+update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness/.
 N = samples, T = completion tokens (padded), L = prompt + completion, V = vocabulary, H = hidden units.
 Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md says what to use instead).
 """
@@ -630,10 +630,9 @@ def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]
         samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
     else:
         samples = sorted(samples, key=lambda s: -s.n_tokens)
-    before = [None, *(s.group for s in samples)]
-    sizes = [
-        s.n_tokens - (len(s.prompt.ids) if packs and s.group == g else 0) for s, g in zip(samples, before, strict=False)
-    ]
+    before = [None, *(s.group for s in samples[:-1])]
+    shared = [packs and s.group == group for s, group in zip(samples, before, strict=True)]
+    sizes = [s.n_tokens - (len(s.prompt.ids) if known else 0) for s, known in zip(samples, shared, strict=True)]
     ends = np.cumsum(sizes)
     ranks = (ends - np.array(sizes) / 2) * n_ranks // ends[-1]  # by each sample's middle
     return [samples[slice(*np.searchsorted(ranks, (rank, rank + 1)))] for rank in range(n_ranks)]
@@ -955,9 +954,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
     if not policy.packs:
-        say(
-            "rows are padded, a prompt is computed for each completion: texts in one row of this model change each other"
-        )
+        say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
         kernels.use_rows(reference, policy.packs)
