@@ -62,12 +62,6 @@ def with_run(config, given: dict) -> dict:
     return {k: v for k, v in saved.items() if k in known} | given | dict(out_dir=out_dir, resume=resume)
 
 
-def resumed(cfg):
-    """The same for a Config made in Python, in which what differs from the defaults counts as given."""
-    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
-    return type(cfg)(**with_run(type(cfg), given))
-
-
 def claim_out_dir(cfg) -> tuple:
     """Rank 0 only. The Config with the directory of this run, which is locked and holds config.json from now on."""
     out, goes_on = cfg.out_dir, cfg.resume == "latest"

@@ -27,6 +27,7 @@ import torch
 
 import grpo
 import harness.checkpoints
+import harness.kernels
 import harness.models
 import harness.rows
 import harness.run
@@ -98,9 +99,10 @@ class Recorder:
             p.grad = None
 
 
-def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU):
+def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
+    harness.kernels.use_rows(policy, packs)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
@@ -244,23 +246,27 @@ def small_run(out, command_line=False, **options):
         return grpo.train(Config(**(settings_ | options)), command_line)
 
 
-def logps_of(policy, samples, shared=False):
-    batch = grpo.collate(samples, CPU.device)
-    groups = batch["groups"] if shared else None
-    return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"], groups)
+def logps_of(policy, samples, packs=None):
+    """packs: in one row, or in padded ones, whatever the policy itself would do."""
+    own = policy.packs
+    harness.kernels.use_rows(policy, own if packs is None else packs)
+    try:
+        return policy(grpo.collate(samples, CPU.device, policy.packs))
+    finally:
+        harness.kernels.use_rows(policy, own)
 
 
 MODELS = [
     ("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3", {}), ("llama", {}), ("gemma", {}),
-    ("gemma2", {}),  # soft-caps its logits after the head
+    ("gemma2", dict(attn_logit_softcapping=1.0)),  # caps its logits after the head, and its attention, as sdpa does not
     ("gemma3", dict(sliding_window=4)), ("mistral", dict(sliding_window=4)), ("mixtral", {}),
     ("qwen2", dict(vocab_size=64)),
 ]  # fmt: skip
 
 
-def in_bfloat16(policy, samples, shared=False):
+def in_bfloat16(policy, samples, packs=None):
     with torch.autocast("cpu", torch.bfloat16):
-        return logps_of(policy, samples, shared)
+        return logps_of(policy, samples, packs)
 
 
 def texts(completions):
