@@ -40,10 +40,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
 from harness import flags, kernels, log, models, ranks, rows
+from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
-from harness.run import Run, find_checkpoint, fingerprint, model_writer, with_run
+from harness.run import Run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 

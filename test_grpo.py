@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
 import harness.kernels
 import harness.log
 import harness.models
@@ -510,7 +511,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
     path = str(tmp_path / "saved")
-    harness.run.model_writer(model, tokenizer, path)(path)
+    harness.checkpoints.model_writer(model, tokenizer, path)(path)
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(2, 20)[None]
