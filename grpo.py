@@ -24,7 +24,10 @@ from types import SimpleNamespace
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("grpo.py: needs Python 3.11 or newer")
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)  # the reward.py and the harness beside this file, whatever has their names elsewhere
+sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
+for name in {"reward", "view", "harness"} & set(sys.modules):
+    if not (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
+        del sys.modules[name]
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -425,10 +428,10 @@ class VLLMSampler:
         self.llm.llm_engine.engine_core.shutdown()
 
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
-        """As HFSampler.generate; vLLM seeds sample i with seed + i."""
+        """As HFSampler.generate; vLLM seeds sample i with seed + i, on a CPU with 32 bits of it."""
         params = [
             self.new_params(
-                n=n, seed=seed, temperature=temperature, max_tokens=self.cfg.max_completion_length,
+                n=n, seed=seed % 2**32, temperature=temperature, max_tokens=self.cfg.max_completion_length,
                 stop_token_ids=self.eos_ids, logprobs=0, flat_logprobs=True, detokenize=False,
             )
             for seed in seeds
