@@ -130,7 +130,8 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
             "stopped: ncclSystemError: /dev/shm",
         ),
         (RuntimeError("gloo cannot allocate"), 1, "stopped: gloo cannot allocate"),
-        (RuntimeError("shapes differ"), None, ""),
+        (RuntimeError("shapes differ"), None, "shapes differ"),
+        (RuntimeError("the user's own server timed out"), None, "timed out"),
     ],
 )
 def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkeypatch, capsys):
@@ -139,7 +140,7 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkey
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     if code is None:
-        with pytest.raises(RuntimeError, match="shapes differ"):
+        with pytest.raises(RuntimeError, match=shown):
             flags.exit_code("p", call, "")
         return
     assert flags.exit_code("p", call, "--beta 0") == code
