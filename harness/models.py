@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import sys
 import tempfile
 
@@ -172,6 +173,21 @@ def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
     rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
     one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
     return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def without_randomness(config):
+    """The config with every dropout and jitter at 0, in those of its parts, too."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_diff_dict"):
+            without_randomness(value)
+        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def fill_with_nan(model) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
 
 
 def repack(model) -> None:
