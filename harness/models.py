@@ -207,7 +207,7 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
 
     vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
     """
-    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], {}, number % COLUMNS
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name == "weight" and hasattr(module, "cpu_linear"):
@@ -217,5 +217,5 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
             else:
                 columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
             columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found[id(p)] = int(columns.view(integers).sum(dtype=torch.int64))
-    return sum(found.values())
+            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))  # a stale copy is one of its own
+    return sum(bits for _, bits in found)
