@@ -117,44 +117,37 @@ def end_of_turn(tokenizer, cfg) -> int | None:
 
 
 def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
+    """Which sampler, and why: vllm wherever it can be imported and has a build for this device, in this process."""
     if cfg.rollout == "hf":
         return "hf", "asked for"
     if cfg.rollout == "auto" and small:
         return "hf", "vLLM would take longer to start than it saves on a model this small"
-    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(cfg, device)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
+    if cfg.dtype == "float32":  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    install = f"pip install {'--no-deps -r requirements-cpu.txt' if device.type == 'cpu' else '-r requirements.txt'}"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else ""
+    try:
+        from vllm.platforms import current_platform
+
+        if device.type != current_platform.device_type:
+            problem = f"the installed vllm has no {device.type} build; {install}"
+        elif device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
+            type(current_platform).simple_compile_backend = "eager"
+    except ImportError as error:
+        problem = f"vllm cannot be imported: {error}; {install}"
     if problem and cfg.rollout == "vllm":
         raise ConfigError(f"--rollout vllm: {problem}")
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
-def find_vllm(cfg, device: torch.device) -> str:
-    """Prepares this process for an engine inside it; what stands in the way, or nothing."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights go by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
-    if cfg.dtype == "float32":  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
-    try:
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        return f"vllm cannot be imported: {error}; pip install {install}"
-    if device.type != current_platform.device_type:
-        return f"the installed vllm has no {device.type} build; pip install {install}"
-    if device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
-        type(current_platform).simple_compile_backend = "eager"
-    return ""
-
-
 @contextlib.contextmanager
 def quiet(verbose: bool):
     """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    if verbose:
-        yield
-        return
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    saved = {target: os.dup(target) for target in (1, 2)}
+    saved = {} if verbose else {target: os.dup(target) for target in (1, 2)}
     with tempfile.TemporaryFile() as hidden:
         try:
             for target in saved:
@@ -214,7 +207,7 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
 
     vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
     """
-    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], {}, number % COLUMNS
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name == "weight" and hasattr(module, "cpu_linear"):
@@ -224,5 +217,5 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
             else:
                 columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
             columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found[id(p)] = int(columns.view(integers).sum(dtype=torch.int64))
-    return sum(found.values())
+            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))  # a stale copy is one of its own
+    return sum(bits for _, bits in found)
