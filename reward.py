@@ -27,6 +27,7 @@ import math
 import operator
 import os
 import pickle
+import pkgutil
 import random
 import re
 import resource
@@ -202,20 +203,19 @@ def evaluate_expression(node: ast.AST) -> Fraction:
 
 
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-EXPRESSION = ((r"\\(?:times|cdot)(?![a-z])|[xX]", "*"), (r"\\div(?![a-z])", "/"), (r"[{\[]", "("), (r"[}\]]", ")"))
+KEYBOARD = SIGNS | str.maketrans("{}[]xX", "()()**")
 
 
 def countdown_reward(completion: str, row: dict) -> float:
     """1.0 if the answer's last line is an expression of + - * / and brackets that uses each of row["numbers"] exactly
     once and equals row["target"] exactly, else 0. It may end in `= target`."""
-    text = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
+    text = answer_of(completion, row).rpartition("\n")[2]
     if len(text) > MAX_EXPRESSION or len(re.findall(r"[({\[]", text)) > MAX_PARENTHESES:
         return 0.0
     for _ in range(text.count("frac")):  # from the innermost outwards
         text = FRACTION.sub(r"((\1)/(\2))", text)
     text = re.sub(r"\\(?:boxed|left|right)(?![a-z])|\\[^A-Za-z]|\$", "", text)
-    for pattern, replacement in EXPRESSION:
-        text = re.sub(pattern, replacement, text)
+    text = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", text).replace("\\div", "/").translate(KEYBOARD)
     expression, equals, right = (part.strip(" .") for part in text.partition("="))
     if not re.fullmatch(r"[0-9()+*/ -]+", expression):
         return 0.0
@@ -368,13 +368,8 @@ def import_file(path: str, text: str | None = None):
             return sys.modules[name]
         module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
         module.__source__ = text
-        linecache.cache[path] = (
-            len(text),
-            None,
-            text.splitlines(True),
-            path,
-        )  # what a traceback shows, also after an edit
-        neighbours = {os.path.splitext(file)[0] for file in os.listdir(folder)} - sys.stdlib_module_names
+        linecache.cache[path] = len(text), None, text.splitlines(True), path  # tracebacks show what ran
+        neighbours = {found.name for found in pkgutil.iter_modules([folder])} - sys.stdlib_module_names
         for other in [other for other in sys.modules if other.partition(".")[0] in neighbours]:
             if not str(getattr(sys.modules[other], "__file__", None)).startswith(folder + os.sep):
                 others[other] = sys.modules.pop(other)
@@ -437,7 +432,7 @@ def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: 
         several = hasattr(values, "__iter__") and not isinstance(values, (str, bytes, dict))
         with contextlib.suppress(Exception):  # what cannot be logged is not
             values = list(values) if several and getattr(values, "shape", True) else [values] * len(rows)
-            extra[str(column)] = [v if isinstance(v, (str, int, type(None))) else _number(v, str(v)) for v in values]
+            extra[str(column)] = [v if type(v) in (str, int, bool, type(None)) else _number(v, str(v)) for v in values]
 
     chats = [row.get("prompt_messages", row.get("prompt")) for row in rows]
     prompts = [c if isinstance(c, list) else row.get("prompt_text", c) for c, row in zip(chats, rows, strict=True)]
@@ -494,36 +489,39 @@ class Worker:
         texts = {reward.path: reward.text for reward in rewards if reward.path}
         with contextlib.suppress(OSError):  # it may be dead already: the first job finds out
             specs = [reward.spec for reward in rewards if not reward.trusted]
-            self.connection.send((os.getpid(), specs, texts, list(sys.path), timeout, memory))
+            self.connection.send((os.getpid(), specs, texts, list(map(str, sys.path)), timeout, memory))
 
     def begin(self, job: list[int], message: bytes):
-        self.job, self.message, self.begun, self.deadline = job, message, False, time.monotonic() + START_LIMIT
+        self.job, self.message, self.deadline = job, message, time.monotonic() + START_LIMIT
 
     def proceed(self) -> Outcome | None:
-        """The outcome of the job, None while it goes on. After "timeout", "died" and "broken" the worker is gone."""
+        """The outcome of the job, None while it goes on. After "timeout" and "died" the worker is gone."""
         try:
             if self.connection.poll():
                 said = self.connection.recv()
                 if said != "ready":
                     return Outcome(*said)
                 self.connection.send_bytes(self.message)
-                self.begun, self.deadline = True, time.monotonic() + self.timeout
+                self.deadline = time.monotonic() + self.timeout
             elif time.monotonic() >= self.deadline:
                 raise TimeoutError
             return None
         except (OSError, EOFError) as error:
             code = self.kill()
-            if not self.begun:
-                return Outcome(None, "broken", "the workers die before they begin")
             if isinstance(error, TimeoutError):
                 return Outcome(None, "timeout", f"no result after {self.timeout} s")
             return Outcome(None, "died", f"the worker ended with exit code {code}")
 
+    def gone(self) -> bool:
+        if self.process.poll() is not None:
+            self.kill()  # what it started may still be there
+        return self.connection.closed
+
     def kill(self) -> int:
-        if self.process.returncode is None:  # else its number may be another's by now
+        if not self.connection.closed:  # else its number may be another's by now
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.connection.close()
+            self.connection.close()
         return self.process.wait()
 
 
@@ -617,14 +615,13 @@ class Scorer:
     A function of TRL's kind gets all completions in one call, as TRL does (of this rank; the call has one timeout).
     If that fails, it gets those of one prompt at a time, and those that fail still one by one.
 
-    A function that hangs cannot hold up the step: after 8 timeouts in a row or 40 in all (2 or 10 a worker if
-    that is more) the samples not yet tried count as "timeout" too. Samples run in shuffled order: one prompt that
-    hangs does not end the step for the others. A function that is slow but comes back in time is never cut short.
+    After 8 timeouts in a row or 40 in all (2 or 10 a worker if that is more) the samples not yet tried count as
+    "timeout" too. They run in shuffled order: one prompt that hangs does not end the step for the others.
     """
 
     def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
         self.rewards, self.timeout, self.workers, self.memory = rewards, timeout, workers, memory
-        self.alive, self.idle = set(), []
+        self.alive = set()
 
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
@@ -647,7 +644,6 @@ class Scorer:
         for worker in self.alive:
             worker.kill()
         self.alive.clear()
-        self.idle.clear()
 
     def _score_in_workers(self, reward: Reward, completions: list[str], rows: list[dict], scores: Scores):
         shuffled, patience, in_a_row, in_all = random.Random(0).sample, max(8, 2 * self.workers), 0, 0
@@ -655,10 +651,8 @@ class Scorer:
         waiting = deque(shuffled(jobs, len(jobs)))
         for job, outcome in self._outcomes(reward, completions, rows, waiting):
             cause, message = outcome.cause, outcome.message
-            in_a_row, in_all = (in_a_row + 1, in_all + 1) if cause in ("timeout", "broken") else (0, in_all)
-            if cause == "broken":  # no worker had begun this job
-                waiting.appendleft(job)
-            elif cause and len(job) > 1:
+            in_a_row, in_all = (in_a_row + 1, in_all + 1) if cause == "timeout" else (0, in_all)
+            if cause and len(job) > 1:
                 line = f"reward {reward.name}: a call with {len(job)} samples failed, and they are tried again"
                 scores.first_retry = scores.first_retry or f"{line} in smaller calls: {cause}: {message}"
                 parts = [list(part) for _, part in itertools.groupby(job, key=lambda i: rows[i].get("prompt_text"))]
@@ -666,10 +660,9 @@ class Scorer:
                 waiting.extend(shuffled(parts, len(parts)))
             else:
                 scores.add(reward, job, outcome, rows)
-            if waiting and (in_a_row >= patience or in_all >= 5 * patience):
-                cause = "timeout" if cause == "timeout" else "died"
-                rest = list(itertools.chain(*waiting))
-                scores.add(reward, rest, Outcome(None, cause, f"given up after {in_all}, {message}"), rows)
+            if in_a_row >= patience or in_all >= 5 * patience:
+                given_up = Outcome(None, "timeout", f"given up after {in_all}, {message}")
+                scores.add(reward, list(itertools.chain(*waiting)), given_up, rows)
                 waiting.clear()
 
     def _outcomes(self, reward: Reward, completions: list[str], rows: list[dict], waiting: deque):
@@ -683,10 +676,11 @@ class Scorer:
                 except Exception as error:
                     yield job, Outcome(None, "exception", f"a row cannot be sent to a worker: {_one_line(error)}")
                     continue
-                worker = self.idle.pop() if self.idle else Worker(self.rewards, self.timeout, self.memory)
-                self.alive.add(worker)
-                running.append(worker)
-                worker.begin(job, call)
+                self.alive = {worker for worker in self.alive if worker in running or not worker.gone()}
+                idle = self.alive.difference(running)
+                running.append(idle.pop() if idle else Worker(self.rewards, self.timeout, self.memory))
+                self.alive.add(running[-1])
+                running[-1].begin(job, call)
             if running:
                 first = min(worker.deadline for worker in running)
                 wait([worker.connection for worker in running], max(0.0, first - time.monotonic()))
@@ -694,8 +688,6 @@ class Scorer:
                 outcome = worker.proceed()
                 if outcome:
                     running.remove(worker)
-                    gone = outcome.cause in ("timeout", "died", "broken")
-                    self.alive.discard(worker) if gone else self.idle.append(worker)
                     yield worker.job, outcome
 
 

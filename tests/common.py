@@ -515,7 +515,7 @@ def only_even(completion, row): return None if len(completion) % 2 else 4.0
 def trl_hint(completions, hint, **kwargs): return [float(c == h) for c, h in zip(completions, hint)]
 
 def trl_logs(completions, log_metric, log_extra, **kwargs):
-    import numpy, torch
+    import enum, numpy, torch
     class Odd:
         def __str__(self): raise ValueError
     class Shown:
@@ -525,6 +525,8 @@ def trl_logs(completions, log_metric, log_extra, **kwargs):
     log_metric(3, 4)
     for name, value in dict(scalar=7, text="word", numpy=numpy.array([0.5, 1.5]), zero=torch.tensor(2.0)).items():
         log_extra(name, value)
+    class Kind(enum.IntEnum): A = 1
+    log_extra("kind", Kind.A)
     for name, value in dict(objects=[Shown(), None], odd=[Odd()] * 2, short=[1]).items(): log_extra(name, value)
     return [1.0] * len(completions)
 

@@ -385,6 +385,7 @@ def test_what_a_reward_logs_cannot_end_a_run(scorer):
         "zero": [2.0, 2.0],
         "objects": ["<object>", None],
         "short": [1, None],
+        "kind": [1.0, 1.0],
     }
     assert all(type(value) is float for value in scores.metrics.values())
     json.dumps([scores.metrics, scores.extra], allow_nan=False)
