@@ -45,6 +45,7 @@ import reward as reward_module
 from harness import flags, kernels, log, models, ranks, rows
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
+from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
@@ -873,17 +874,9 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
+        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
-
-
-def pieces(tokenizer, ids: np.ndarray) -> list[str]:
-    """The text of each token. That of a character in several tokens stands at the last of them."""
-    from tokenizers.decoders import DecodeStream
-
-    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
-    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -898,26 +891,6 @@ def wrap(policy: Policy, cfg: Config, world: World):
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
-
-
-def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = models.without_randomness(AutoConfig.from_pretrained(path))
-        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
-        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    if found["missing_keys"]:
-        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model.eval()  # for good: some models draw random numbers while they train
 
 
 def make_policy(model, cfg: Config, prompts=()) -> Policy:

@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 
-from harness.flags import ConfigError, need, say
+from harness.flags import ConfigError, first_line, need, say
 from harness.ranks import World
 from harness.rows import Prompt, template_options
 
@@ -173,6 +173,26 @@ def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
     rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
     one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
     return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def load_model(path: str, cfg):
+    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = without_randomness(AutoConfig.from_pretrained(path))
+        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
+        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a file that is not what it should be
+        raise ConfigError(f"--model {path}: {first_line(error)}") from None
+    if found["missing_keys"]:
+        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    return model.eval()  # for good: some models draw random numbers while they train
 
 
 def without_randomness(config):

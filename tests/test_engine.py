@@ -266,9 +266,7 @@ class TestEngine:
 
         _, out = default_run
         metrics = lines(out / "metrics.jsonl")[1]
-        names = (
-            "step loss grad_norm learning_rate reward reward_std frac_reward_zero_std advantage_abs kl kl_k1 "
-        )
+        names = "step loss grad_norm learning_rate reward reward_std frac_reward_zero_std advantage_abs kl kl_k1 "
         names += "entropy completions/mean_length completions/clipped_ratio clip_ratio/region_mean sampler_gap tokens "
         names += "tokens_per_s step_time time_sync time_rollout time_reward "
         assert set((names + "time_logps time_update").split()) <= set(metrics)
