@@ -93,7 +93,7 @@ LAST = re.compile(rf"(?:^|(?<=[ =]))([-+]?) ?({NUMBER})(?! ?[+^!?\xb2\xb3])([^0-
 LABEL = re.compile(r"(?:[^0-9]*(?:[:=]|\b(?:is|are|US|USD|EUR|GBP|Rs\.?)))?")
 NOT_ALONE = re.compile(r"(?:\b(?:not|than|minus)|n't|[0-9][^ :=]*|[-+/^<>]|[0-9][^ ]* (?:and|or|to))$")
 LETTERS = "A-Za-z\xb5\u03bc\u03a9\xc0-\u024f"
-UNITS = re.compile(rf"(?: ?[-/]? ?[{LETTERS}][-{LETTERS}\xb2\xb3 ./,;:']*)?[.,;: ]*")
+UNITS = re.compile(rf" ?[-/]? ?[{LETTERS}][-{LETTERS}\xb2\xb3 ./,;:']*|[.,;: ]*")
 SCALE = dict(dozen=12, hundred=100, k=10**3, K=10**3, thousand=10**3, grand=10**3, lakh=10**5, M=10**6, mil=10**6)
 SCALE |= dict(million=10**6, crore=10**7, bn=10**9, billion=10**9, trillion=10**12)
 NO_UNIT = re.compile(  # words that make another number of the one before them, as most single letters do
