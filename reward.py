@@ -492,7 +492,7 @@ class Worker:
             self.connection.send((os.getpid(), specs, texts, list(map(str, sys.path)), timeout, memory))
 
     def begin(self, job: list[int], message: bytes):
-        self.job, self.message, self.deadline = job, message, time.monotonic() + START_LIMIT
+        self.job, self.message, self.limit, self.deadline = job, message, START_LIMIT, time.monotonic() + START_LIMIT
 
     def proceed(self) -> Outcome | None:
         """The outcome of the job, None while it goes on. After "timeout" and "died" the worker is gone."""
@@ -502,14 +502,14 @@ class Worker:
                 if said != "ready":
                     return Outcome(*said)
                 self.connection.send_bytes(self.message)
-                self.deadline = time.monotonic() + self.timeout
+                self.limit, self.deadline = self.timeout, time.monotonic() + self.timeout
             elif time.monotonic() >= self.deadline:
                 raise TimeoutError
             return None
         except (OSError, EOFError) as error:
             code = self.kill()
             if isinstance(error, TimeoutError):
-                return Outcome(None, "timeout", f"no result after {self.timeout} s")
+                return Outcome(None, "timeout", f"no result after {self.limit} s")
             return Outcome(None, "died", f"the worker ended with exit code {code}")
 
     def gone(self) -> bool:
