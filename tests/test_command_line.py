@@ -13,7 +13,7 @@ import pytest
 import grpo
 from grpo import Config
 from harness.flags import ConfigError
-from tests.common import HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
+from tests.common import BUNDLED, HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
 
 pytest_plugins = "tests.common"
 
