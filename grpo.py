@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train_data train.jsonl --reward gsm8k
 
 The file reads in the order in which it runs: config, prompts, policy, rollout, rewards and advantages, objective,
-update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness.py.
+update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness/.
 N = samples, T = completion tokens (padded), L = prompt + completion, V = vocabulary, H = hidden units.
 Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md says what to use instead).
 """
@@ -24,7 +24,10 @@ from types import SimpleNamespace
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("grpo.py: needs Python 3.11 or newer")
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)  # the reward.py and the harness beside this file, whatever has their names elsewhere
+sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
+for name in {"reward", "view", "harness"} & set(sys.modules):
+    if not (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
+        del sys.modules[name]
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -40,10 +43,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
 from harness import flags, kernels, log, models, ranks, rows
+from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
-from harness.run import Run, find_checkpoint, fingerprint, model_writer, with_run
+from harness.run import Run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 
@@ -424,10 +428,10 @@ class VLLMSampler:
         self.llm.llm_engine.engine_core.shutdown()
 
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
-        """As HFSampler.generate; vLLM seeds sample i with seed + i."""
+        """As HFSampler.generate; vLLM seeds sample i with seed + i, on a CPU with 32 bits of it."""
         params = [
             self.new_params(
-                n=n, seed=seed, temperature=temperature, max_tokens=self.cfg.max_completion_length,
+                n=n, seed=seed % 2**32, temperature=temperature, max_tokens=self.cfg.max_completion_length,
                 stop_token_ids=self.eos_ids, logprobs=0, flat_logprobs=True, detokenize=False,
             )
             for seed in seeds
@@ -630,10 +634,9 @@ def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]
         samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
     else:
         samples = sorted(samples, key=lambda s: -s.n_tokens)
-    before = [None, *(s.group for s in samples)]
-    sizes = [
-        s.n_tokens - (len(s.prompt.ids) if packs and s.group == g else 0) for s, g in zip(samples, before, strict=False)
-    ]
+    before = [None, *(s.group for s in samples[:-1])]
+    shared = [packs and s.group == group for s, group in zip(samples, before, strict=True)]
+    sizes = [s.n_tokens - (len(s.prompt.ids) if known else 0) for s, known in zip(samples, shared, strict=True)]
     ends = np.cumsum(sizes)
     ranks = (ends - np.array(sizes) / 2) * n_ranks // ends[-1]  # by each sample's middle
     return [samples[slice(*np.searchsorted(ranks, (rank, rank + 1)))] for rank in range(n_ranks)]
@@ -955,9 +958,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
     if not policy.packs:
-        say(
-            "rows are padded, a prompt is computed for each completion: texts in one row of this model change each other"
-        )
+        say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
         kernels.use_rows(reference, policy.packs)

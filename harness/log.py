@@ -106,7 +106,10 @@ class Log:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = view.read_jsonl(self.metrics.path)
-            self.send, self.finish = reporter(cfg)
+            try:
+                self.send, self.finish = reporter(cfg)
+            except Exception as error:
+                raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
         before = next((m["num_tokens"] for m in reversed(self.history) if "num_tokens" in m), 0)
@@ -126,7 +129,7 @@ class Log:
         if rows:
             row = rows[metrics["step"] % len(rows)]
             self.shown = f"  sample: {short(row['prompt'])} -> {short(row['completion'])} reward {row['reward']:g}"
-        self.report(metrics, rows)
+        self.report(self.send, metrics, rows)
 
     def eval(self, step: int, metrics: dict) -> None:
         """A line of its own, after that of its step."""
@@ -136,13 +139,14 @@ class Log:
             say(f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}")
             if self.shown:
                 say(self.shown)
-            self.report(self.history[-1], [])
+            self.report(self.send, self.history[-1], [])
 
-    def report(self, metrics: dict, rows: list[dict]) -> None:
+    def report(self, call, *args) -> None:
+        """What only talks does not end a run."""
         try:
-            self.send(metrics, rows)
-        except Exception as error:  # what only talks does not end a run
-            say(f"--report_to {self.cfg.report_to} failed in step {metrics['step']}: {first_line(error)}")
+            call(*args)
+        except Exception as error:
+            say(f"--report_to {self.cfg.report_to} failed: {first_line(error)}")
 
     def best(self) -> int:
         """The step of the highest eval accuracy; 0: none yet."""
@@ -170,10 +174,7 @@ class Log:
             values |= dict(curves=os.path.join(out, "curves.png"))
         except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
             say(f"no curves.png: {error}")
-        try:
-            self.finish()
-        except Exception as error:
-            say(f"--report_to {self.cfg.report_to}: {first_line(error)}")
+        self.report(self.finish)
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
 
 
@@ -204,39 +205,35 @@ def installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def reporter(cfg):
-    """Two functions: one sends (metrics, rows) to a dashboard, with TRL's names, one closes it. Its package is imported
-    only if asked for."""
+def reporter(cfg) -> tuple:
+    """Two functions: send(metrics, rows) to a dashboard under TRL's names, and finish(). Imports what is asked for."""
 
     def named(metrics):
         found = {f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v for k, v in metrics.items()}
         return {name: value for name, value in found.items() if view.is_number(value)}
 
-    def scalars(metrics, rows):
-        for name, value in named(metrics).items():
-            writer.add_scalar(name, value, metrics["step"])
-        writer.flush()
-
-    def table(metrics, rows):
-        values = named(metrics)
-        if rows:
-            names = ("step", "prompt", "completion", "advantage")
-            content = [{k: row[k] for k in names} | row["parts"] | row.get("logged", {}) for row in rows]
-            values |= dict(completions=package.Table(dataframe=pandas.DataFrame(content)))
-        run.log(values, step=metrics["step"])
-
     if cfg.report_to == "none":
         return lambda metrics, rows: None, lambda: None
-    try:
-        if cfg.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+    if cfg.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(cfg.out_dir)
-            return scalars, writer.close
-        pandas, package = importlib.import_module("pandas"), importlib.import_module(cfg.report_to)
-        os.environ.setdefault("WANDB_DIR", cfg.out_dir)
-        resume = "allow" if cfg.resume == "latest" else "never"
-        run = package.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume)
-        return table, run.finish
-    except Exception as error:
-        raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
+        writer = SummaryWriter(cfg.out_dir, flush_secs=10)
+
+        def send(metrics, rows):
+            for name, value in named(metrics).items():
+                writer.add_scalar(name, value, metrics["step"])
+
+        return send, writer.close
+
+    def send(metrics, rows):
+        values, names = named(metrics), ("step", "prompt", "completion", "advantage")
+        if rows:
+            table = [{name: row[name] for name in names} | row["parts"] | row.get("logged", {}) for row in rows]
+            values["completions"] = package.Table(dataframe=pandas.DataFrame(table))
+        run.log(values, step=metrics["step"])
+
+    package, pandas = importlib.import_module(cfg.report_to), importlib.import_module("pandas")
+    os.environ.setdefault("WANDB_DIR", cfg.out_dir)
+    resume = "allow" if cfg.resume == "latest" else "never"
+    run = package.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume)
+    return send, run.finish

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
 import harness.kernels
 import harness.models
 import harness.rows
@@ -313,7 +314,7 @@ def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
     timing = ("time_", "step_time", "tokens_per_s")
     metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
-    newest = harness.run.checkpoints(str(out))[-1]
+    newest = harness.checkpoints.checkpoints(str(out))[-1]
     with open(os.path.join(newest, "model.safetensors"), "rb") as file:
         return metrics, lines(out / "completions.jsonl"), file.read()
 
@@ -329,7 +330,7 @@ def undisturbed(tmp_path_factory):
 def copy_cut_back(run, out, saved):
     """A copy of a run that kept every checkpoint, as if it had been killed after its first `saved` ones."""
     shutil.copytree(run, out)
-    for path in harness.run.checkpoints(str(out))[saved:]:
+    for path in harness.checkpoints.checkpoints(str(out))[saved:]:
         shutil.rmtree(path)
 
 

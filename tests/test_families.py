@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
 import harness.models
 import harness.rows
 import harness.run
@@ -328,5 +329,5 @@ def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_
     [other] = (out / "step_000002").rglob("tool_use.jinja")
     other.write_text("changed")
     with pytest.raises(OSError, match="tool_use.jinja is not as it was written"):
-        harness.run.load_checkpoint(str(out / "step_000002"))
+        harness.checkpoints.load_checkpoint(str(out / "step_000002"))
     assert "could not save" not in capsys.readouterr().out

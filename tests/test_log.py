@@ -123,7 +123,7 @@ def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path,
 
     run.log = fails
     small_run(tmp_path / "out", report_to="wandb", train_data=str(undisturbed.parent / "rows.jsonl"))
-    assert "--report_to wandb failed in step 1: no network" in capsys.readouterr().out
+    assert "--report_to wandb failed: no network" in capsys.readouterr().out
     assert state_of(tmp_path / "out") == state_of(undisturbed)
     package.init = None
     with pytest.raises(ConfigError, match="--report_to wandb: 'NoneType' object is not callable"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
 import harness.log
 import harness.rows
 import harness.run
@@ -40,7 +41,7 @@ def again(undisturbed):
 
 
 def names_in(out):
-    return [os.path.basename(path) for path in harness.run.checkpoints(str(out))]
+    return [os.path.basename(path) for path in harness.checkpoints.checkpoints(str(out))]
 
 
 # -- the directory
@@ -118,10 +119,10 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
     assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
     assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
     assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)  # the flags of that moment
-    # the same for a Config made in Python: what differs from the defaults is given
-    cfg = harness.run.resumed(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
-    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (4, 3, 0.5, "overlong", "named")
-    assert harness.run.resumed(Config(seed=3)) == Config(seed=3)
+    # the same for a Config made in Python, where a default that is given counts, too
+    cfg = grpo.complete(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
+    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (4, 32, 0.5, "overlong", "named")
+    assert grpo.complete(cfg) == cfg
 
 
 def lines_of_config(out):
@@ -171,7 +172,7 @@ def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(
     shutil.copytree(undisturbed, out)
     path = out / "step_000004" / "trainer_state.pt"
     torch.save(torch.load(path, weights_only=True) | dict(world_size=2), path)
-    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.run.checksum(path)}
+    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.checkpoints.checksum(path)}
     (path.parent / "checksums.json").write_text(json.dumps(sums))
     assert len(again(out, resume="latest", max_steps=5)) == 5
     assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
@@ -214,7 +215,7 @@ def test_damaged_checkpoints_ahead_do_not_push_out_new_ones(undisturbed, again, 
         os.remove(out / f"step_00000{step}" / "model.safetensors")
     again(out, resume="latest", keep=1, save_every=1, max_steps=3)
     assert names_in(out) == ["step_000003", "step_000004"]
-    assert harness.run.load_checkpoint(str(out / "step_000003")).state["step"] == 3
+    assert harness.checkpoints.load_checkpoint(str(out / "step_000003")).state["step"] == 3
 
 
 @pytest.mark.parametrize("where", [100, -100])
@@ -297,7 +298,7 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path):
         run.record(step, METRICS, [])
     run.file_lock.release()
     found = dict(adapters=None, reference=None)
-    run_with(harness.run.load_checkpoint(str(tmp_path / "out" / "step_000002")), found)
+    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found)
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
 
 
@@ -318,17 +319,17 @@ def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
     # also where the sampler leaves the model's own in place, as vLLM does
     loaded = grpo.load_model(str(model), Config())
     tokenizer = harness.rows.load_tokenizer(BUNDLED)
-    harness.run.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "saved"))
+    harness.checkpoints.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "generation_config.json").read_text() == mine
     os.remove(model / "generation_config.json")
-    harness.run.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "none"))
+    harness.checkpoints.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "none"))
     assert not (tmp_path / "none" / "generation_config.json").exists()
 
 
 def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_path, monkeypatch):
     out, loaded, alive = tmp_path / "out", [], []
     copy_cut_back(undisturbed, out, 2)
-    load, moved = harness.run.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
+    load, moved = harness.checkpoints.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
 
     def noted(path):
         checkpoint = load(path)
@@ -336,7 +337,7 @@ def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_
         loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
         return checkpoint
 
-    monkeypatch.setattr(harness.run, "load_checkpoint", noted)
+    monkeypatch.setattr(harness.checkpoints, "load_checkpoint", noted)
     # as if they went to a GPU
     elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
     monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import grpo
+import harness.checkpoints
 import harness.log
 import harness.run
 import reward
@@ -36,7 +37,7 @@ pytest_plugins = "tests.common"
 
 
 def names_in(out):
-    return [os.path.basename(path) for path in harness.run.checkpoints(str(out))]
+    return [os.path.basename(path) for path in harness.checkpoints.checkpoints(str(out))]
 
 
 def whole_lines(path):
@@ -67,7 +68,7 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path):
             kills += 1
         else:  # it came to its end first
             seconds *= 0.8
-        for path in harness.run.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
+        for path in harness.checkpoints.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
             shutil.rmtree(path)
     assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
     assert state_of(out) == state_of(tmp_path / "whole")
@@ -203,7 +204,7 @@ def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="no finite gradient in 5 steps in a row"):
         small_run(tmp_path / "out", max_steps=9)
     assert [m["skipped_steps"] for m in lines(tmp_path / "out" / "metrics.jsonl")] == [2] * 5
-    for path in harness.run.checkpoints(str(tmp_path / "out")):
+    for path in harness.checkpoints.checkpoints(str(tmp_path / "out")):
         assert all(p.isfinite().all() for p in grpo.load_model(path, Config()).parameters())
 
 
