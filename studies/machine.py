@@ -418,7 +418,7 @@ def main() -> int:
         memory(m)
         free(m)
         seconds = sampler_and_phases(m, None if args.random else harness.rows.load_tokenizer(m.cfg))
-    if harness.ranks.is_rank0():
+    if int(os.environ.get("RANK", 0)) == 0:
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]
