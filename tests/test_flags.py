@@ -1,9 +1,6 @@
 """Flags, exit codes, and what is said."""
 
 import dataclasses
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -178,40 +175,6 @@ def test_k1_as_a_loss_warns(capsys):
     for options, warned in ((dict(kl_estimator="k1"), True), (dict(), False), (dict(kl_estimator="k1", beta=0), False)):
         grpo.resolved(dataclasses.replace(BUNDLED, **options), True, CPU.device)
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
-
-
-def tuple_of(*args):
-    return args
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
-    sent = {}
-
-    def log(values, step):
-        sent.setdefault(step, {}).update(values)
-
-    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: log({k: v}, step), flush=lambda: None)
-    logger = types.SimpleNamespace(log=log)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda _: writer))
-    fake = types.SimpleNamespace(init=lambda **_: logger, Table=tuple_of, __spec__=importlib.machinery.ModuleSpec)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    installed, find_spec = [], importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: installed if name == kind else find_spec(name, *rest)
-    )
-    with pytest.raises(ConfigError, match=f"--report_to {kind}: not installed; pip install {kind}"):
-        small_run(tmp_path / "out", report_to=kind)
-    installed.append("somewhere")
-    rows = os.path.join(HERE, "sample_data", "train.jsonl")
-    small_run(tmp_path / "out", report_to=kind, max_steps=1, eval_data=str(tmp_path / "rows.jsonl"), train_data=rows)
-    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
-    names += " completions/clipped_ratio clip_ratio/region_mean sampling/sampling_logp_difference/mean"
-    assert {f"train/{name}" for name in names.split()} | {"eval/accuracy"} <= set(sent[1])
-    assert sent[1]["train/kl"] == lines(tmp_path / "out" / "metrics.jsonl")[1]["kl_k3"]
-    if kind == "wandb":
-        columns, table = sent[1]["completions"]
-        assert columns[1:3] == ["prompt", "completion"] and len(table) == 15 and len(table[0]) == len(columns)
 
 
 def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbed, monkeypatch):
