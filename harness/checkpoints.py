@@ -25,7 +25,10 @@ UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ...
 
 def saved_config(path: str) -> dict:
     """The config.json of the run in this directory, {} where there is none. That of a model has no out_dir."""
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(path or os.devnull, "config.json")) as file:
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError),
+        open(os.path.join(path or os.devnull, "config.json")) as file,
+    ):
         saved = json.load(file)
         return saved if "out_dir" in saved else {}
     return {}

@@ -90,7 +90,7 @@ def test_what_the_sampler_did_not_draw_is_no_gap():
 
 @pytest.fixture
 def dashboard(monkeypatch, undisturbed):
-    """Stands in for wandb or trackio, and for the pandas that their tables need, after a run has looked for the real."""
+    """Stands in for wandb or trackio, and for the pandas that their tables need, after a run has looked for them."""
     sent = []
     run = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end"))
     package = types.SimpleNamespace(

@@ -298,8 +298,10 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path):
         run.record(step, METRICS, [])
     run.file_lock.release()
     found = dict(adapters=None, reference=None)
-    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found)
+    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).file_lock.release()
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
+    with pytest.raises(ConfigError, match="step_000002: it holds no other"):
+        run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), dict(other=None))
 
 
 def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
