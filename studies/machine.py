@@ -30,7 +30,8 @@ import harness.ranks
 import harness.rows
 import harness.run
 from grpo import Config, Policy, Sample
-from harness import World, first_line, say
+from harness.flags import first_line, say
+from harness.ranks import World
 
 # Dense bfloat16 TFLOP/s with float32 sums, by the makers' data sheets; the longest name within the device's counts
 PEAKS = {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H800": 989, "GH200": 989, "B200": 2250}
