@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
-from harness import flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
@@ -240,9 +240,9 @@ class Policy(nn.Module):
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.plain_head = kernels.head_is_plain(model)  # logits are head(hidden)
+        self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
         self.packs = True  # in one row: each prompt once, and its completions
-        kernels.settle(self)
+        check.settle(self)
 
     def forward(self, batch: dict):
         hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
@@ -320,7 +320,7 @@ class HFSampler:
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
-            with autocast(self.cfg, device), kernels.as_loaded(self.model):
+            with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
@@ -900,7 +900,7 @@ def make_policy(model, cfg: Config, prompts=()) -> Policy:
         policy = Policy(model, cfg.temperature)
         if prompts:
             longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-            kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+            check.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
         return policy
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
@@ -936,7 +936,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
-        kernels.use_rows(reference, policy.packs)
+        check.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 

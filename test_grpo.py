@@ -505,7 +505,7 @@ def test_logps_are_the_models_own(kind, options, temperature):
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
         ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
-        with harness.kernels.as_loaded(model):
+        with harness.check.as_loaded(model):
             logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
