@@ -744,18 +744,15 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         norms.append(norm)
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(
-            s.in_loss and s.advantage != 0 for s in minibatch
-        ):  # else Adam's momentum alone would move the weights
+        elif any(s.in_loss and s.advantage != 0 for s in minibatch):  # else only Adam's momentum would move the weights
             optimizer.step()
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
 
     tokens = max(1, totals.pop("tokens"))
-    metrics = dict(
-        loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)), learning_rate=lr, skipped_steps=skipped
-    )
-    return metrics | {name: value / tokens for name, value in totals.items()} | mismatch
+    means = dict(loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)))  # over the updates
+    means |= {name: value / tokens for name, value in totals.items()}
+    return means | dict(learning_rate=lr, skipped_steps=skipped) | mismatch
 
 
 def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
