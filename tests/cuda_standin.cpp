@@ -296,9 +296,15 @@ void run(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   call.meta = !values && floats;
   if (call.meta && name == "aten::_local_scalar_dense") {
     stack->pop_back();
-    stack->emplace_back(1.0);  // what has no value is 1, and true
+    stack->emplace_back(0.0);  // what has no value is 0, and compares as true
     return;
   }
+  std::vector<Tensor> results_of_floats;  // integers and truth values that this writes
+  for (size_t i = start; call.meta && i < stack->size(); ++i)
+    if (auto* alias = op.schema().arguments()[i - start].alias_info(); alias && alias->isWrite())
+      for_tensors((*stack)[i], [&](const Tensor& t) {
+        if (t.is_cuda() && !isFloatingType(t.scalar_type())) results_of_floats.push_back(t);
+      });
   if (call.meta && indexes && masks) (*stack)[start + 1] = indices_of((*stack)[start + 1]);
   for (size_t i = start; i < stack->size(); ++i) {
     auto& value = (*stack)[i];
@@ -311,6 +317,7 @@ void run(const OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   }
   op.callBoxed(stack);
   call.written();
+  for (Tensor& t : results_of_floats) t.fill_(t.scalar_type() == kBool);
   const size_t results = op.schema().returns().size();
   for (size_t i = stack->size() - results; i < stack->size(); ++i)
     (*stack)[i] = with_tensors((*stack)[i], [&](const Tensor& t) { return call.back(t); });
@@ -323,7 +330,7 @@ Tensor& copy(Tensor& self, const Tensor& src, bool non_blocking) {
   auto known = [](const Tensor& t) { return !t.is_cuda() || has_values(t.scalar_type()); };
   if (!known(self)) return self;
   if (!known(src)) {
-    self.fill_(1);
+    self.zero_();
     return self;
   }
   Call call;

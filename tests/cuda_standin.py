@@ -92,7 +92,7 @@ def listen(label_of=NO_LABELS) -> None:
 
 def be_cuda(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, devices=None, values=True) -> None:
     """For the rest of the process. Without values, floating point tensors take no memory, only their size is counted:
-    each of their elements reads as 1, each comparison as true."""
+    each of their elements reads as 0, each comparison as true."""
     devices = devices or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     native.standin_card(devices, capability[0], values)
     listen()
