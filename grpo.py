@@ -5,14 +5,13 @@
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --train_data train.jsonl --reward gsm8k
 
 The file reads in the order in which it runs: config, prompts, policy, rollout, rewards and advantages, objective,
-update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness.py.
+update, eval, train. What any trainer needs (flags, ranks, files, checkpoints, signals, log) is in harness/.
 N = samples, T = completion tokens (padded), L = prompt + completion, V = vocabulary, H = hidden units.
 Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md says what to use instead).
 """
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -20,6 +19,12 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("grpo.py: needs Python 3.11 or newer")
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)  # the reward.py and the harness beside this file, whatever has their names elsewhere
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,13 +40,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
 from harness import flags, kernels, log, models, ranks, rows
+from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
-from harness.kernels import HeadLogps
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
-from harness.run import Run, find_checkpoint, fingerprint, model_writer, run_config
+from harness.run import Run
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 GENERATE_ROWS = 256  # rows of one HF generate call
 
 
@@ -56,7 +60,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take")
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -66,12 +70,11 @@ class Config:
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
 
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
-    num_generations: int = flag(8, "completions per prompt: the group, G", high=2**20)
+    num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability")
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine takes while it samples")
-    vllm_tensor_parallel_size: int = flag(1, "ranks that share one engine (never run by us)", low=1)
+    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", above=0, high=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
@@ -80,7 +83,7 @@ class Config:
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
     beta: float = flag(0.001, "KL coefficient; 0 loads no reference model", low=0)
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0)
+    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
     ratio_level: str = flag("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
     mask_truncated: bool = flag(False, "leave cut-off completions out of the loss (not out of the baseline)")
@@ -90,7 +93,6 @@ class Config:
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
     micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 16384 on cuda, else 2048", low=0)
-    share_prompt: str = flag("auto", "compute a prompt once for its group; auto: where it saves", ("auto", "on", "off"))
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "optimiser steps; 0: the first step already learns at the full rate", low=0)
@@ -111,7 +113,14 @@ class Config:
     resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    report_to: str = flag("none", "a dashboard, with TRL's metric names", ("none", "tensorboard", "wandb"))
+    log_tokens: int = flag(-1, "of these, samples with all that is known of each token; -1: the first group", low=-1)
+    report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
+
+    def __new__(cls, *values, **named):
+        """Notes which fields were given: a value that equals its default may have been."""
+        config = super().__new__(cls)
+        config.given = dict(zip((f.name for f in dataclasses.fields(cls)), values, strict=False)) | named
+        return config
 
     @property
     def updates_per_step(self) -> int:
@@ -128,47 +137,33 @@ BUNDLED = dict(
 
 
 def parse_args(argv=None) -> Config:
-    given = flags.parse_flags(Config, argv, "grpo.py", __doc__)
-    if "resume" in given:  # the run's own flags, but for those that are given again
-        given = run_config(Config, given["resume"], given.get("out_dir", "out")) | given
-    return validate(with_preset(given))
+    return validate(complete(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__))))
 
 
-def with_preset(given: dict) -> Config:
-    """The flags that are given; without a model, over those of the bundled task."""
+def complete(cfg: Config) -> Config:
+    """The flags that were given, over those of the run that they resume; without a model over the bundled task's."""
+    given = with_run(Config, cfg.given)
     if given.get("model"):
         return Config(**given)
     own_rows = dict(eval_data="") if given.get("train_data") else {}
-    return Config(**(BUNDLED | own_rows | {k: v for k, v in given.items() if k != "model"}))
+    return Config(**(BUNDLED | own_rows | {name: value for name, value in given.items() if name != "model"}))
 
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    flags.check_flags(cfg)
-    if not cfg.model:  # a Config made in Python
-        changed = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if getattr(cfg, f.name) != f.default}
-        return validate(with_preset(changed))
+    cfg = flags.check_flags(cfg)
     try:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
         options = None
-    samples, ranks = cfg.num_prompts * cfg.num_generations, int(os.environ.get("WORLD_SIZE", 1))
-    k1 = cfg.kl_in == "loss" or cfg.beta == 0 or cfg.kl_estimator == "k1"
-    reporter = cfg.report_to == "none" or importlib.util.find_spec(cfg.report_to)
-    for name, fine, why in (
-        ("train_data", cfg.train_data, "needed, with a --model of your own"),
-        ("num_generations", cfg.num_generations > 1, "must be at least 2: a group of one has no baseline"),
-        ("temperature", cfg.temperature > 0, "must be above 0"),
-        ("reward_timeout", cfg.reward_timeout > 0, "must be above 0"),
-        ("vllm_gpu_memory_utilization", 0 < cfg.vllm_gpu_memory_utilization <= 1, "must be in (0, 1]"),
-        ("vllm_tensor_parallel_size", ranks % cfg.vllm_tensor_parallel_size == 0, f"must divide the {ranks} ranks"),
-        ("clip_low", cfg.clip_low <= 1, "must be at most 1, a ratio is never negative"),
-        ("num_minibatches", cfg.num_minibatches <= samples, "more than the step's samples"),
-        ("chat_template_kwargs", isinstance(options, dict), "must be a JSON object"),
-        ("report_to", reporter, f"not installed; pip install {cfg.report_to}"),
-        ("kl_in", k1, f"takes --kl_estimator k1 only: the gradient of {cfg.kl_estimator} points elsewhere there"),
-    ):
-        need(fine, cfg, name, why)
+    other = cfg.kl_in == "reward" and cfg.beta and cfg.kl_estimator != "k1"
+    packages = dict(none=[], tensorboard=["tensorboard"]).get(cfg.report_to, [cfg.report_to, "pandas"])
+    need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
+    samples = cfg.num_prompts * cfg.num_generations
+    need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
+    need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
+    need(all(map(log.installed, packages)), cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
+    need(not other, cfg, "kl_in", f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there")
     return cfg
 
 
@@ -210,8 +205,10 @@ class Sample:
     in_loss: bool = True
     old_logps: np.ndarray | None = None  # [T], before the first update of the step; None: not needed
     ref_logps: np.ndarray | None = None  # [T], likewise
+    tokens: dict | None = None  # what the update saw of each token: see token_notes
 
-    def __len__(self):
+    @property
+    def n_tokens(self) -> int:
         return len(self.prompt.ids) + len(self.completion_ids)
 
 
@@ -231,50 +228,42 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 
 
 class Policy(nn.Module):
-    """Wraps the model so that DDP's hooks see one forward, from token ids to log-probabilities.
-
-    forward: input_ids [N, L] right-padded, prompt_lengths [N], completion_lengths [N] ->
-    logps [N, T] and entropy [N, T] in nats, 0 on padding. Gradient flows through logps only.
-    With groups [N], rows of one group have the same prompt, which is computed once: the same function, fewer tokens.
-    """
+    """Wraps the model so that DDP's hooks see one forward: collate(samples, device) -> logps [N, T], entropy [N, T] in
+    nats, 0 on padding. Gradient flows through logps only. ValueError: they would not be those of the model as
+    transformers loads it."""
 
     def __init__(self, model, temperature: float):
         super().__init__()
-        self.model = model
-        self.temperature = temperature
-        self.backbone = [model.base_model]  # in a list: not a second path to the same parameters
-        self.head = [model.get_output_embeddings()]
-        self.plain_head = kernels.head_is_plain(model)
-        self.can_share = kernels.packs_exactly(model, self.hidden)
+        self.model, self.temperature = model, temperature
+        self.plain_head = kernels.head_is_plain(model)  # logits are head(hidden)
+        self.packs = True  # in one row: each prompt once, and its completions
+        kernels.settle(self)
 
-    def forward(self, input_ids, prompt_lengths, completion_lengths, groups=None):
-        T = int(completion_lengths.max())
-        mask = torch.arange(T, device=input_ids.device) < completion_lengths[:, None]  # [N, T]
-        row, t = mask.nonzero(as_tuple=True)  # [n], [n]: the n real completion tokens
-        targets = input_ids[row, prompt_lengths[row] + t]  # [n]
-        hidden = self.hidden(input_ids, prompt_lengths, mask, groups)
+    def forward(self, batch: dict):
+        hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
         if self.plain_head:
-            head = self.head[0]
-            logps, entropy = HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n], [n]
+            head = self.model.get_output_embeddings()
+            logps, entropy = kernels.HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n]
         else:
             logits = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature  # [n, V]
             logps = -nn.functional.cross_entropy(logits, targets, reduction="none")  # [n]
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()  # [n]
-        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logps, entropy))  # [N, T] each
+        N, T = batch["shape"]
+        return tuple(x.new_zeros(N * T).scatter(0, batch["place"], x).view(N, T) for x in (logps, entropy))
 
-    def hidden(self, input_ids, prompt_lengths, mask, groups=None):
+    def hidden(self, batch: dict):
         """[n, H] at the position before each real completion token, which predicts it; [n, V], the model's own logits,
         where the head is not plain."""
-        body = self.backbone[0] if self.plain_head else self.model
-        output = "last_hidden_state" if self.plain_head else "logits"
-        if groups is not None:
-            ids, positions, blocks, read = kernels.pack_row(input_ids, prompt_lengths, groups, mask)
-            with kernels.packed(blocks):  # ones: else the positions are read as another kind of packing
-                options = dict(position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
-                return getattr(body(input_ids=ids, **options), output)[0, read]
-        # No attention mask: attention is causal and the padding is on the right, so no token ever sees it.
-        row, t = mask.nonzero(as_tuple=True)
-        return getattr(body(input_ids=input_ids, use_cache=False), output)[row, prompt_lengths[row] + t - 1]
+        body = self.model.base_model if self.plain_head else self.model
+        inputs = dict(input_ids=batch["ids"], use_cache=False)  # [1, S], or [N, L] padded on the right
+        if self.packs:  # a mask of ones: without one the positions are read as another kind of packing
+            inputs |= dict(position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"]))
+        kernels.recompute(self.model, torch.is_grad_enabled())
+        with kernels.packed(batch.get("blocks")):
+            out = body(**inputs)
+        kernels.recompute(self.model, False)
+        states = out.last_hidden_state if self.plain_head else out.logits
+        return states.flatten(0, 1).index_select(0, batch["read"])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -301,10 +290,14 @@ class HFSampler:
             max_new_tokens=cfg.max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, do_sample=False
         )
 
-    def nothing(self, *_):
-        pass
+    def push(self, model):
+        """The weights are the policy's own."""
 
-    push = sleep = close = nothing  # the weights are the policy's own
+    def sleep(self):
+        """It holds no memory of its own."""
+
+    def close(self):
+        pass
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # a cache that grows would be compiled at every length
@@ -319,14 +312,11 @@ class HFSampler:
             part = rows[start : start + GENERATE_ROWS]
             ids = kernels.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
+            inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
-            with autocast(self.cfg, device):
-                out = self.model.generate(
-                    input_ids=torch.from_numpy(ids).to(device),
-                    attention_mask=torch.from_numpy(mask).to(device),
-                    logits_processor=LogitsProcessorList([sampling]),
-                )
+            with autocast(self.cfg, device), kernels.as_loaded(self.model):
+                out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
             ends = np.isin(tokens, self.eos_ids)
@@ -362,32 +352,32 @@ class SeededSampling:
 
 
 class VLLMSampler:
-    """A vLLM engine inside this process, one per rank or tensor-parallel group: weights are handed over in memory."""
+    """A vLLM engine inside the process of each rank: weights are handed over in memory."""
 
     def __init__(self, eos_ids: list[int], longest_prompt: int, cfg: Config, world: World):
         from vllm import LLM, SamplingParams
 
         self.new_params, self.eos_ids, self.cfg = SamplingParams, eos_ids, cfg
         self.cuda, self.asleep = world.device.type == "cuda", False
-        self.pushes, self.comparable = 0, cfg.vllm_tensor_parallel_size == 1  # else a rank holds parts of matrices
+        self.pushes, self.comparable = 0, True
         self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
         length = longest_prompt + cfg.max_completion_length
-        options = dict(model=cfg.model, dtype=str(self.dtype)[6:], max_model_len=length, seed=cfg.seed)
-        options |= dict(skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False)
-        options |= dict(logprobs_mode="processed_logprobs")  # after the temperature, as the trainer's are
-        options |= dict(load_format="dummy")  # the first push brings the weights: none are read twice
+        options = dict(
+            model=cfg.model, dtype=cfg.dtype, max_model_len=length, seed=cfg.seed,
+            skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False,
+            logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
+            load_format="dummy",  # the first push brings the weights: none are read twice
+        )  # fmt: skip
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
-        else:
-            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK)
-            options |= dict(kv_cache_memory_bytes=models.cache_bytes(cfg, length, self.dtype, world))
-            options |= dict(enable_chunked_prefill=False)  # a seeded request whose prompt is divided crashes on a CPU
+        else:  # chunked prefill: a seeded request whose prompt is divided crashes on a CPU
+            cache = models.cache_bytes(cfg, length, self.dtype, world)
+            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK, kv_cache_memory_bytes=cache)
+            options |= dict(enable_chunked_prefill=False)
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
-            options |= dict(tensor_parallel_size=cfg.vllm_tensor_parallel_size)
         self.llm = LLM(**options)
-        # A tensor that no push sets stays NaN, and the first rollout says so.
-        self.llm.apply_model(lambda model: [p.data.fill_(math.nan) for p in model.parameters()] and None)
+        self.llm.apply_model(models.fill_with_nan)  # a tensor that no push sets stays so, and the first rollout says it
 
     def push(self, model):
         """In memory: reload, repack, forget cached prefixes; then the engine must hold the trainer's weights."""
@@ -463,7 +453,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
     try:
-        with ranks.quiet(cfg.verbose):
+        with models.quiet(cfg.verbose):
             return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
@@ -471,32 +461,25 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
 
 def sample(sampler, prompts, n, temperature, stream, step, tokenizer, cfg: Config, world: World) -> list[Sample]:
     """n samples for each of this rank's share of the prompts, seeded by (seed, stream, step, prompt) alone."""
-    together = cfg.vllm_tensor_parallel_size  # ranks that hold one engine sample the same; the first of them keeps it
-    mine = range(world.rank // together, len(prompts), world.size // together)
+    mine = range(world.rank, len(prompts), world.size)
     seeds = [seed_of(cfg.seed, stream, step, group) for group in mine]
     groups = sampler.generate([prompts[g].ids for g in mine], n, seeds, temperature)
     return [
-        Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, decode(tokenizer, c.ids))
+        Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, decode(tokenizer, c.ids, sampler.eos_ids))
         for g, completions in zip(mine, groups, strict=True)
         for c in completions
-        if world.rank % together == 0
     ]
 
 
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """For the rewards and the eye only. Ids beyond the tokenizer (a padded vocabulary) have no text."""
-    return tokenizer.decode(ids[ids < len(tokenizer)].tolist(), skip_special_tokens=True)
+def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
+    """For the rewards and the eye only: everything but the token that ended it, so that a reward sees a <think> that is
+    a special token. Ids beyond the tokenizer (a padded vocabulary) have no text."""
+    ids = ids[:-1] if len(ids) and ids[-1] in eos_ids else ids
+    return tokenizer.decode(ids[ids < len(tokenizer)].tolist())
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Rewards and advantages
-
-
-def load_rewards(cfg: Config) -> list:
-    try:
-        return reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
@@ -524,7 +507,7 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_modul
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
     """How much better than its own group each sample did. rewards [N], groups consecutive -> [N].
 
-    "group": (r - mean) / (std + eps), std with ddof 1 (DeepSeekMath, arXiv 2402.03300, as in its code).
+    "group": (r - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); std with ddof 1 and eps as in TRL.
     "batch": the same mean, std over the whole step. "none": r - mean (Dr. GRPO, arXiv 2503.20783).
     A group whose rewards are all equal gives exactly 0. A NaN reward takes no part and gets 0.
     """
@@ -544,16 +527,17 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
-    """Advantages of the step's full list, so that a group can never be split wrongly. Returns frac_zero_std."""
+    """Advantages of the step's full list, so that a group can never be split wrongly. Returns the share of groups whose
+    rewards are all equal."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)
-    frac_zero_std = (advantages.view(-1, cfg.num_generations) == 0).all(1).double().mean().item()
+    no_signal = (advantages.view(-1, cfg.num_generations) == 0).all(1).double().mean().item()
     noise = np.random.default_rng((cfg.seed, step, 1)).normal(0.0, cfg.advantage_noise, len(samples))
     for sample, advantage, eta in zip(samples, advantages.tolist(), noise, strict=True):
         sample.advantage = advantage + eta
         cut_off = cfg.mask_truncated and sample.finish_reason == "length"
         sample.in_loss = not cut_off and not math.isnan(sample.reward)
-    return frac_zero_std
+    return no_signal
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -569,9 +553,16 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     reference. The identity behind wk3: d(w k3)/dlogp = w k1.
     """
     d = logps - ref_logps
-    w = (logps - old_logps).clamp(max=20).exp()  # the exponent is clamped, never the result: the slope survives
-    k3 = torch.expm1((-d).clamp(max=20)) + d
-    return {"k1": d, "k2": d.square() / 2, "k3": k3, "k4": w * d, "wk3": w * k3}[estimator]
+    w = bounded(logps - old_logps).exp()
+    k3 = torch.expm1(bounded(-d)) + d
+    if estimator == "wk3":  # the value, and by the identity the slope: no exponential of -d, which cancels from 18 on
+        return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
+    return {"k1": d, "k2": d.square() / 2, "k3": k3, "k4": w * d}[estimator]
+
+
+def bounded(exponent):
+    """At most 20 as a value, with the slope of all of it: float32 overflows, and a clamped slope would be none."""
+    return exponent - (exponent - 20).clamp(min=0).detach()
 
 
 def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg, n_tokens, n_sequences):
@@ -598,9 +589,10 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 
     log_ratio = logps - old_logps
     if cfg.ratio_level == "sequence":
-        # / lengths: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7)
-        log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).expand_as(logps)
-    ratio = log_ratio.clamp(max=20).exp()
+        # / lengths: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7); with each token's own
+        # gradient (GSPO-token, eq. 14): the same where a sequence has one advantage, and right where it has not
+        log_ratio = (log_ratio.sum(1, keepdim=True) / lengths).detach() + logps - logps.detach()
+    ratio = bounded(log_ratio).exp()
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped_ratio * advantages)  # [N, T]
     if sampler_logps is not None and cfg.tis_cap > 0:
@@ -620,10 +612,10 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 
     with torch.no_grad():
         clipped = real(((ratio * advantages) > (clipped_ratio * advantages)).float())  # where clipping acts
-        stats = {"tokens": mask.sum(), "clip_frac": clipped.sum()}
+        stats = {"tokens": mask.sum(), "clip_ratio/region_mean": clipped.sum()}
         if ref_logps is not None:
-            for name in ("k1", "k3"):
-                stats[f"kl_{name}"] = kl_estimate(logps, ref_logps, logps, name).sum()
+            stats |= {"kl": kl_estimate(logps, ref_logps, logps, "k3").sum()}
+            stats |= {"kl_k1": kl_estimate(logps, ref_logps, logps, "k1").sum()}
     return loss, stats
 
 
@@ -631,74 +623,56 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 # Update: deal samples to ranks, micro-batches, backward, one optimiser step per mini-batch
 
 
-def tokens_of(samples: list[Sample], shared: bool) -> int:
-    """Tokens that the forward of one micro-batch computes; padding included, of which shared prompts have none."""
-    if not shared:
-        return len(samples) * max(map(len, samples))
-    prompts = {s.group: len(s.prompt.ids) for s in samples}
-    return sum(prompts.values()) + sum(len(s.completion_ids) - 1 for s in samples)  # nothing follows a last token
-
-
-def deal(samples: list[Sample], n_ranks: int, shared: bool) -> list[list[Sample]]:
-    """Each rank's part, of nearly as many tokens: the ranks finish together. Longest first, groups with a shared
-    prompt in one piece, but for where one rank's part ends."""
-    longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
-    samples = sorted(samples, key=lambda s: (-longest[s.group], s.group) if shared else (-len(s), 0))
-    first = {s.group: s for s in samples[::-1]}
-    sizes = [len(s) - (shared and s is not first[s.group]) * len(s.prompt.ids) for s in samples]
+def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]:
+    """Each rank's part, of nearly as many tokens: the ranks finish together. Longest first; where rows are packed,
+    groups in one piece, but for where one rank's part ends."""
+    if packs:
+        longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
+        samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
+    else:
+        samples = sorted(samples, key=lambda s: -s.n_tokens)
+    before = [None, *(s.group for s in samples[:-1])]
+    shared = [packs and s.group == group for s, group in zip(samples, before, strict=True)]
+    sizes = [s.n_tokens - (len(s.prompt.ids) if known else 0) for s, known in zip(samples, shared, strict=True)]
     ends = np.cumsum(sizes)
     ranks = (ends - np.array(sizes) / 2) * n_ranks // ends[-1]  # by each sample's middle
     return [samples[slice(*np.searchsorted(ranks, (rank, rank + 1)))] for rank in range(n_ranks)]
 
 
-def pack(samples: list[Sample], budget: int, shared: bool) -> list[list[Sample]]:
-    """Micro-batches of at most `budget` tokens, from samples in the order of deal(). One with padding that is a quarter
-    full ends where that would be a fifth of a row: it leaves 7 to 10 % padding of 25 to 30 %."""
-    batches, last, tokens = [], samples[:1], math.inf  # inf: the first sample begins a batch
+def pack(samples: list[Sample], budget: int, packs: bool) -> list[list[Sample]]:
+    """Micro-batches of at most `budget` tokens, from samples in the order of deal(). A padded row is as wide as the
+    first of its micro-batch; in a packed one nothing follows a last token, and a prompt stands once."""
+    batches, tokens = [], math.inf  # the first sample begins a micro-batch
     for sample in samples:
-        ragged = not shared and len(sample) < 0.8 * len(last[0]) and 4 * tokens > budget
-        same = sample.group == last[-1].group
-        tokens += len(sample) - 1 - same * len(sample.prompt.ids) if shared else len(last[0])
-        if ragged or tokens > budget:
-            last, tokens = [], len(sample) - shared
-            batches.append(last)
-        last.append(sample)
+        alone = sample.n_tokens - 1 if packs else sample.n_tokens
+        before = batches[-1] if batches else [sample]
+        shared = len(sample.prompt.ids) if sample.group == before[-1].group else 0
+        tokens += alone - shared if packs else before[0].n_tokens
+        if tokens > budget:
+            batches.append([])
+            tokens = alone
+        batches[-1].append(sample)
     return batches
 
 
-def plan(samples: list[Sample], policy, cfg: Config, world: World) -> tuple[list, bool]:
-    """The micro-batches of every rank, and whether they share prompts: auto, where that saves a sixth of the tokens;
-    on a CPU always, for the attention of a packed row is the faster one there."""
-    ways = {"off": [False], "on": [True], "auto": [True] if world.device.type == "cpu" else [False, True]}
-    plans, tokens = {}, {}
-    for shared in ways[cfg.share_prompt] if policy.can_share else [False]:
-        plans[shared] = [pack(share, cfg.micro_batch_tokens, shared) for share in deal(samples, world.size, shared)]
-        tokens[shared] = sum(tokens_of(micro, shared) for share in plans[shared] for micro in share)
-    shared = True in plans and (False not in plans or 1.2 * tokens[True] < tokens[False])
-    return plans[shared], shared
+def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[list[list[Sample]]]:
+    """The micro-batches of every rank."""
+    return [pack(share, cfg.micro_batch_tokens, packs) for share in deal(samples, world.size, packs)]
 
 
-def collate(samples: list[Sample], device: torch.device) -> dict:
-    """Right-padded tensors of one micro-batch."""
-
-    def tensor(rows, dtype):  # [N, widest row], or [N]
-        array = kernels.padded(rows, dtype) if isinstance(rows[0], np.ndarray) else np.array(rows, dtype)
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-    batch = dict(
-        input_ids=tensor([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64),  # [N, L]
-        prompt_lengths=tensor([len(s.prompt.ids) for s in samples], np.int64),  # [N]
-        completion_lengths=tensor([len(s.completion_ids) for s in samples], np.int64),  # [N]
-        groups=tensor([s.group for s in samples], np.int64),  # [N]
-        mask=tensor([np.full(len(s.completion_ids), s.in_loss) for s in samples], bool),  # [N, T]
-        advantages=tensor([s.advantage for s in samples], np.float32),  # [N]
+def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> dict:
+    """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
+    policy that takes it."""
+    batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
+    batch |= dict(
+        mask=kernels.padded([np.full(len(s.completion_ids), s.in_loss) for s in samples], bool),  # [N, T]
+        advantages=np.array([s.advantage for s in samples], np.float32),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
         if getattr(samples[0], name) is not None:  # all of a micro-batch have it or none
             rows = [getattr(s, name) for s in samples]
-            batch[name] = tensor(rows, rows[0].dtype)  # [N, T]
-    return batch
+            batch[name] = kernels.padded(rows, rows[0].dtype)  # [N, T]
+    return kernels.to_device(batch, device)
 
 
 @torch.no_grad()
@@ -706,12 +680,9 @@ def compute_logps(policy: Policy, samples: list[Sample], name: str, cfg: Config,
     """Log-probabilities of the samples under `policy`, shared out over the ranks, stored as `sample.name` on each."""
     numbered = {id(s): i for i, s in enumerate(samples)}
     results = []
-    shares, shared = plan(samples, policy, cfg, world)
-    for micro in shares[world.rank]:
-        batch = collate(micro, world.device)
-        groups = batch["groups"] if shared else None
+    for micro in plan(samples, policy.packs, cfg, world)[world.rank]:
         with autocast(cfg, world.device):
-            logps, _ = policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"], groups)
+            logps, _ = policy(collate(micro, world.device, policy.packs))
         for sample, row in zip(micro, logps.cpu().numpy(), strict=True):
             results.append((numbered[id(sample)], row[: len(sample.completion_ids)]))
     for i, logps in world.gather(results):
@@ -745,72 +716,98 @@ def make_optimizer(policy: Policy, cfg: Config):
 
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
-    policy.train()
     totals, losses, norms, skipped = {}, [], [], 0
+    logged = cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens
+    numbers = {id(sample): i for i, sample in enumerate(samples[:logged])}
     if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
         mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        sums, log_ratio, has_signal = backward(policy, ddp, minibatch, cfg, world)
-        parts = world.gather([(sums, log.gap_sums(log_ratio, cfg))])
+        sums, log_ratio, notes = backward(policy, ddp, minibatch, numbers, cfg, world)
+        parts = world.gather([(sums, log.gap_sums(log_ratio, cfg), notes)])
         for name in sums:  # sums and counts over the ranks, never means of means
-            totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
+            totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, *_ in parts)
+        for i, note in [note for *_, notes in parts for note in notes]:
+            samples[i].tokens = samples[i].tokens or note  # of the first pass
         losses.append(totals.pop("loss"))
         if cfg.updates_per_step == 1:  # may stop the run: before the step
-            mismatch = log.gap_metrics([gap for _, gap in parts], cfg)
+            mismatch = log.gap_metrics([gap for _, gap, _ in parts], cfg)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif has_signal:  # without one Adam's momentum would move the weights all the same
+        elif any(
+            s.in_loss and s.advantage != 0 for s in minibatch
+        ):  # else Adam's momentum alone would move the weights
             optimizer.step()
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
-    policy.eval()
 
     tokens = max(1, totals.pop("tokens"))
-    metrics = dict(loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)), lr=lr, skipped_steps=skipped)
+    metrics = dict(
+        loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)), learning_rate=lr, skipped_steps=skipped
+    )
     return metrics | {name: value / tokens for name, value in totals.items()} | mismatch
 
 
-def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> tuple[dict, torch.Tensor, bool]:
+def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
     """The gradient of one optimiser step, in micro-batches. Returns this rank's sums over tokens, its log-ratios of
-    trainer and sampler [n], and whether anything in the loss has an advantage."""
+    trainer and sampler [n], and the notes of its tokens."""
     counted = [s for s in minibatch if s.in_loss]
     n_sequences = max(1, len(counted))
     n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
     # what has no gradient gets no pass: a sample out of the loss, and without a KL term one without advantage
     learned = [s for s in counted if cfg.beta or s.advantage != 0]
-    minibatch = learned or counted[:1] or minibatch[:1]
-    shares, shared = plan(minibatch, policy, cfg, world)
+    passed = learned or counted[:1] or minibatch[:1]  # at least one: DDP waits for a backward on every rank
+    shares = plan(passed, policy.packs, cfg, world)
     rounds = max(map(len, shares))  # a rank with fewer joins in with weight zero: none waits
-    sums, log_ratios = {}, []  # they stay on the device until the last micro-batch: no pass waits for them
+    sums, log_ratios, notes = {}, [], []  # they stay on the device until the last micro-batch: no pass waits for them
     for i in range(rounds):
         idle = i >= len(shares[world.rank])
-        batch = collate(minibatch[:1] if idle else shares[world.rank][i], world.device)
+        micro = passed[:1] if idle else shares[world.rank][i]
+        batch = collate(micro, world.device, policy.packs)
         mask = batch["mask"] & (not idle)
         last = i == rounds - 1  # gradients are averaged over the ranks in the last backward only
         with contextlib.nullcontext() if last or world.size == 1 else ddp.no_sync():
             with autocast(cfg, world.device):
-                lengths, groups = (batch["prompt_lengths"], batch["completion_lengths"]), batch["groups"]
-                logps, entropy = ddp(batch["input_ids"], *lengths, groups if shared else None)
+                logps, entropy = ddp(batch)  # [N, T]
             # one update per rollout: the old policy is the current one, the ratio is exactly 1
             old_logps = batch.get("old_logps", logps.detach())
             loss, stats = grpo_loss(
-                *(logps, old_logps, batch.get("ref_logps"), batch["sampler_logps"], batch["advantages"], mask),
-                *(cfg, n_tokens, n_sequences),
-            )
+                logps, old_logps, batch.get("ref_logps"), batch["sampler_logps"], batch["advantages"], mask, cfg,
+                n_tokens=n_tokens, n_sequences=n_sequences,
+            )  # fmt: skip
+            noted = not idle and any(id(s) in numbers for s in micro)
+            if noted:
+                logps.retain_grad()
             (loss * world.size).backward()  # * ranks: DDP takes the mean, the weights already hold global counts
+        if noted:
+            notes += token_notes(micro, numbers, batch, logps, entropy, old_logps, n_tokens / world.size)
         stats |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
         for name, value in stats.items():
             sums[name] = sums.get(name, 0.0) + value
         log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.nan).flatten())
     log_ratio = torch.cat(log_ratios)
-    has_signal = any(s.advantage != 0 for s in counted)
-    return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], has_signal
+    return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], notes
+
+
+def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
+    """What this pass saw of the tokens of samples in numbers, {id: number}: [(number, {name: [T]})], in thousandths.
+
+    Nats: logp before the update, gap to the sampler, kl (logp - reference), entropy. push: minus the gradient of the
+    loss by logp, times n_tokens: how strongly the update makes the token more likely, in units of an advantage.
+    """
+    columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
+    columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
+    columns = {k: (1000 * x.detach()).nan_to_num().round().long().cpu().numpy() for k, x in columns.items()}  # [N, T]
+    return [
+        (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
+        for i, s in enumerate(micro)
+        if id(s) in numbers
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -844,33 +841,46 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
 
 
 def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
-    """Of all samples of the step, in rewards as the advantages saw them."""
+    """Of all samples of the step, in rewards as the advantages saw them. Names as in TRL."""
     rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
     lengths = np.array([len(s.completion_ids) for s in samples])
     ended = lengths[[s.finish_reason != "length" for s in samples]]
     with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
-        spread = np.nan_to_num(np.nanstd(rewards, 1, ddof=1))
-        metrics = dict(reward=np.nan_to_num(np.nanmean(rewards)), reward_std=spread.mean())
-        metrics |= dict(reward_std_all=np.nan_to_num(np.nanstd(rewards, ddof=1)))
+        metrics = {
+            "reward": np.nan_to_num(np.nanmean(rewards)),
+            "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
+            "reward_std_within_groups": np.nan_to_num(np.nanstd(rewards, 1, ddof=1)).mean(),
+            "advantage_abs": np.mean([abs(s.advantage) for s in samples]),
+            "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        }
         for name in samples[0].parts:
             parts = np.array([s.parts[name] for s in samples], dtype=float)
-            metrics |= {f"reward/{name}": np.nanmean(parts), f"reward/{name}/std": np.nanstd(parts, ddof=1)}
-    metrics |= dict(advantage_abs=np.mean([abs(s.advantage) for s in samples]))
-    metrics |= dict(completion_length=lengths.mean(), truncated_frac=1 - len(ended) / len(lengths))
-    for name, part in (("completion_length", lengths), ("ended_length", ended)):
-        metrics |= {f"{name}_min": part.min(initial=2**31), f"{name}_max": part.max(initial=0)} if len(part) else {}
-    metrics |= dict(ended_length=ended.mean()) if len(ended) else {}
-    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(map(len, samples)))
+            metrics |= {f"rewards/{name}/mean": np.nanmean(parts), f"rewards/{name}/std": np.nanstd(parts, ddof=1)}
+    for kind, part in (("", lengths), ("terminated_", ended)):
+        if len(part):
+            metrics[f"completions/mean_{kind}length"] = part.mean()
+            metrics[f"completions/min_{kind}length"] = part.min()
+            metrics[f"completions/max_{kind}length"] = part.max()
+    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(s.n_tokens for s in samples))
 
 
-def completion_rows(samples: list[Sample], step: int) -> list[dict]:
-    """What completions.jsonl holds."""
+def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
+    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what token_notes has."""
     return [
-        s.extra  # first: a column that a reward logged never hides one of ours
-        | dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
+        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
+        | (dict(logged=s.extra) if s.extra else {})
+        | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
+
+
+def pieces(tokenizer, ids: np.ndarray) -> list[str]:
+    """The text of each token. That of a character in several tokens stands at the last of them."""
+    from tokenizers.decoders import DecodeStream
+
+    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
+    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -879,8 +889,6 @@ def completion_rows(samples: list[Sample], step: int) -> list[dict]:
 
 def wrap(policy: Policy, cfg: Config, world: World):
     """After the engine: it may move this thread to another stream for good, and then finds more memory free."""
-    if cfg.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     if cfg.compile:
         models.compile_layers(policy.model, cfg)
     if world.size == 1:
@@ -890,14 +898,11 @@ def wrap(policy: Policy, cfg: Config, world: World):
 
 
 def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model, float32 parameters, no dropout: every forward gives the same numbers."""
+    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path)
-        for key, value in vars(config).items():
-            if key.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)
+        config = models.without_randomness(AutoConfig.from_pretrained(path))
         # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
         dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
         model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
@@ -907,10 +912,21 @@ def load_model(path: str, cfg: Config):
         raise ConfigError(f"--model {path}: {first_line(error)}") from None
     if found["missing_keys"]:
         raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.eval()
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    return model.eval()  # for good: some models draw random numbers while they train
+
+
+def make_policy(model, cfg: Config, prompts=()) -> Policy:
+    """prompts: on rows as long as they make them, too, its numbers must be those of the model."""
+    try:
+        policy = Policy(model, cfg.temperature)
+        if prompts:
+            longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+            kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+        return policy
+    except ValueError as error:
+        raise ConfigError(f"--model {cfg.model}: {error}") from None
 
 
 def load_reference(cfg: Config, device: torch.device, identity: int | None) -> Policy:
@@ -919,7 +935,7 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None) -> P
     if identity not in (None, fingerprint(model)):
         why = "not the weights that this run began with, so its KL would be measured from another reference"
         raise ConfigError(f"--model {cfg.model}: {why}; name those, or --beta 0")
-    reference = Policy(model, cfg.temperature)  # before the cast: it looks at the model without autocast
+    reference = make_policy(model, cfg)  # before the cast: it looks at the model without autocast
     tied = model.get_input_embeddings().weight
     for module in model.modules() if cfg.dtype == "bfloat16" else []:
         if isinstance(module, nn.Linear) and module.weight is not tied:
@@ -927,76 +943,98 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None) -> P
     return reference
 
 
-def load_policies(cfg: Config, checkpoint, device: torch.device) -> tuple:
+def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.device) -> tuple:
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
-    small = models.is_small(model, device)
+    small = models.is_small(model)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
     cfg = resolved(cfg, small, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
+    models.check_sizes(model, prompts, cfg)
+    policy = make_policy(model, cfg, prompts)
+    if not policy.packs:
+        say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
-    policy = Policy(model, cfg.temperature)
-    need(policy.can_share or cfg.share_prompt != "on", cfg, "share_prompt", "texts of this model do not pack in a row")
-    if not policy.can_share:
-        say("prompts are not shared: texts of this model in one row do not ignore each other")
+    if reference:
+        kernels.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 
-def train(cfg: Config) -> list[dict]:
-    """The whole run; returns its metrics, one dict a step. Step 0 is the eval before the first update."""
+def load_data(cfg: Config) -> tuple:
+    """Rewards, tokenizer, train and eval prompts."""
+    try:
+        rewards = reward_module.load_rewards(cfg.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    tokenizer = rows.load_tokenizer(cfg)
+    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
+    eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
+    return rewards, tokenizer, train_prompts, eval_prompts
+
+
+@contextlib.contextmanager
+def set_up(cfg: Config, command_line: bool):
+    """Everything before the first step, and the end of it all. What can be wrong with flags and files is found first,
+    by every rank by itself; only then is anything written."""
     started = time.monotonic()
-    # what can be wrong with the flags and files is found first, by every rank by itself
-    cfg = validate(cfg)
+    cfg = validate(complete(cfg))
     device = ranks.pick_device(cfg.device)
     models.keep_freed_memory(device)
     models.quiet_transformers(cfg.verbose)
-    rewards, tokenizer = load_rewards(cfg), rows.load_tokenizer(cfg)
-    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
-    eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
-    if cfg.show_prompt:
-        say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
-        return []
+    rewards, tokenizer, train_prompts, eval_prompts = load_data(cfg)
+    prompts = train_prompts + eval_prompts
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
-    cfg, policy, reference, identity = load_policies(cfg, checkpoint, device)
-    model, prompts = policy.model, train_prompts + eval_prompts
-    models.check_sizes(model, prompts, cfg)
-    eos_ids, pad_id = models.special_ids(model, tokenizer, cfg, prompts)
-    kind, why = models.choose_sampler(cfg, device, models.is_small(model, device))
+    cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
+    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg, prompts)
+    kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started) as run:
-        cfg = run.cfg  # an earlier run that was moved aside may have taken --model along
-        source = checkpoint.path if checkpoint else cfg.model
-        sampler = make_sampler(kind, model, eos_ids, pad_id, max(len(p.ids) for p in prompts), cfg, world)
+    with Run(cfg, world, checkpoint, started, command_line) as run:
+        cfg = run.cfg  # with the directory that is its own
+        longest = max(len(p.ids) for p in prompts)
+        sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
         scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
-        ddp = wrap(policy, cfg, world)
         optimizer = make_optimizer(policy, cfg)
-        run.track(model, optimizer, model_writer(model, tokenizer, source), identity)
+        writer = model_writer(policy.model, tokenizer, checkpoint.path if checkpoint else cfg.model)
+        run.track(policy.model, optimizer, writer, identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
         say(
             "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * KL, 0 at first (with "
-            "--loss_reduction token: minus the covariance of advantage and length) while its gradient is not 0"
+            "--loss_reduction token: minus the covariance of advantage and length, over the mean length) while its "
+            "gradient is not 0"
         )
-        with run.clock("sync"):
-            sampler.push(model)
-        if run.eval_due(run.first):
-            run.record_eval(run.first, evaluate(sampler, eval_prompts, tokenizer, scorer, run.first, cfg, world))
+        yield SimpleNamespace(
+            cfg=cfg, run=run, world=world, policy=policy, reference=reference, optimizer=optimizer, sampler=sampler,
+            scorer=scorer, tokenizer=tokenizer, train_prompts=train_prompts, eval_prompts=eval_prompts,
+        )  # fmt: skip
 
+
+def train(cfg: Config, command_line: bool = False) -> list[dict]:
+    """The whole run; returns the lines of metrics.jsonl. command_line: a stop ends the process."""
+    if cfg.show_prompt:
+        first = load_data(validate(complete(cfg)))[2][0]
+        say(f"{first.text}\n{first.ids.tolist()}")
+        return []
+    with set_up(cfg, command_line) as parts:
+        cfg, world, run = parts.cfg, parts.world, parts.run
+        policy, reference, sampler, tokenizer = parts.policy, parts.reference, parts.sampler, parts.tokenizer
+        ddp = wrap(policy, cfg, world)
+        synchronise(parts, run.first)
         for step in run.steps():
             with run.clock("rollout"):
-                prompts = prompts_of_step(train_prompts, step, cfg)
+                prompts = prompts_of_step(parts.train_prompts, step, cfg)
                 samples = sample(sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, tokenizer, cfg, world)
                 sampler.sleep()
             with run.clock("reward"):
-                scores = world.gather([score(samples, scorer, step, cfg)])
+                scores = world.gather([score(samples, parts.scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)
             failures = run.failures(scores, step, len(samples))
-            frac_zero_std = assign_advantages(samples, step, cfg)
+            no_signal = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
                 counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
                 if cfg.updates_per_step > 1:
@@ -1004,21 +1042,26 @@ def train(cfg: Config) -> list[dict]:
                 if reference:
                     compute_logps(reference, counted, "ref_logps", cfg, world)
             with run.clock("update"):
-                metrics = update(policy, ddp, optimizer, samples, step, cfg, world)
-            metrics |= dict(frac_zero_std=frac_zero_std) | sample_metrics(samples, cfg) | failures
-            run.record(step, metrics, completion_rows(samples, step))
-            with run.clock("sync"):
-                sampler.push(model)
-            if run.eval_due(step):
-                run.record_eval(step, evaluate(sampler, eval_prompts, tokenizer, scorer, step, cfg, world))
+                metrics = update(policy, ddp, parts.optimizer, samples, step, cfg, world)
+            metrics |= dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
+            run.record(step, metrics, completion_rows(samples, step, tokenizer))
+            synchronise(parts, step)
         del ddp  # before its process group, which the engine may end
     return run.log.history
+
+
+def synchronise(p, step: int) -> None:
+    """The sampler gets the weights; an eval follows where one is due."""
+    with p.run.clock("sync"):
+        p.sampler.push(p.policy.model)
+    if p.run.eval_due(step):
+        p.run.record_eval(step, evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world))
 
 
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
     less_memory = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, --beta 0"
-    return flags.exit_code("grpo.py", lambda: train(parse_args()), less_memory)
+    return flags.exit_code("grpo.py", lambda: train(parse_args(), command_line=True), less_memory)
 
 
 if __name__ == "__main__":

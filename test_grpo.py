@@ -1,4 +1,4 @@
-"""TODO."""
+"""The algorithm's own tests: gradient, advantages, KL, objective, policy, update. CPU only."""
 
 import dataclasses
 import gc
@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
+import harness.kernels
 import harness.log
 import harness.models
 import harness.ranks
@@ -60,8 +62,7 @@ def gradients_of_ranks(out):
         ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
         samples = samples_of_ranks(dtype, reduction)
         cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
-        cfg = dataclasses.replace(cfg, share_prompt="off" if reduction == "token" else "on")
-        grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world)
+        grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world, packs=reduction != "token")
         results[f"{dtype} {reduction}"] = (grad, metrics["loss"])
     for samples in random_samples(1, 1), random_samples(2, 2):  # fewer samples than ranks: the others join in idle
         grad, metrics = update_gradient(cfg, samples, F64, ddp, policy, world)
@@ -80,16 +81,16 @@ def gradients_of_ranks(out):
 def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
     samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
-    once = dataclasses.replace(cfg, micro_batch_tokens=10**6, share_prompt="off")
-    whole, metrics = update_gradient(once, samples, dtype)
+    once = dataclasses.replace(cfg, micro_batch_tokens=10**6)
+    whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
-    splits = itertools.product((1, 45, 100, 140), ("on", "off"))  # one sample; a few; groups of 5 split in the middle
-    for budget, share in splits:
-        split = dataclasses.replace(cfg, micro_batch_tokens=budget, share_prompt=share)
-        part, m = update_gradient(split, samples, dtype)
+    splits = itertools.product((1, 45, 100, 140), (True, False))  # one sample; a few; groups of 5 split in the middle
+    for budget, packs in splits:
+        split = dataclasses.replace(cfg, micro_batch_tokens=budget)
+        part, m = update_gradient(split, samples, dtype, packs=packs)
         assert relative(part, whole) < tolerance
         assert m["loss"] == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
-        assert m["kl_k3"] == pytest.approx(metrics["kl_k3"], rel=1e-6)
+        assert m["kl"] == pytest.approx(metrics["kl"], rel=1e-6)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -214,7 +215,7 @@ def test_masked_truncation_counts_in_the_baseline_but_not_in_the_loss():
     grad, metrics = update_gradient(cfg, samples)
     only, metrics_only = update_gradient(cfg, samples[:2])
     assert relative(grad, only) < 1e-6  # numerator and denominator
-    for key in ("loss", "entropy", "kl_k3", "sampler_gap"):
+    for key in ("loss", "entropy", "kl", "sampler_gap"):
         assert metrics[key] == pytest.approx(metrics_only[key], rel=1e-5)
 
 
@@ -390,7 +391,7 @@ def test_clipping_is_asymmetric_and_sign_aware():
         one = torch.ones(1, 1)
         loss, stats = grpo_loss(logps, torch.zeros(1, 1, dtype=F64), None, None, advantage * one[0], one, cfg, 1, 1)
         (grad,) = torch.autograd.grad(loss, logps)
-        assert (grad.item() == 0) is active and stats["clip_frac"].item() == active
+        assert (grad.item() == 0) is active and stats["clip_ratio/region_mean"].item() == active
         clipped = min(max(ratio, 0.8), 1.28)
         assert loss.item() == pytest.approx(-min(ratio * advantage, clipped * advantage))
 
@@ -483,7 +484,8 @@ def test_logps_are_the_models_own(kind, options, temperature):
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
         ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
-        logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
+        with harness.kernels.as_loaded(model):
+            logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
         assert torch.allclose(together[i, :n], expected[torch.arange(n), s.completion_ids], atol=1e-5)
@@ -509,7 +511,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
     path = str(tmp_path / "saved")
-    harness.run.model_writer(model, tokenizer, path)(path)
+    harness.checkpoints.model_writer(model, tokenizer, path)(path)
     loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(2, 20)[None]
@@ -528,7 +530,7 @@ def test_end_and_padding_tokens_from_everywhere():
     with pytest.raises(ConfigError, match="names an EOS token"):
         harness.models.special_ids(model, tokenizer, Config(model="m"))
     assert (
-        grpo.decode(harness.rows.load_tokenizer(BUNDLED), ids_of([8, 10**6])) == "3"
+        grpo.decode(harness.rows.load_tokenizer(BUNDLED), ids_of([8, 10**6, 1]), [1]) == "3"
     )  # ids of a padded vocabulary have no text
 
 
@@ -556,7 +558,7 @@ def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path)
     shutil.copy(os.path.join(BUNDLED.model, "generation_config.json"), path)
     cfg = Config(model=path, dtype="bfloat16")
     policy, reference = Policy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
-    assert reference.plain_head and reference.can_share
+    assert reference.plain_head and reference.packs
     kinds = {name: p.dtype for name, p in reference.model.named_parameters()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16 and kinds["model.norm.weight"] == torch.float32
     assert kinds.get("lm_head.weight", kinds["model.embed_tokens.weight"]) == (torch.float32, torch.bfloat16)[not tied]
@@ -566,7 +568,7 @@ def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path)
         assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
     given = dict(model=path, tokenizer=BUNDLED.model, dtype="bfloat16", max_sampler_gap=1e9)
     first, *_, last = small_run(tmp_path / "out", num_minibatches=1, learning_rate=1e-2, **given)
-    assert first["kl_k1"] == first["kl_k3"] == 0 < last["kl_k3"]
+    assert first["kl_k1"] == first["kl"] == 0 < last["kl"]
 
 
 def test_minibatches_cover_every_epoch_without_divisibility():
@@ -588,7 +590,7 @@ def test_several_updates_use_the_rollouts_own_logps():
     before = [s.old_logps.copy() for s in samples]
     optimizer = grpo.make_optimizer(policy, cfg)
     metrics = grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
-    assert metrics["clip_frac"] > 0  # the ratio moved
+    assert metrics["clip_ratio/region_mean"] > 0  # the ratio moved
     now, _ = logps_of(policy, samples)
     assert any(not np.allclose(a, b.detach().numpy()[: len(a)], atol=1e-3) for a, b in zip(before, now, strict=True))
     assert all((a == s.old_logps).all() for a, s in zip(before, samples, strict=True))
@@ -633,7 +635,7 @@ def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
 
     def passes(beta, only):
         policy, seen = Policy(tiny_model(), 1.0), []
-        policy.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]["shape"][0]))
         cfg = Config(beta=beta, max_grad_norm=0, loss_reduction="sequence", micro_batch_tokens=1)
         rows = [dataclasses.replace(s, advantage=s.advantage if only else s.advantage or 1e-30) for s in samples]
         grad, metrics = update_gradient(cfg, rows, policy=policy)
@@ -650,7 +652,7 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     for s in samples[::3]:
         s.in_loss, s.ref_logps = False, None
     policy, seen = Policy(tiny_model(), 1.0), []
-    policy.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]["shape"][0]))
     cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=1)
     grad, _ = update_gradient(cfg, samples, policy=policy)
     whole, _ = update_gradient(cfg, [s for s in samples if s.in_loss])
@@ -666,7 +668,7 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     for s in list(grpo.minibatches(samples, 1, cfg))[1]:
         s.in_loss, s.ref_logps = False, None
     _, metrics = update_gradient(cfg, samples)
-    assert metrics["kl_k3"] > 0 and metrics["skipped_steps"] == 0
+    assert metrics["kl"] > 0 and metrics["skipped_steps"] == 0
 
     scored, compute = [], grpo.compute_logps
 
@@ -677,9 +679,12 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "compute_logps", counted)
     for step in small_run(tmp_path / "out", mask_truncated=True, beta=0.1, max_steps=2, save_every=0):
         old, reference, *scored = scored
-        assert old == reference == [True] * round(15 * (1 - step["truncated_frac"])) and 0 < step["truncated_frac"] < 1
+        assert (
+            old == reference == [True] * round(15 * (1 - step["completions/clipped_ratio"]))
+            and 0 < step["completions/clipped_ratio"] < 1
+        )
     [step] = small_run(tmp_path / "cut", mask_truncated=True, beta=0.1, max_steps=1, max_completion_length=1)
-    assert step["truncated_frac"] == 1 and step["loss"] == step["kl_k3"] == 0
+    assert step["completions/clipped_ratio"] == 1 and step["loss"] == step["kl"] == 0
 
 
 def test_gradient_is_clipped_once_and_logged_before_clipping():
@@ -725,9 +730,9 @@ def gradients_in_their_buckets(out):
     ddp, optimizer = grpo.wrap(policy, cfg, world), grpo.make_optimizer(policy, cfg)
     ddp.register_comm_hook(buckets, lambda state, bucket: reduce_and_note(state, bucket, world))
 
-    def loss(*args):
+    def loss(*args, **options):
         places[-1].append([0 if p.grad is None else p.grad.data_ptr() for p in policy.parameters()])
-        return honest(*args)
+        return honest(*args, **options)
 
     grpo.grpo_loss = loss
     for step in range(1, 5):

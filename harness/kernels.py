@@ -1,11 +1,21 @@
-"""What makes the policy fast: the chunked head with its own backward, and rows without padding with their attention."""
+"""What makes the policy fast, and what a first reader can skip: the output head in chunks with its own backward, rows
+without padding and their attention, and the check that both give the model's own numbers.
+
+N = samples, T = completion tokens (padded), n = real completion tokens, S = tokens of a row, V = vocabulary, H = hidden
+units.
+"""
 
 import contextlib
 import functools
+import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
+
+# ----------------------------------------------------------------------------------------------------------------
+# The output head: log-probabilities without logits
 
 HEAD_CHUNK = dict(cpu=2**26, cuda=2**27)  # logits alive at once in the output head, in elements: 0.25 and 0.5 GB
 
@@ -69,15 +79,8 @@ class HeadLogps(torch.autograd.Function):
         return torch.cat(grad_hidden[::-1]), grad_weight, grad_bias, None, None
 
 
-@torch.no_grad()
-def head_is_plain(model) -> bool:
-    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
-    ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
-    head, body = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, torch.nn.Linear) or body is model:
-        return False
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+# ----------------------------------------------------------------------------------------------------------------
+# Rows, made on the host, which knows all lengths: inside a pass nothing waits for the device
 
 
 def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
@@ -89,72 +92,123 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
     return out
 
 
-def pack_row(input_ids, prompt_lengths, groups, mask):
-    """input_ids [N, L], right-padded, prompt_lengths [N], groups [N] of rows with the same prompt, mask [N, T] of the
-    completions -> the row [1, S], its positions in the texts [1, S], what attention needs (see packed_attention), and
-    where in the row stands the token before each completion token [n]."""
-    (N, T), device = mask.shape, input_ids.device
-    lengths, order = mask.sum(1).sort(descending=True, stable=True)  # [N]: completions lie by length in the row
-    input_ids, prompt_lengths, groups = input_ids[order], prompt_lengths[order], groups[order]
-    names, which = groups.unique(return_inverse=True)  # [P], [N]: the row of its prompt
-    first = (groups == names[:, None]).int().argmax(-1)  # [P]: a sample that has it
-    L = int(prompt_lengths.max())
-    column = torch.arange(L, device=device)[None]  # [1, L]
-    real = column < prompt_lengths[first, None]  # [P, L]
-    place = real.flatten().cumsum(0).view_as(real) - 1  # [P, L]: where in the row
-    ids, at = input_ids[first, :L][real], column.expand_as(real)[real]
-    blocks = [(place, place, real.flatten().nonzero()[:, 0], column, column)]
-    read = place[which].gather(1, prompt_lengths[:, None] - 1)  # [N, 1]: the last token of each prompt
-    if T > 1:
-        rest = mask[order, 1:]  # [N, T-1]: nothing follows the last token, so it is not in the row
-        follows = prompt_lengths[:, None] + torch.arange(T - 1, device=device)  # [N, T-1]
-        after = rest.flatten().cumsum(0).view_as(rest) - 1 + len(ids)  # [N, T-1]
-        ids = torch.cat([ids, input_ids.gather(1, follows.clamp(max=input_ids.shape[1] - 1))[rest]])
-        at, read = torch.cat([at, follows[rest]]), torch.cat([read, after], 1)
-        k_at = torch.where(torch.cat([real[which], rest], 1), torch.cat([column.expand(N, -1), follows], 1), 2**30)
-        q_at = torch.where(rest, follows, prompt_lengths[:, None] - 1)  # padding sees what its prompt saw
-        k_from = torch.cat([place[which], after], 1)
-        # attention pads: in two blocks of like lengths, if that saves a fifth of it
-        cuts = torch.arange(N, device=device)
-        area, cut = map(int, (cuts * T + (N - cuts) * lengths).min(0))  # of the rows before the cut and those after it
-        for start, end in ((0, cut), (cut, N)) if 5 * area < 4 * N * T else ((0, N),):
-            if t := int(lengths[start]) - 1:  # else nothing follows the prompts
-                rows, keys = slice(start, end), slice(L + t)
-                used = rest[rows, :t].flatten().nonzero()[:, 0]
-                blocks.append((after[rows, :t], k_from[rows, keys], used, q_at[rows, :t], k_at[rows, keys]))
-    return ids[None], at[None], blocks, read[order.argsort()][mask]
+def spans(starts, lengths) -> np.ndarray:
+    """start, start + 1, ... of each span, one after the other: [sum of the lengths]."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)
+
+
+def rows_of(samples, packs: bool, multiple: int = 1) -> dict:
+    """Where the tokens of a micro-batch lie, as arrays; samples have group, prompt.ids and completion_ids.
+
+    packs: one row [1, S] without padding: each group's prompt once, then the completions, long ones first, without
+    their last tokens, which nothing follows. Only attention knows what belongs together (blocks: see packed_attention).
+    Else a row for each text [N, L], padded on the right, where causal attention does not see it.
+    targets [n]: the completions' tokens; place [n]: where they stand in [N, T]; read [n]: the place in the rows of the
+    token before each, whose output predicts it.
+    """
+    P = np.array([len(s.prompt.ids) for s in samples])  # [N]
+    C = np.array([len(s.completion_ids) for s in samples])  # [N]
+    N, T = len(samples), C.max()
+    row = dict(shape=(N, int(T)), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
+    row |= dict(place=spans(np.arange(N) * T, C))
+    if not packs:
+        ids = padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64)  # [N, L]
+        return row | dict(ids=ids, read=spans(np.arange(N) * ids.shape[1] + P - 1, C))
+    prompts = {s.group: s.prompt.ids for s in samples}
+    order = np.argsort(-C, kind="stable")
+    sizes = np.array([*map(len, prompts.values()), *(C[order] - 1)])
+    starts = np.cumsum(sizes) - sizes
+    prompt_start, prompt_size, start = starts[: len(prompts)], sizes[: len(prompts)], np.empty(N, np.int64)
+    start[order] = starts[len(prompts) :]
+    number = {group: i for i, group in enumerate(prompts)}
+    which = np.array([number[s.group] for s in samples])  # [N]: the sample's prompt
+    ids = np.concatenate([*prompts.values(), *(samples[i].completion_ids[:-1] for i in order)]).astype(np.int64)
+    positions = spans(np.concatenate([0 * prompt_size, P[order]]), sizes)
+    read = spans(start - 1, C)
+    read[np.cumsum(C) - C] = (prompt_start + prompt_size - 1)[which]  # a first token follows its prompt
+    blocks = [block(prompt_start, 0 * prompt_size, prompt_start, prompt_size, multiple)]
+    for part in two_parts(order, C[order]):
+        blocks.append(block(prompt_start[which[part]], P[part], start[part], C[part] - 1, multiple))
+    return row | dict(ids=ids[None], positions=positions[None], read=read, blocks=blocks)
+
+
+def two_parts(order, lengths) -> list:
+    """Attention pads a block: long completions apart from short ones, where that saves a fifth of it."""
+    N, cuts = len(order), np.arange(len(order))
+    area = cuts * lengths[0] + (N - cuts) * lengths  # of the rows before the cut and those after it
+    cut = area.argmin() if 5 * area.min() < 4 * N * lengths[0] else 0
+    longest = {0: lengths[0], cut: lengths[cut]}
+    return [order[a:b] for a, b in ((0, cut), (cut, N)) if a < b and longest[a] > 1]  # 1: nothing follows the prompts
+
+
+def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
+    """Texts [N], each a prompt and what follows it, by their starts in the row and their sizes; the queries are what
+    follows. -> q_from [N, T] and k_from [N, K], places in the row; which queries are real, in [N * T]; q_at [N, T] and
+    k_at [N, K], positions in the text."""
+    p_start, p_size, start, size = (x[:, None] for x in (prompt_start, prompt_size, start, size))
+    t = np.arange(size.max())
+    k = np.arange(-(-(p_size + size).max() // multiple) * multiple)
+    last = size - 1  # padding asks what the last token asks, and is seen by none
+    q_from, k_from = (
+        start + np.minimum(t, last),
+        np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last)),
+    )
+    q_at, k_at = p_size + np.minimum(t, last), np.where(k < p_size + size, k, 2**30)
+    if not p_size.any():  # prompts: causal attention does not see the padding on their right
+        q_at, k_at = t[None], k[None]
+    return q_from, k_from, np.flatnonzero(t < size), q_at, k_at
+
+
+def to_device(x, device: torch.device):
+    """Arrays, also within dicts, lists and tuples, as tensors there; the copy to a GPU is not waited for."""
+    if isinstance(x, dict):
+        return {name: to_device(item, device) for name, item in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(to_device(item, device) for item in x)
+    if not isinstance(x, np.ndarray):
+        return x
+    x = torch.from_numpy(np.ascontiguousarray(x))
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Attention in a row of many texts
 
 
 @contextlib.contextmanager
 def packed(blocks):
-    """Within it the model's attention takes its row for these blocks of texts."""
+    """Within it the model's attention takes its row for these blocks of texts; None: rows are plain ones."""
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionMaskInterface.register("packed", functools.partial(packed_masks, blocks))
+    AttentionMaskInterface.register("packed", functools.partial(packed_masks, blocks) if blocks else sdpa_mask)
     try:
         yield
     finally:
         AttentionMaskInterface.register("packed", sdpa_mask)
 
 
-def packed_masks(blocks, mask_function, **_):
+def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     """Stands in for the mask builder of transformers, which every layer gets its mask from. The model's own rule of
     who sees whom (causal, a sliding window, chunks) is asked by position in the text, not by place in the row."""
-    masks = [mask_function(0, 0, q_at[:, :, None], k_at[:, None]) for *_, q_at, k_at in blocks]  # [N or 1, T, K]
-    plain = [m.shape[0] == 1 and torch.equal(m, m.new_ones(m.shape).tril()) for m in masks]  # the fast causal kernel
-    masks = [None if causal else m[:, None] for m, causal in zip(masks, plain, strict=True)]
-    return [(*block[:3], mask) for block, mask in zip(blocks, masks, strict=True)]
-
-
-def attention_by_products(module, query, key, value, mask, scaling=None, **_):
-    """Attention of short texts on a CPU, where the fused kernel's backward takes 5 times as long in bfloat16."""
-    (N, heads, T, D), (few, K) = query.shape, key.shape[1:3]
-    mask = query.new_ones(T, K, dtype=torch.bool).tril() if mask is None else mask[:, None]
-    bias = torch.where(mask, 0.0, -torch.inf).to(value.dtype)  # [T, K] or [N, 1, 1, T, K]
-    query = (query * (scaling or D**-0.5)).to(value.dtype).reshape(N, few, -1, D)  # heads that have one key: as rows
-    scores = (query @ key.to(value.dtype).transpose(2, 3)).view(N, few, -1, T, K) + bias
-    out = scores.softmax(-1).view(N, few, -1, K) @ value
-    return out.view(N, heads, T, -1).transpose(1, 2), None
+    kind = torch.device(device).type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+    flash = kind != "cuda" or (dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0))
+    found = []
+    for q_from, k_from, real, q_at, k_at in blocks:
+        ends = torch.tensor([[0], [k_at.shape[1] - 1]])  # the first token sees itself, the last one all: plain causal
+        seen, expected = (
+            mask_function(0, 0, ends, torch.arange(k_at.shape[1])[None]),
+            torch.arange(k_at.shape[1]) <= ends,
+        )
+        if q_at.shape == k_at.shape and q_at.shape[0] == 1 and flash and torch.equal(seen, expected):  # prompts
+            found.append((q_from, k_from, real, None))  # the fast causal kernel
+            continue
+        mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
+        found.append(
+            (q_from, k_from, real, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None])
+        )  # once for all layers
+    return found
 
 
 @torch.compiler.disable  # many shapes: compiled, it would be compiled again and again
@@ -165,41 +219,145 @@ def packed_attention(module, query, key, value, attention_mask, **options):
     if not isinstance(attention_mask, list):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     parts = []
-    for q_from, k_from, real, mask in attention_mask:
+    for q_from, k_from, real, bias in attention_mask:
         q, k, v = (
             x[0].transpose(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape).transpose(1, 2)
             for x, source in ((query, q_from), (key, k_from), (value, k_from))
         )  # [N, heads, T or K, D]
         short = k.shape[2] <= (1024 if v.dtype == torch.bfloat16 else 256)  # its square is kept for backward
-        attend = attention_by_products if short and v.device.type == "cpu" else sdpa_attention_forward
-        out = attend(module, q, k, v, mask, **options)[0]  # [N, T, heads, D]
+        by_products = options.get("softcap") or (short and v.device.type == "cpu")
+        attend = attention_by_products if by_products else sdpa_attention_forward
+        out = attend(module, q, k, v, bias, **options)[0]  # [N, T, heads, D]
         parts.append(out.flatten(0, 1).index_select(0, real))
     return torch.cat(parts)[None], None
 
 
-@torch.no_grad()
-def packs_exactly(model, hidden) -> bool:
-    """Whether texts that lie in one row ignore each other: not so where more than attention looks back. hidden: what
-    a Policy computes. Leaves the model with an attention that can do it."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+def attention_by_products(module, query, key, value, bias, scaling=None, softcap=None, **_):
+    """Attention of short texts on a CPU, where the fused kernel's backward takes 5 times as long in bfloat16, and of
+    models that cap its scores, which no fused kernel does. bias [N or 1, 1, T, K], or None: causal."""
+    (N, heads, T, D), (few, K) = query.shape, key.shape[1:3]
+    if bias is None:
+        bias = torch.full((T, K), -torch.inf, dtype=value.dtype, device=value.device).triu(1)[None, None]
+    query = (query * (scaling or D**-0.5)).to(value.dtype).reshape(N, few, -1, D)  # heads that have one key: as rows
+    scores = (query @ key.to(value.dtype).transpose(2, 3)).view(N, few, -1, T, K)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    out = (scores + bias[:, None]).softmax(-1).view(N, few, -1, K) @ value
+    return out.view(N, heads, T, -1).transpose(1, 2), None
 
-    config, device = model.config.get_text_config(), next(model.parameters()).device
-    if config._attn_implementation not in ("sdpa", "packed"):
-        return False
+
+# ----------------------------------------------------------------------------------------------------------------
+# Whether all this gives the model's own numbers: measured, never guessed from its architecture
+
+ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4 of it, one wrong key 0.01 to 1
+
+
+@torch.no_grad()
+def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
+    """Chooses packed rows if they give the log-probabilities of the model as transformers loaded it, else padded ones.
+
+    When a policy is made, on three short texts; at the start of a run once more, on tokens of its prompts `ids`, with
+    texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
+    the neighbours' lengths. ValueError if padded rows are off, too.
+    """
+    from transformers import AttentionInterface
+
     AttentionInterface.register("packed", packed_attention)
-    AttentionMaskInterface.register("packed", sdpa_mask)
-    # two prompts, two completions each; every token differs
-    prompts, completions = torch.tensor([[5, 5, 3, 3], [2, 4, 3, 2]], device=device)
-    ids = torch.arange(1, 37, device=device).reshape(4, 9) % config.vocab_size
-    ids[1, :5], ids[3, :3] = ids[0, :5], ids[2, :3]
-    mask = torch.arange(4, device=device) < completions[:, None]
+    few, ids = (
+        min(8, longest // 2),
+        np.resize(np.array(ids) % policy.model.config.get_text_config().vocab_size, longest + 24),
+    )
+    prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
+    texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
+    others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
+    if not hasattr(policy.model, "loaded_attention"):
+        policy.model.loaded_attention = own_attention(policy, texts)
+    with as_loaded(policy.model):
+        expected = own_logps(policy, texts)
+    for packs in (True, False) if policy.packs else (False,):
+        use_rows(policy, packs)
+        with contextlib.suppress(Exception) if packs else contextlib.nullcontext():  # as of bodies without positions
+            logps = policy(to_device(rows_of(others + texts, packs), policy.model.device))[0][-3:]
+            # in long rows the median: rounding may send a token to another expert
+            distance = far(logps, expected, share=0.5 if budget else 1.0)
+            if distance <= ROUNDING:
+                return
+    raise ValueError(
+        f"its log-probabilities are off by {distance:.2g} of their spread here. A longer row beside it may change "
+        "a text (RoPE of kind longrope, dynamic): keep prompt and completion within the original positions"
+    )
+
+
+def text(group: int, prompt, completion):
+    return SimpleNamespace(group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion)
+
+
+def own_logps(policy, texts) -> list:
+    """For each text, alone: the model's own log-probabilities of its completion and the spread of their logits, [T]."""
+    model, results = policy.model, []
+    for sample in texts:
+        T, ids = len(sample.completion_ids), np.concatenate([sample.prompt.ids, sample.completion_ids]).astype(np.int64)
+        few = dict(logits_to_keep=T + 1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        logits = model(input_ids=to_device(ids[None], model.device), use_cache=False, **few).logits[0, -T - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / policy.temperature  # [T, V]
+        targets = to_device(ids[-T:, None], model.device)  # [T, 1]
+        results.append((logits.log_softmax(-1).gather(-1, targets)[:, 0], logits.std(-1)))
+    return results
+
+
+def far(logps, expected, share=1.0) -> float:
+    """How far log-probabilities are off, in spreads of their logits: in the worst text, what this share of its tokens
+    does not exceed."""
+    distances = [
+        ((a[: len(b)] - b).abs() / spread).nan_to_num(nan=torch.inf)
+        for a, (b, spread) in zip(logps, expected, strict=True)
+    ]
+    return max(x.quantile(share, interpolation="lower").item() for x in distances)
+
+
+def own_attention(policy, texts) -> str:
+    """As loaded; but eager, where that is another function: sdpa leaves out what no fused kernel has, such as the cap
+    on Gemma 2's scores. ValueError if two forwards of the same differ."""
+    config, found = policy.model.config.get_text_config(), own_logps(policy, texts)
+    loaded = config._attn_implementation
+    if far([logps for logps, _ in own_logps(policy, texts)], found) > 0:
+        raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
+    if loaded != "sdpa":
+        return loaded
+    config._attn_implementation = "eager"
+    return "eager" if far([logps for logps, _ in own_logps(policy, texts)], found) > ROUNDING else loaded
+
+
+def use_rows(policy, packs: bool) -> None:
+    policy.packs = packs
+    policy.model.config.get_text_config()._attn_implementation = "packed" if packs else policy.model.loaded_attention
+
+
+@contextlib.contextmanager
+def as_loaded(model):
+    """Within it the model attends as transformers loaded it, for sampling."""
+    config = model.config.get_text_config()
+    settled = config._attn_implementation
+    config._attn_implementation = getattr(model, "loaded_attention", settled)
     try:
-        config._attn_implementation = "packed"
-        rows, one = hidden(ids, prompts, mask), hidden(ids, prompts, mask, prompts)
-        # rounding in float32 makes 1e-6 to 1e-4 of it, one wrong key 0.04 to 0.9
-        exact = ((rows - one).norm(dim=-1) <= 1e-2 * rows.norm(dim=-1)).all().item()
-    except Exception:
-        exact = False
-    config._attn_implementation = "packed" if exact else "sdpa"
-    return exact
+        yield
+    finally:
+        config._attn_implementation = settled
+
+
+@torch.no_grad()
+def head_is_plain(model) -> bool:
+    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
+    ids = torch.arange(1, 9, device=model.device)[None]
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or body is model:
+        return False
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+
+
+def recompute(model, on: bool) -> None:
+    """Layers with gradient checkpointing ask whether they train, which nothing else is to hear."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = on

@@ -1,10 +1,11 @@
 """What a run writes and shows: the log, metrics, dashboards."""
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import math
 import os
-import sys
 import time
 from datetime import timedelta
 
@@ -12,13 +13,14 @@ import numpy as np
 import torch
 
 import view
-from harness.flags import TrainingError, say
+from harness.flags import ConfigError, TrainingError, first_line, say
 from harness.ranks import World
 
 
 def gap_sums(log_ratio, cfg) -> tuple[dict, np.ndarray]:
     """How far the sampler is from the trainer, log(trainer / sampler) of a rank's tokens [n]: sums of absolute values,
     of truncated importance weights and of their squares, the largest of each, and every k-th value for quantiles."""
+    log_ratio = log_ratio[~log_ratio.isinf()]  # inf: a token that the sampler did not draw. NaN stays, and ends the run
     gap = log_ratio.abs()
     weight = log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
     values = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist() if len(gap) else [0.0] * 3
@@ -46,7 +48,8 @@ def gap_metrics(parts: list[tuple], cfg) -> dict:
     metrics = dict(sampler_gap=total / n, sampler_gap_max=worst, sampler_ratio_q01=low, sampler_ratio_q99=high)
     if cfg.tis_cap:
         # ess: the effective share of the tokens
-        metrics |= dict(tis_mean=weight / n, tis_max=largest, tis_ess=weight**2 / (n * square))
+        name = "sampling/importance_sampling_ratio"
+        metrics |= {f"{name}/mean": weight / n, f"{name}/max": largest, "tis_ess": weight**2 / (n * square)}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -67,111 +70,116 @@ class JsonLines:
     """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
 
     def __init__(self, path: str, last_step: int):
-        """Keeps the lines up to last_step: what an interrupted run wrote after its checkpoint is made again."""
-        kept = []
-        if last_step >= 0 and os.path.exists(path):
-            with open(path, "rb") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
-                        if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
-                            kept.append(line)
-        with open(path + ".new", "wb") as file:
-            file.writelines(kept)
-        os.replace(path + ".new", path)
-        self.path, self.pending, self.size = path, [], sum(map(len, kept))
-        self.last = self.size - len(kept[-1]) if kept else 0  # where the last line begins
+        """Cuts off what an interrupted run wrote after its checkpoint: that is made again."""
+        self.path, self.pending, self.size = path, b"", 0
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            for line in file:
+                later = not line.endswith(b"\n")
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    later = later or json.loads(line)["step"] > last_step
+                if later:
+                    break
+                self.size += len(line)
+        self.write()
 
-    def write(self, *records, again=False) -> None:
-        """again: in place of the last line."""
-        if again and self.pending:
-            self.pending.pop()
-        elif again:
-            self.size = self.last
-        self.pending += [json.dumps(record, default=str).encode() + b"\n" for record in records]
+    def write(self, *rows) -> None:
+        self.pending += b"".join(json.dumps(finite(row), default=str).encode() + b"\n" for row in rows)
         try:
-            with open(self.path, "r+b") as file:
-                file.seek(self.size)
-                file.write(b"".join(self.pending))
-                file.truncate()  # half a line of a write that failed
+            with open(self.path, "ab") as file:
+                self.size = min(self.size, file.tell())  # less: it was moved away, and begins anew
+                file.truncate(self.size)  # half a line of a write that failed
+                file.write(self.pending)
         except OSError as error:
-            say(f"cannot write {self.path} ({error.strerror}): {len(self.pending)} lines wait for the next try")
-            return
-        self.size += sum(map(len, self.pending))
-        self.last = self.size - len(self.pending[-1]) if self.pending else self.last
-        self.pending = []
+            say(f"cannot write {self.path} ({error.strerror}): what is missing waits for the next try")
+        else:
+            self.size, self.pending = self.size + len(self.pending), b""
 
 
 class Log:
-    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step or a progress bar, curves.png."""
+    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step, curves.png, a dashboard."""
 
-    def __init__(self, cfg, resumed_from: int, rank0: bool):
-        """resumed_from: the step of the checkpoint, whose lines are kept; -1 for a new run."""
-        from tqdm import tqdm
-
-        self.cfg, self.history, self.rank0, self.shown = cfg, [], rank0, ""
+    def __init__(self, cfg, first: int, started: float, rank0: bool):
+        """first: the step that the run begins after."""
+        self.cfg, self.first, self.started, self.rank0 = cfg, first, started, rank0
+        self.history, self.shown, self.loop_started = [], "", time.monotonic()
         if rank0:
-            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), resumed_from)
-            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), resumed_from)
+            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
+            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = view.read_jsonl(self.metrics.path)
-            self.report = reporter(cfg)
-        off = not (rank0 and sys.stderr.isatty())
-        self.bar = tqdm(total=cfg.max_steps, initial=max(0, resumed_from), unit="step", disable=off)
-        self.first, self.started = max(0, resumed_from), time.monotonic()
+            try:
+                self.send, self.finish = reporter(cfg)
+            except Exception as error:
+                raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
-        metrics |= dict(num_tokens=metrics["tokens"] + (self.history[-1].get("num_tokens", 0) if self.history else 0))
-        metrics = finite(metrics)
+        before = next((m["num_tokens"] for m in reversed(self.history) if "num_tokens" in m), 0)
+        metrics = finite(metrics | dict(num_tokens=metrics["tokens"] + before))
         self.history.append(metrics)
         if not self.rank0:
             return
-        count = self.cfg.log_completions
+        rows = rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions]
         self.metrics.write(metrics)
-        self.completions.write(*map(finite, rows if count < 0 else rows[:count]))
-        self.report(metrics["step"], trl_names(metrics), rows)
+        self.completions.write(*rows)
+        seconds = (time.monotonic() - self.loop_started) / (metrics["step"] - self.first)
+        left = timedelta(seconds=round(seconds * (self.cfg.max_steps - metrics["step"])))
+        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if view.is_number(metrics.get(key))]
+        skipped = f" SKIPPED {metrics['skipped_steps']} (gradient not finite)" if metrics["skipped_steps"] else ""
+        line = f"step {metrics['step']}/{self.cfg.max_steps} {' '.join(shown)}{skipped}"
+        say(f"{line} | {metrics['tokens_per_s']:.0f} tok/s, {left} left")
         if rows:
             row = rows[metrics["step"] % len(rows)]
             self.shown = f"  sample: {short(row['prompt'])} -> {short(row['completion'])} reward {row['reward']:g}"
-        self.bar.set_postfix(reward=metrics["reward"], refresh=False)
-        self.bar.update()
-        if self.bar.disable:
-            seconds_per_step = (time.monotonic() - self.started) / (metrics["step"] - self.first)
-            say(log_line(metrics, self.cfg.max_steps, seconds_per_step))
+        self.report(self.send, metrics, rows)
 
-    def add(self, step: int, metrics: dict) -> None:
-        """To the line of the step, or as a line of its own."""
-        again = bool(self.history) and self.history[-1]["step"] == step
-        line = (self.history.pop() if again else dict(step=step)) | metrics
-        self.history.append(line)
+    def eval(self, step: int, metrics: dict) -> None:
+        """A line of its own, after that of its step."""
+        self.history.append(finite(dict(step=step) | metrics))
         if self.rank0:
-            self.metrics.write(finite(line), again=again)
-            self.report(step, trl_names(metrics), [])
-            say(f"step {step}: eval accuracy {accuracy(line)}, length {line['eval_length']:.3g}")
+            self.metrics.write(self.history[-1])
+            say(f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}")
             if self.shown:
                 say(self.shown)
+            self.report(self.send, self.history[-1], [])
 
-    def close(self, total_seconds: float, best: dict) -> None:
+    def report(self, call, *args) -> None:
+        """What only talks does not end a run."""
+        try:
+            call(*args)
+        except Exception as error:
+            say(f"--report_to {self.cfg.report_to} failed: {first_line(error)}")
+
+    def best(self) -> int:
+        """The step of the highest eval accuracy; 0: none yet."""
+        evals = [m for m in self.history if m["step"] and view.is_number(m.get("eval_accuracy"))]
+        return max(evals, key=lambda m: m["eval_accuracy"], default=dict(step=0))["step"]
+
+    def close(self) -> None:
         """Draws the curves and says the greppable end of the log."""
-        train_seconds = time.monotonic() - self.started
-        self.bar.close()
         if not self.rank0:
             return
-        out, mine = self.cfg.out_dir, [m for m in self.history if m["step"] > self.first]
-        picture = os.path.join(out, "curves.png")
-        try:
-            view.draw([out], picture)
-        except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
-            say(f"no curves.png: {error}")
-            picture = ""
+        self.metrics.write()  # what waits
+        self.completions.write()
+        out, now = self.cfg.out_dir, time.monotonic()
+        mine = [m for m in self.history if m["step"] > self.first and "tokens" in m]
         evals = [m for m in self.history if m.get("eval_accuracy") is not None]
         values = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1])) if evals else {}
-        seconds = sum(v for m in mine for k, v in m.items() if k.startswith("time_"))
         values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))
-        values |= dict(train_seconds=f"{train_seconds:.1f}", total_seconds=f"{total_seconds:.1f}")
-        values |= dict(tokens_per_s=f"{sum(m.get('tokens', 0) for m in mine) / max(seconds, 1e-9):.0f}")
-        values |= dict(best=f"{out}/best, of step {best['step']}") if os.path.islink(os.path.join(out, "best")) else {}
-        values |= dict(out_dir=out) | (dict(curves=picture) if picture else {})
-        values |= dict(samples=f"python view.py {out} --step")
+        values |= dict(train_seconds=f"{now - self.loop_started:.1f}", total_seconds=f"{now - self.started:.1f}")
+        speed = sum(m["tokens"] for m in mine) / max(1e-9, sum(m["step_time"] for m in mine))
+        values |= dict(tokens_per_s=f"{speed:.0f}", out_dir=out, samples=f"python view.py {out} --step")
+        if os.path.islink(os.path.join(out, "best")):
+            values |= dict(best=f"{out}/best, of step {self.best()}")
+        try:
+            view.draw([out], os.path.join(out, "curves.png"))
+            values |= dict(curves=os.path.join(out, "curves.png"))
+        except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
+            say(f"no curves.png: {error}")
+        self.report(self.finish)
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
+
+
+SHOWN = {"reward": "reward", "completions/mean_length": "length", "loss": "loss", "grad_norm": "grad"}
+SHOWN |= {"frac_reward_zero_std": "no-signal", "kl": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
 
 
 def finite(values):
@@ -191,60 +199,41 @@ def accuracy(metrics: dict) -> str:
     return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
 
 
-def log_line(m: dict, max_steps: int, seconds_per_step: float) -> str:
-    """The line of one step."""
-    left = timedelta(seconds=round(seconds_per_step * (max_steps - m["step"])))
-    shown = {"reward": "reward", "completion_length": "length", "loss": "loss", "grad_norm": "grad"}
-    shown |= {"frac_zero_std": "no-signal", "kl_k3": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
-    line = f"step {m['step']}/{max_steps}"
-    for key, name in shown.items():
-        line += f" {name} {m[key]:.3g}" if view.is_number(m.get(key)) else ""
-    line += f" SKIPPED {m['skipped_steps']} (gradient not finite)" if m.get("skipped_steps") else ""
-    return line + f" | {m['tokens_per_s']:.0f} tok/s, {left} left"
+def installed(package: str) -> bool:
+    """A folder of that name is no package: wandb writes to one in the working directory."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
-def reporter(cfg):
-    """A function (step, values, rows) that sends a step to a dashboard; imports its package only when asked."""
+def reporter(cfg) -> tuple:
+    """Two functions: send(metrics, rows) to a dashboard under TRL's names, and finish(). Imports what is asked for."""
+
+    def named(metrics):
+        found = {f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v for k, v in metrics.items()}
+        return {name: value for name, value in found.items() if view.is_number(value)}
+
+    if cfg.report_to == "none":
+        return lambda metrics, rows: None, lambda: None
     if cfg.report_to == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(cfg.out_dir)
-        return lambda step, values, rows: [writer.add_scalar(k, v, step) for k, v in values.items()] and writer.flush()
-    if cfg.report_to == "wandb":
-        import wandb
+        writer = SummaryWriter(cfg.out_dir, flush_secs=10)
 
-        run = wandb.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), dir=cfg.out_dir)
-        columns = ["step", "prompt", "completion", "reward", "advantage"]
+        def send(metrics, rows):
+            for name, value in named(metrics).items():
+                writer.add_scalar(name, value, metrics["step"])
 
-        def report(step, values, rows):
-            table = [[row[name] for name in columns] for row in rows[: max(0, cfg.log_completions)]]
-            run.log(values | (dict(completions=wandb.Table(columns, table)) if rows else {}), step=step)
+        return send, writer.close
 
-        return report
-    return lambda step, values, rows: None
+    def send(metrics, rows):
+        values, names = named(metrics), ("step", "prompt", "completion", "advantage")
+        if rows:
+            table = [{name: row[name] for name in names} | row["parts"] | row.get("logged", {}) for row in rows]
+            values["completions"] = package.Table(dataframe=pandas.DataFrame(table))
+        run.log(values, step=metrics["step"])
 
-
-TRL_NAMES = dict(  # where it is the same quantity; the others keep their names
-    lr="learning_rate", frac_zero_std="frac_reward_zero_std", kl_k3="kl", clip_frac="clip_ratio/region_mean",
-    reward_std="reward_std_within_groups", reward_std_all="reward_std",  # TRL's is over the whole batch
-    completion_length="completions/mean_length", truncated_frac="completions/clipped_ratio",
-    completion_length_min="completions/min_length", completion_length_max="completions/max_length",
-    ended_length="completions/mean_terminated_length", ended_length_min="completions/min_terminated_length",
-    ended_length_max="completions/max_terminated_length", sampler_gap="sampling/sampling_logp_difference/mean",
-    sampler_gap_max="sampling/sampling_logp_difference/max", tis_mean="sampling/importance_sampling_ratio/mean",
-    tis_max="sampling/importance_sampling_ratio/max",
-)  # fmt: skip
-
-
-def trl_names(metrics: dict) -> dict:
-    """The metrics under the names that TRL's GRPOTrainer gives them: dashboards carry over."""
-    values = {}
-    for key, value in metrics.items():
-        if key.startswith("eval_"):
-            name = "eval/" + key.removeprefix("eval_")
-        elif key.startswith("reward/"):
-            name = f"train/rewards/{key.removeprefix('reward/')}" + ("" if key.endswith("/std") else "/mean")
-        else:
-            name = "train/" + TRL_NAMES.get(key, key)
-        values |= {name: value} if view.is_number(value) else {}
-    return values | {"train/step_time": sum(v for k, v in metrics.items() if k.startswith("time_"))}
+    package, pandas = importlib.import_module(cfg.report_to), importlib.import_module("pandas")
+    os.environ.setdefault("WANDB_DIR", cfg.out_dir)
+    resume = "allow" if cfg.resume == "latest" else "never"
+    run = package.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume)
+    return send, run.finish

@@ -1,14 +1,23 @@
 """What is asked of any model, and what the builds of vLLM differ in."""
 
+import contextlib
 import ctypes
 import math
 import os
+import re
+import sys
+import tempfile
 
 import torch
 
 from harness.flags import ConfigError, need, say
 from harness.ranks import World
 from harness.rows import Prompt, template_options
+
+SMALL = 10e6  # parameters under which a model is a toy: threads, bfloat16 and an engine cost more than they bring
+CACHE_BLOCK = 32  # tokens of a block of vLLM's cache on a CPU; samples of a prompt share whole blocks
+CACHE_LIMIT = 2**31  # bytes that this cache takes at most
+COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
 
 
 def quiet_transformers(verbose: bool) -> None:
@@ -19,21 +28,24 @@ def quiet_transformers(verbose: bool) -> None:
         logging.set_verbosity_error()
 
 
-SMALL = 10e6  # parameters under which a CPU model is a toy: threads, bfloat16 and an engine cost more than they bring
-
-
-def is_small(model, device: torch.device) -> bool:
-    return device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
-
-
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU with glibc: what is freed stays in the process, for the next tensor. Given back and asked for again, its
     pages are filled with zeros by the kernel each time, a tenth of an update of 135 M parameters."""
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "mallopt"):
-        M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # malloc.h
-        libc.mallopt(M_MMAP_MAX, 0)  # else each large tensor is a mapping of its own
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: else each large tensor is a mapping of its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def is_small(model) -> bool:
+    return sum(p.numel() for p in model.parameters()) < SMALL
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Without emulation: a CUDA card below 8.0 emulates it, slowly, and vLLM refuses it there."""
+    asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
+    cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+    return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def compile_layers(model, cfg) -> None:
@@ -46,10 +58,21 @@ def compile_layers(model, cfg) -> None:
         layer.compile(dynamic=True)
 
 
-def fast_bfloat16(device: torch.device) -> bool:
-    asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
-    cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
-    return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported())
+def freeze_unused(model) -> None:
+    """Freezes what text does not reach, such as a vision tower: DDP would wait for its gradient. An expert that these
+    two tokens do not choose is not unused."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    nodes, reached = {model(input_ids=ids, use_cache=False).logits.grad_fn}, set()
+    while nodes:
+        reached |= nodes
+        nodes = {after for node in nodes for after, _ in node.next_functions if after} - reached
+    used = {id(node.variable) for node in reached if hasattr(node, "variable")}
+    learns = {name: p for name, p in model.named_parameters() if p.requires_grad and ".experts." not in name}
+    unused = [name for name, p in learns.items() if id(p) not in used]
+    for name in unused:
+        learns[name].requires_grad_(False)
+    if unused:
+        say(f"{len(unused)} tensors that text does not use are frozen: {unused[0]}, ...")
 
 
 def check_sizes(model, prompts: list[Prompt], cfg) -> None:
@@ -73,10 +96,10 @@ def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
         raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token it knows")
     turn = end_of_turn(tokenizer, cfg) if any(p.messages for p in prompts) else None
     if turn not in (None, *eos):
-        token = tokenizer.convert_ids_to_tokens(turn)
         say(
-            f"warning: the chat template ends a turn with {token}, which ends no completion: add its id, {turn}, to "
-            "eos_token_id in the model's generation_config.json, or name a --tokenizer whose EOS token it is"
+            f"warning: the chat template ends a turn with {tokenizer.convert_ids_to_tokens(turn)}, which ends no "
+            f"completion: add its id, {turn}, to eos_token_id in the model's generation_config.json, or name a "
+            "--tokenizer whose EOS token it is"
         )
     pad = tokenizer.pad_token_id
     return eos, pad if pad is not None and 0 <= pad < words else eos[0]
@@ -85,28 +108,32 @@ def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
 def end_of_turn(tokenizer, cfg) -> int | None:
     """The special token that the chat template writes after an answer, if there is one."""
     turns = [dict(role=role, content="xyz") for role in ("user", "assistant")]
-    options = template_options(cfg) | dict(tokenize=False)
     try:
-        text = tokenizer.apply_chat_template(turns, **options).rpartition("xyz")[2]
+        text = tokenizer.apply_chat_template(turns, **(template_options(cfg) | dict(tokenize=False)))
     except Exception:  # it wants other messages
         return None
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text.rpartition("xyz")[2], add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
 
-CACHE_BLOCK = 32  # tokens: of its cache of keys and values on a CPU; samples of a prompt share whole blocks of it
+def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
+    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
+    if cfg.rollout == "hf":
+        return "hf", "asked for"
+    if cfg.rollout == "auto" and small:
+        return "hf", "vLLM would take longer to start than it saves on a model this small"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(cfg, device)
+    if problem and cfg.rollout == "vllm":
+        raise ConfigError(f"--rollout vllm: {problem}")
+    return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
-CACHE_LIMIT = 2**31  # bytes that this cache takes at most
-
-
-COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
-
-
-def find_vllm(device: torch.device, verbose: bool) -> str:
+def find_vllm(cfg, device: torch.device) -> str:
     """Prepares this process for an engine inside it; what stands in the way, or nothing."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: weights go by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
+    if cfg.dtype == "float32":  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
     install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
     try:
         from vllm.platforms import current_platform
@@ -119,16 +146,27 @@ def find_vllm(device: torch.device, verbose: bool) -> str:
     return ""
 
 
-def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
-    if cfg.rollout == "hf":
-        return "hf", "asked for"
-    if cfg.rollout == "auto" and small:
-        return "hf", "vLLM would take longer to start than it saves on a model this small"
-    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(device, cfg.verbose)
-    if problem and cfg.rollout == "vllm":
-        raise ConfigError(f"--rollout vllm: {problem}")
-    return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
+@contextlib.contextmanager
+def quiet(verbose: bool):
+    """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
+    if verbose:
+        yield
+        return
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    saved = {target: os.dup(target) for target in (1, 2)}
+    with tempfile.TemporaryFile() as hidden:
+        try:
+            for target in saved:
+                os.dup2(hidden.fileno(), target)
+            yield
+            hidden.truncate(0)
+        finally:
+            for target, handle in saved.items():
+                os.dup2(handle, target)
+                os.close(handle)
+            hidden.seek(0)
+            sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
 
 
 def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
@@ -142,6 +180,21 @@ def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
     rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
     one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
     return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def without_randomness(config):
+    """The config with every dropout and jitter at 0, in those of its parts, too."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_diff_dict"):
+            without_randomness(value)
+        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def fill_with_nan(model) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
 
 
 def repack(model) -> None:
@@ -161,7 +214,7 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
 
     vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
     """
-    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], {}, number % COLUMNS
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name == "weight" and hasattr(module, "cpu_linear"):
@@ -171,5 +224,5 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
             else:
                 columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
             columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))
-    return sum(bits for _, bits in found)
+            found[id(p)] = int(columns.view(integers).sum(dtype=torch.int64))
+    return sum(found.values())

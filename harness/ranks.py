@@ -1,11 +1,8 @@
 """Ranks: the same code with one process and with many; seeds."""
 
-import contextlib
 import os
-import pickle
 import random
-import sys
-import tempfile
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from harness.flags import ConfigError
+
+DRIVER = "/proc/driver/nvidia/version"
 
 
 @dataclass
@@ -27,44 +26,21 @@ class World:
         """The lists of all ranks, one after the other, on every rank."""
         if self.size == 1:
             return items
-        mine, sizes = to_bytes(items), torch.empty(self.size, 1, dtype=torch.int64)
-        dist.all_gather(list(sizes), torch.tensor([len(mine)]))
-        received = torch.empty(self.size, int(sizes.max()), dtype=torch.uint8)  # [ranks, longest]
-        received[self.rank, : len(mine)] = torch.from_numpy(mine)
-        dist.all_gather(list(received), received[self.rank])
-        return [item for part in received.numpy() for item in from_bytes(part)]
-
-
-def to_bytes(items: list) -> np.ndarray:
-    """[n] uint8: the number of its parts, their lengths, and the parts: each array as it lies in memory, then the rest,
-    pickled."""
-    arrays = []
-    rest = pickle.dumps(items, 5, buffer_callback=arrays.append)
-    parts = [np.frombuffer(part, np.uint8) for part in (*(array.raw() for array in arrays), rest)]
-    lengths = np.array([len(parts), *map(len, parts)])  # int64
-    fill = [np.zeros(-len(part) % 8, np.uint8) for part in parts]  # every part begins at a multiple of 8
-    return np.concatenate([lengths.view(np.uint8), *(x for pair in zip(parts, fill, strict=True) for x in pair)])
-
-
-def from_bytes(data: np.ndarray) -> list:
-    """The items again. Their arrays lie in data: nothing of them is copied. What follows in data is ignored."""
-    count = int(data[:8].view(np.int64)[0])
-    lengths = data[8 : 8 * (count + 1)].view(np.int64)
-    room = -(-lengths // 8) * 8
-    starts = 8 * (count + 1) + np.cumsum(room) - room
-    *arrays, rest = (data[start : start + n] for start, n in zip(starts, lengths, strict=True))
-    return pickle.loads(rest, buffers=arrays)
-
-
-def is_rank0() -> bool:
-    """Known from torchrun's environment, before the ranks have met."""
-    return int(os.environ.get("RANK", 0)) == 0
+        lists = [None] * self.size
+        dist.all_gather_object(lists, items)
+        return [item for part in lists for item in part]
 
 
 def pick_device(kind: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if kind == "auto" and torch.version.cuda and not cuda and os.path.exists(DRIVER):  # never a silent run on the CPU
+        with open(DRIVER) as file:
+            driver = re.search(r"\d+(\.\d+)+", file.read())
+        why = f"has the driver {driver and driver[0]}, which torch for CUDA {torch.version.cuda} cannot use"
+        raise ConfigError(f"--device auto: the GPU here {why}: install a newer driver, or say --device cpu")
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
+        kind = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch sees no GPU")
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
 
@@ -93,25 +69,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool):
-    """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    if verbose:
-        yield
-        return
-    sys.stdout.flush()
-    saved = [os.dup(1), os.dup(2)]
-    with tempfile.TemporaryFile() as hidden:
-        try:
-            os.dup2(hidden.fileno(), 1)
-            os.dup2(hidden.fileno(), 2)
-            yield
-            hidden.truncate(0)
-        finally:
-            for target, handle in enumerate(saved, 1):
-                os.dup2(handle, target)
-                os.close(handle)
-            hidden.seek(0)
-            sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))

@@ -1,6 +1,6 @@
 """Seconds, CPU seconds and memory of a step: this trainer, TRL on the same work, and the floor of both.
 
-    python3.11 -m venv .trl-venv && .trl-venv/bin/pip install --no-deps -r requirements-cpu.txt
+    python3.11 -m venv .trl-venv && .trl-venv/bin/pip install --no-deps --retries 1 -r requirements-cpu.txt
     .trl-venv/bin/pip install trl==1.16.0
     python studies/bench.py --trl .trl-venv/bin/python --model FOLDER/model       # of real_model.py
     python studies/bench.py --settings bundled "30M"                              # this trainer and the floor
@@ -233,7 +233,7 @@ def run_ours(files, spec, extra) -> dict:
 
     grpo.Policy.forward, harness.run.Clock.__call__ = counted, clock
     harness.log.Log.step, harness.run.Run.steps = logged, begins
-    harness.run.Run.save = harness.run.Run.rehearse = lambda self: None
+    harness.run.Run.save = lambda self: None
     grpo.train(grpo.parse_args(flags(files, spec, "auto") + extra))
     return record.result(sum(p.numel() for p in policies[0].parameters()))
 
@@ -263,7 +263,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
         harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
-        cfg = grpo.resolved(cfg, harness.models.is_small(trainer.model, world.device), world.device)
+        cfg = grpo.resolved(cfg, harness.models.is_small(trainer.model), world.device)
         harness.models.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
@@ -330,7 +330,7 @@ def run_floor(files, spec) -> dict:
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = grpo.resolved(cfg, harness.models.is_small(model, world.device), world.device)
+    cfg = grpo.resolved(cfg, harness.models.is_small(model), world.device)
     harness.models.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)

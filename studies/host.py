@@ -237,7 +237,7 @@ class Host:
         """CPU seconds of a rank by part, and the bytes that it received by phase."""
         cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
         world, policy, plan = Rank(rank, size, peers, meter), NoPolicy(meter), grpo.plan
-        log, on_gpu = harness.log.Log(cfg, -1, rank == 0), World(rank, size, torch.device("cuda"))
+        log, on_gpu = harness.log.Log(cfg, 0, 0.0, rank == 0), World(rank, size, torch.device("cuda"))
         samples = [dataclasses.replace(s) for s in self.samples if s.group % size == rank]
         meter.seconds["decode"] = sum(self.decode[rank::size])
 
@@ -273,7 +273,7 @@ class Host:
             scores = world.gather([grpo.score(samples, self.scorer, 1, cfg)])
             world.phase = "exchange"
             samples = sorted(world.gather(samples), key=lambda s: s.group)
-            failures = harness.run.Run.failures(SimpleNamespace(say_once=print), scores, 1, len(samples))
+            failures = harness.run.Run.failures(SimpleNamespace(said=set()), scores, 1, len(samples))
             frac_zero_std = grpo.assign_advantages(samples, 1, cfg)
             counted = [s for s in samples if s.in_loss] or samples
             world.phase = "log-probabilities"

@@ -24,6 +24,7 @@ import torch
 from common import HERE, plt, save
 
 import grpo
+import harness.checkpoints
 import harness.models
 import harness.ranks
 import harness.rows
@@ -146,12 +147,12 @@ def check_resume(m) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path, state = os.path.join(folder, "step"), dict(optimizer=m.optimizer.state_dict())
-        harness.run.write_checkpoint(path, path + ".partial", m.model.save_pretrained, state)
+        harness.checkpoints.write_checkpoint(path, m.model.save_pretrained, state)
         runs = [step(m.policy, m.optimizer)]
         for _ in range(2):
             policy = Policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
             optimizer = grpo.make_optimizer(policy, m.cfg)
-            optimizer.load_state_dict(harness.run.load_checkpoint(path).state.pop("optimizer"))
+            optimizer.load_state_dict(harness.checkpoints.load_checkpoint(path).state.pop("optimizer"))
             runs.append(step(policy, optimizer))
             del policy, optimizer
             free(m)
@@ -411,7 +412,7 @@ def main() -> int:
             check_resume(m)
         else:
             LEFT_OUT.append("a resumed step: with one process only")
-            weights = m.world.gather([harness.run.fingerprint(m.model)])
+            weights = m.world.gather([harness.checkpoints.fingerprint(m.model)])
             right(m, "all ranks have the same weights after an update", len(set(weights)) == 1, f"{len(set(weights))}")
         speed(m, args.quick)
         memory(m)

@@ -26,6 +26,8 @@ import pytest
 import torch
 
 import grpo
+import harness.checkpoints
+import harness.kernels
 import harness.models
 import harness.rows
 import harness.run
@@ -97,9 +99,10 @@ class Recorder:
             p.grad = None
 
 
-def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU):
+def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
+    harness.kernels.use_rows(policy, packs)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
@@ -228,7 +231,7 @@ def lines(path):
         return [json.loads(line) for line in file]
 
 
-def small_run(out, **options):
+def small_run(out, command_line=False, **options):
     """A run of seconds whose reward (short completions) has a signal from the first step."""
     rows = os.path.join(os.path.dirname(out), "rows.jsonl")
     if not os.path.exists(rows):
@@ -240,26 +243,30 @@ def small_run(out, **options):
     settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
-        return grpo.train(Config(**(settings_ | options)))
+        return grpo.train(Config(**(settings_ | options)), command_line)
 
 
-def logps_of(policy, samples, shared=False):
-    batch = grpo.collate(samples, CPU.device)
-    groups = batch["groups"] if shared else None
-    return policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"], groups)
+def logps_of(policy, samples, packs=None):
+    """packs: in one row, or in padded ones, whatever the policy itself would do."""
+    own = policy.packs
+    harness.kernels.use_rows(policy, own if packs is None else packs)
+    try:
+        return policy(grpo.collate(samples, CPU.device, policy.packs))
+    finally:
+        harness.kernels.use_rows(policy, own)
 
 
 MODELS = [
     ("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3", {}), ("llama", {}), ("gemma", {}),
-    ("gemma2", {}),  # soft-caps its logits after the head
+    ("gemma2", dict(attn_logit_softcapping=1.0)),  # caps its logits after the head, and its attention, as sdpa does not
     ("gemma3", dict(sliding_window=4)), ("mistral", dict(sliding_window=4)), ("mixtral", {}),
     ("qwen2", dict(vocab_size=64)),
 ]  # fmt: skip
 
 
-def in_bfloat16(policy, samples, shared=False):
+def in_bfloat16(policy, samples, packs=None):
     with torch.autocast("cpu", torch.bfloat16):
-        return logps_of(policy, samples, shared)
+        return logps_of(policy, samples, packs)
 
 
 def texts(completions):
@@ -305,9 +312,9 @@ def messages(prompts, completions, completion_ids, trainer_state, log_extra, log
 
 def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
-    timing = ("time_", "tokens_per_s")
+    timing = ("time_", "step_time", "tokens_per_s")
     metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
-    newest = harness.run.checkpoints(str(out))[-1]
+    newest = harness.checkpoints.checkpoints(str(out))[-1]
     with open(os.path.join(newest, "model.safetensors"), "rb") as file:
         return metrics, lines(out / "completions.jsonl"), file.read()
 
@@ -323,7 +330,7 @@ def undisturbed(tmp_path_factory):
 def copy_cut_back(run, out, saved):
     """A copy of a run that kept every checkpoint, as if it had been killed after its first `saved` ones."""
     shutil.copytree(run, out)
-    for path in harness.run.checkpoints(str(out))[saved:]:
+    for path in harness.checkpoints.checkpoints(str(out))[saved:]:
         shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Directories as the hub has them, of tiny models of many families."""
 
 import json
 

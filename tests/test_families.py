@@ -1,19 +1,22 @@
-"""TODO."""
+"""Models of many families: their templates, tokenizers, ends, and what is asked of any of them."""
 
 import json
+import os
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import grpo
+import harness.checkpoints
 import harness.models
 import harness.rows
 import harness.run
 from grpo import Config
 from harness.flags import ConfigError
-from tests.common import ids_of, lines, part, texts
+from tests.common import CPU, ids_of, part, texts, tiny_model
 from tests.families import BARS, CHATML, FAMILIES, HEADERS, IM, QWEN_IDS, SAMPLING, TURNS, family, family_run
 
 pytest_plugins = "tests.common"
@@ -89,9 +92,7 @@ def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
     options = dict(chat_template_kwargs='{"date_string": "1 May"}') if name == "llama3" else {}
     for messages, expected in zip((QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True):
         if expected is None:
-            with pytest.raises(
-                ConfigError, match="row 1: chat template: (System role not|it leaves out the system mes)"
-            ):
+            with pytest.raises(ConfigError, match="row 1: chat template: (System role not|it leaves out the system)"):
                 encode([dict(prompt=messages)], tokenizer, **options)
             continue
         for short, word in SHORT.get(name, {}).items():
@@ -100,12 +101,9 @@ def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
         assert prompt.text == expected
         assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
         if messages[-1]["role"] == "user":
-            assert (
-                encode([dict(prompt=messages)], tokenizer, **options)[0].ids.tolist()
-                == tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, **json.loads(options.get("chat_template_kwargs", "{}"))
-                )["input_ids"]
-            )
+            given = json.loads(options.get("chat_template_kwargs", "{}"))
+            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)["input_ids"]
+            assert prompt.ids.tolist() == written
     assert "warning" not in capsys.readouterr().out
 
 
@@ -138,10 +136,8 @@ def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path, capsy
     assert capsys.readouterr().out == f"{said} enable_thinking\n"  # R1 thinks whatever it is told
     encode([dict(prompt="1+2?")], qwen3, chat=True, chat_template_kwargs='{"enable_think": false}')
     assert capsys.readouterr().out == f"{said} enable_think\n"
-    assert (
-        begun.endswith("<think>\n")
-        and part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
-    )
+    assert begun.endswith("<think>\n")
+    assert part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
     assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
     ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]  # added tokens, but not special ones
     assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
@@ -169,7 +165,10 @@ def rows_of_two(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FEW = ("llama3", "gemma2")  # byte-level BPE, and pieces with soft-capped logits; the others are slow
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -203,9 +202,9 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
     assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
 
 
-def test_no_generation_config_changes_what_is_sampled(tmp_path, rows_of_two):
+def test_no_generation_config_changes_what_is_sampled(tmp_path):
     """Neither what it asks of sampling, nor whether it asks to sample, nor what transformers would refuse to save."""
-    found = {}
+    found = []
     for i, generation in enumerate([
         dict(do_sample=None), SAMPLING | dict(do_sample=True), SAMPLING | dict(do_sample=False),
         dict(num_beams=4, length_penalty=0.5, no_repeat_ngram_size=1),
@@ -213,17 +212,18 @@ def test_no_generation_config_changes_what_is_sampled(tmp_path, rows_of_two):
         dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
     ]):  # fmt: skip
         path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
-        family_run(path, tmp_path / f"out{i}", rows_of_two)
-        found[i] = [(row["completion"], row["length"]) for row in lines(tmp_path / f"out{i}" / "completions.jsonl")]
-        saved = tmp_path / f"out{i}" / "step_000001" / "generation_config.json"
-        assert saved.read_text() == (path / "generation_config.json").read_text()
-    assert all(other == found[0] for other in found.values()) and len({length for _, length in found[0]}) > 1
+        cfg = Config(model=str(path), max_completion_length=30)
+        model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
+        sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
+        found.append(texts(sampler.generate([ids_of([5, 6, 7])], 40, [0], 1.0)[0]))
+    assert all(other == found[0] for other in found) and len({len(ids) for ids in found[0]}) > 1
 
 
-def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two, capsys):
+def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     """As with tokens that were added and embeddings that were not."""
     path, ids = family(tmp_path / "model", "qwen2", size=263)  # 259 to 262 are the special tokens, 263 has no row
-    tokenizer = harness.rows.load_tokenizer(Config(model=str(path)))
+    cfg = Config(model=str(path))
+    tokenizer = harness.rows.load_tokenizer(cfg)
     assert len(tokenizer) == 262
     tokenizer.add_tokens(["<answer>"])
     tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
@@ -231,33 +231,89 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two, capsy
     assert tokenizer.pad_token_id == 263
     [metrics] = family_run(path, tmp_path / "out", rows_of_two)  # whose prompts differ in length, so there is padding
     assert metrics["sampler_gap"] < 1e-5
-    cfg, model = Config(model=str(path)), grpo.load_model(str(path), Config())
+    model = grpo.load_model(str(path), cfg)
     tokenizer.add_special_tokens(dict(eos_token="[END]"))
-    assert harness.models.special_ids(model, tokenizer, cfg) == (
-        [ids[end] for end in QWEN_IDS["ends"]],
-        ids["<|im_end|>"],
-    )
+    ends = [ids[end] for end in QWEN_IDS["ends"]]
+    assert harness.models.special_ids(model, tokenizer, cfg) == (ends, ids["<|im_end|>"])
     model.generation_config.eos_token_id = [264, -1]
-    with pytest.raises(
-        ConfigError, match="--model .*: neither generation_config nor tokenizer names an EOS token it kno"
-    ):
+    message = "--model .*: neither generation_config nor tokenizer names an EOS token it knows"
+    with pytest.raises(ConfigError, match=message):
         harness.models.special_ids(model, tokenizer, cfg)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "[PAD]"}\n')
-    with pytest.raises(ConfigError, match="--model .*: its tokenizer makes the token id 263, and the model knows 263"):
-        family_run(path, tmp_path / "out", str(tmp_path / "rows.jsonl"))
+    prompt = grpo.Prompt(ids_of([1, 263]), "", {})
+    for names, said in ((dict(model="m"), "--model m: its tokenizer "), (dict(tokenizer="t"), "--tokenizer t: ")):
+        with pytest.raises(ConfigError, match=f"{said}makes the token id 263, and the model knows 263"):
+            harness.models.check_sizes(model, [prompt], Config(max_completion_length=8, **names))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_a_turn_whose_end_ends_no_completion_is_said(name, tmp_path, rows_of_two, capsys):
+def test_a_turn_whose_end_ends_no_completion_is_said(name, encode, tmp_path, capsys):
     """As of base models that have a chat template, and of chat models whose files forget an EOS token."""
     end = "<|endoftext|>" if name == "qwen2" else "<eos>"
     path, ids = family(tmp_path / "model", name, eos=end, ends=[end])
-    turn = "<|im_end|>" if name == "qwen2" else "<end_of_turn>"
+    turn, cfg = "<|im_end|>" if name == "qwen2" else "<end_of_turn>", Config(model=str(path))
     said = f"warning: the chat template ends a turn with {turn}, which ends no completion: add its id, {ids[turn]}, to "
-    family_run(path, tmp_path / "out", rows_of_two)
-    assert said in capsys.readouterr().out
-    family_run(path, tmp_path / "out", rows_of_two, chat=False)
-    assert said not in capsys.readouterr().out
+    model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
+    for chat in (True, False):
+        prompts = encode([dict(prompt="1+2?")], tokenizer, chat=chat)
+        assert harness.models.special_ids(model, tokenizer, cfg, prompts)[0] == [ids[end]]
+        assert (said in capsys.readouterr().out) is chat
+
+
+def test_parameters_that_no_text_reaches_are_frozen(capsys):
+    """The vision tower of a multimodal class: on two ranks DDP would wait for its gradient."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    text = sizes | dict(vocab_size=64, num_key_value_heads=1, head_dim=16, max_position_embeddings=128)
+    config = Gemma3Config(text_config=text, vision_config=sizes | dict(image_size=28, patch_size=14))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    harness.models.freeze_unused(model)
+    assert "tensors that text does not use are frozen: model.vision_tower.embeddings" in capsys.readouterr().out
+    for name, p in model.named_parameters():
+        assert p.requires_grad is not ("vision_tower" in name or "multi_modal_projector" in name)
+    for kind, options in (("qwen2", dict(tie_word_embeddings=True)), ("mixtral", {}), ("gemma2", {})):
+        model = tiny_model(kind, **options)
+        harness.models.freeze_unused(model)
+        assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert capsys.readouterr().out == ""
+
+
+def test_small_models_and_bfloat16_on_every_device(monkeypatch):
+    assert harness.models.is_small(tiny_model())
+    with torch.device("meta"):
+        assert not harness.models.is_small(torch.nn.Linear(10_000, 1000))
+    asked = []
+
+    def supported(including_emulation=True):  # as of a T4
+        asked.append(including_emulation)
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert not harness.models.fast_bfloat16(torch.device("cuda")) and asked == [False]
+
+
+def test_what_the_engine_finds_in_its_environment(monkeypatch):
+    names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TRITON_F32_DEFAULT")
+    for dtype, precision in (("bfloat16", None), ("float32", "ieee")):
+        mine = {name: value for name, value in os.environ.items() if name not in names}
+        monkeypatch.setattr(os, "environ", mine | {names[0]: "1"})  # a user's: the push of weights needs one process
+        monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+        kind, why = harness.models.choose_sampler(Config(dtype=dtype), CPU.device, False)
+        assert kind == "hf" and "vllm cannot be imported" in why
+        assert [os.environ.get(name) for name in names] == ["0", "ERROR", precision]
+
+
+def test_quiet_and_verbose(capfd):
+    for verbose in (False, True):
+        with harness.models.quiet(verbose):
+            os.write(1, b"engine")
+        assert ("engine" in capfd.readouterr().out) is verbose
+    with pytest.raises(RuntimeError), harness.models.quiet(False):
+        os.write(1, b"from a driver\n" * 30)
+        os.write(2, b"the last line")
+        raise RuntimeError
+    shown = capfd.readouterr()
+    assert shown.out == "" and shown.err == "from a driver\n" * 19 + "the last line"
 
 
 def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_two, capsys):
@@ -273,5 +329,5 @@ def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_
     [other] = (out / "step_000002").rglob("tool_use.jinja")
     other.write_text("changed")
     with pytest.raises(OSError, match="tool_use.jinja is not as it was written"):
-        harness.run.load_checkpoint(str(out / "step_000002"))
+        harness.checkpoints.load_checkpoint(str(out / "step_000002"))
     assert "could not save" not in capsys.readouterr().out

@@ -1,23 +1,24 @@
-"""TODO."""
+"""Flags, exit codes, and what is said."""
 
 import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import shutil
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import grpo
-import harness.ranks
 from grpo import Config
-from harness.flags import ConfigError
-from tests.common import BUNDLED, HERE, lines, random_samples, run, small_run
+from harness import flags
+from harness.flags import ConfigError, TrainingError
+from tests.common import BUNDLED, CPU, HERE, lines, random_samples, small_run
 
 pytest_plugins = "tests.common"
 
@@ -25,128 +26,157 @@ pytest_plugins = "tests.common"
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate?"),
-        (["--num_generations", "1"], "--num_generations 1: must be at least 2"),
-        (["--num_prompts", "0"], "--num_prompts 0: must be at least 1"),
-        (["--beta", "-1"], "--beta -1.0: must be at least 0"),
-        (["--beta", "nan"], "--beta nan: must be a finite number"),
-        (["--learning_rate", "inf"], "--learning_rate inf"),
-        (["--temperature", "0"], "--temperature 0.0: must be above 0"),
-        (["--num_prompts", "many"], "--num_prompts"),
-        (["--kl_estimator", "k5"], "--kl_estimator"),
-        (["--kl_in", "reward"], "--kl_in reward: takes --kl_estimator k1 only"),
-        (["--clip_low", "2"], "--clip_low 2.0"),
-        (["--mask_truncated", "maybe"], "--mask_truncated"),
-        (["--num_minibatches", "1000"], "--num_minibatches 1000"),
-        (["--num_generations", "1000000000000"], "--num_generations 1000000000000: must be at most 1048576"),
-        (["--max_completion_length", "100000000000"], "--max_completion_length 100000000000: must be at most"),
-        (["--seed", str(2**32)], f"--seed {2**32}: must be at most 2147483647"),
-        (["--seed", "-1"], "--seed -1: must be at least 0"),
-        (["--model", "m"], "--train_data : needed, with a --model of your own"),
-        (["--chat_template_kwargs", "{"], "--chat_template_kwargs {: must be a JSON object"),
-        (["--chat_template_kwargs", "[1]"], "--chat_template_kwargs [1]: must be a JSON object"),
-        (["--vllm_tensor_parallel_size", "2"], "--vllm_tensor_parallel_size 2: must divide the 1 ranks"),
+        ("--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate?"),
+        ("--zzz", "unknown flag --zzz; see --help"),
+        ("--num_generations 1", "--num_generations 1: must be at least 2"),
+        ("--num_prompts 0", "--num_prompts 0: must be at least 1"),
+        ("--beta -1", "--beta -1.0: must be at least 0"),
+        ("--beta nan", "--beta nan: must be a finite number"),
+        ("--learning_rate inf", "--learning_rate inf: must be a finite number"),
+        ("--temperature 0", "--temperature 0.0: must be above 0"),
+        ("--reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
+        ("--vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0.0: must be above 0"),
+        ("--vllm_gpu_memory_utilization 1.1", "--vllm_gpu_memory_utilization 1.1: must be at most 1"),
+        ("--num_prompts many", "--num_prompts: invalid int value: 'many'"),
+        ("--kl_estimator k5", "--kl_estimator k5: must be one of k1, k2, k3, k4, wk3"),
+        ("--kl_in reward", "--kl_in reward: takes --kl_estimator k1 only"),
+        ("--clip_low 2", "--clip_low 2.0: must be at most 1"),
+        ("--mask_truncated maybe", "--mask_truncated maybe: must be true or false"),
+        ("--num_minibatches 1000", "--num_minibatches 1000"),
+        ("--num_generations 1000000000000", "--num_generations 1000000000000: must be at most 1048576"),
+        ("--max_completion_length 100000000000", "--max_completion_length 100000000000: must be at most 2147483647"),
+        (f"--seed {2**32}", f"--seed {2**32}: must be at most 2147483647"),
+        ("--seed -1", "--seed -1: must be at least 0"),
+        ("--model m", "--train_data : needed, with a --model of your own"),
+        ("--chat_template_kwargs {", "--chat_template_kwargs {: must be a JSON object"),
+        ("--chat_template_kwargs [1]", "--chat_template_kwargs [1]: must be a JSON object"),
     ],
 )
 def test_impossible_flags_are_refused(args, message):
     with pytest.raises(ConfigError) as error:
-        grpo.parse_args(args)
+        grpo.parse_args(args.split())
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_bundled_tasks_flags_apply_where_no_model_is_named(tmp_path):
-    assert grpo.parse_args([]) == BUNDLED == grpo.validate(Config())
-    assert grpo.validate(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
-    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
-    mine = grpo.parse_args(["--train_data", "rows.jsonl"])
-    assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
-    for flags in (["--model", "m"], ["--model", "m", "--seed", "1"]):
-        cfg = grpo.parse_args([*flags, "--train_data", "rows.jsonl"])
-        assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
-    assert Config(beta=0.04).warmup_steps == 0 and Config().kl_estimator == "wk3"
-
-
-@pytest.mark.parametrize("value", ["x", None, 1.5, True])
-def test_values_of_the_wrong_type_are_refused(value):
-    with pytest.raises(ConfigError, match="--num_prompts .*: must be"):
-        grpo.validate(dataclasses.replace(BUNDLED, num_prompts=value))
-
-
-def test_what_a_model_brings_is_checked_before_anything_is_written(tmp_path):
-    """Truncated, mismatched, incomplete and odd model files; more tokens than the model has positions or words."""
-
-    def refused(message, change=lambda path: None, **options):
-        path = tmp_path / "model"
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(BUNDLED.model, path)
-        change(path)
-        with pytest.raises(ConfigError, match=message) as error:
-            small_run(tmp_path / "out", **(dict(model=str(path)) | options))
-        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-
-    def config(**changes):
-        def change(path):
-            known = json.loads((path / "config.json").read_text())
-            (path / "config.json").write_text(json.dumps(known | changes))
-
-        return change
-
-    def without(name):
-        from safetensors.torch import load_file, save_file
-
-        def change(path):
-            weights = load_file(path / "model.safetensors")
-            del weights[name]
-            save_file(weights, path / "model.safetensors", metadata=dict(format="pt"))
-
-        return change
-
-    refused("--model .*", lambda path: os.truncate(path / "model.safetensors", 1000))
-    refused("--model .*", lambda path: (path / "config.json").write_text("[]"))
-    refused("--model .*", lambda path: (path / "tokenizer.json").write_text("{"))
-    refused("--model .*", config(hidden_size=64))
-    refused("no weights for model.norm.weight", without("model.norm.weight"))
-    refused("--max_completion_length 250: .* more than the model's 256 positions", max_completion_length=250)
-    other = tmp_path / "tokenizer"
-    shutil.copytree(BUNDLED.model, other)
-    vocabulary = json.loads((other / "tokenizer.json").read_text())
-    words = vocabulary["model"]["vocab"]
-    words["="] = 99
-    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
-    refused("--tokenizer .*: makes the token id 99, and the model knows 18", tokenizer=str(other))
-
-
-def test_a_terminal_that_is_not_utf8(tmp_path):
-    """A sample with an accent must not end a run before its save."""
-    model = tmp_path / "model"
-    shutil.copytree(BUNDLED.model, model)
-    tokenizer = (model / "tokenizer.json").read_text()
-    (model / "tokenizer.json").write_text(tokenizer.replace('"="', '"é"'))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2é", "answer": "3"}\n')
-    flags = dict(model=model, train_data=tmp_path / "rows.jsonl", eval_data=tmp_path / "rows.jsonl", num_prompts=1)
-    flags |= dict(max_completion_length=4, max_steps=1, rollout="hf", out_dir=tmp_path / "out")
-    done = run(*[x for k, v in flags.items() for x in (f"--{k}", v)], env=dict(PYTHONIOENCODING="ascii"))
-    assert done.returncode == 0 and r"\xe9" in done.stdout, done.stderr[-2000:]
+@pytest.mark.parametrize(
+    "changes, message",
+    [(dict(num_prompts=value), "must be a whole number") for value in ("x", None, 1.5, True, float("inf"))]
+    + [
+        (dict(chat=1), "must be true or false"),
+        (dict(model=None), "must be text"),
+        (dict(beta="x"), "must be a number"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=f"--{next(iter(changes))} .*: {message}"):
+        grpo.validate(dataclasses.replace(BUNDLED, **changes))
 
 
 def test_flags_reach_the_config():
     cfg = grpo.parse_args("--beta 0.5 --mask_truncated --compile false --non_stop_reward -1 --resume".split())
-    assert (cfg.beta, cfg.mask_truncated, cfg.compile, cfg.non_stop_reward, cfg.resume) == (
-        0.5,
-        True,
-        False,
-        -1.0,
-        "latest",
-    )
+    found = (cfg.beta, cfg.mask_truncated, cfg.compile, cfg.non_stop_reward, cfg.resume)
+    assert found == (0.5, True, False, -1.0, "latest")
     assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
+    assert grpo.validate(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
     # what may be asked for in the reward without a KL to put there
     grpo.parse_args("--kl_in reward --beta 0".split())
     grpo.parse_args("--kl_in reward --kl_estimator k1".split())
 
 
-def test_k1_as_a_loss_warns(tmp_path, capsys):
+def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
+    assert grpo.parse_args([]) == BUNDLED == grpo.validate(Config())
+    assert grpo.validate(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
+    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
+    mine = grpo.parse_args(["--train_data", "rows.jsonl"])
+    assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
+    for args in (["--model", "m"], ["--model", "m", "--seed", "1"]):
+        cfg = grpo.parse_args([*args, "--train_data", "rows.jsonl"])
+        assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
+    assert Config(beta=0.04).warmup_steps == 0 and Config().kl_estimator == "wk3"
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = dict(model="~/m", tokenizer="~/t", train_data="~/rows.py:f", eval_data="~/e", out_dir="~", resume="~/r")
+    paths |= dict(reward="answer,~/r.py:f:0.5,~/s.py:g")
+    given = flags.parse_flags(Config, [f"--{k}={v}" for k, v in paths.items()], "", "")
+    expected = {k: v.replace("~", "/home/me") for k, v in paths.items()}
+    assert given == expected
+    assert grpo.validate(Config(**paths)) == Config(**expected)  # made in Python
+    assert grpo.validate(Config(model="m", train_data="d~", prompt_template="~{a}")).prompt_template == "~{a}"
+
+
+NCCL = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:94, invalid usage (run with NCCL_DEBUG=WARN), NCCL 2.29
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
+
+
+@pytest.mark.parametrize(
+    "error, code, shown",
+    [
+        (ConfigError("--x 1: no"), 2, "error: --x 1: no"),
+        (TrainingError("off"), 1, "stopped: off"),
+        (KeyboardInterrupt(), 130, "interrupted before the first step"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nlong"), 1, "stopped: CUDA out of memory. To need less: --beta 0"),
+        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [127.0.0.1]"), 1, "stopped: another rank is gone"),
+        (RuntimeError("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv"), 1, "stopped: another rank is gone"),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), 1, "stopped: another rank is gone"),
+        (dist.DistNetworkError("recvValue: Broken pipe"), 1, "stopped: another rank is gone"),
+        (dist.DistBackendError(NCCL), 1, "Duplicate GPU detected : rank 1 and rank 0"),
+        (
+            dist.DistBackendError("ncclSystemError: /dev/shm is too small"),
+            1,
+            "stopped: ncclSystemError: /dev/shm",
+        ),
+        (RuntimeError("gloo cannot allocate"), 1, "stopped: gloo cannot allocate"),
+        (RuntimeError("shapes differ"), None, ""),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkeypatch, capsys):
+    def call():
+        raise error
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    if code is None:
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            flags.exit_code("p", call, "")
+        return
+    assert flags.exit_code("p", call, "--beta 0") == code
+    said = capsys.readouterr().err
+    assert said.startswith("p: ") and shown in said and said.count("\n") == 1
+
+
+def test_nothing_that_is_said_ends_a_run(monkeypatch):
+    """A full disk, a closed pipe, no stream, a terminal that is not UTF-8; nor does Python end with code 120 then."""
+    program = "import sys\nfrom harness import flags\ndef main():\n    for _ in range(3): flags.say('é' * 9000)\n"
+    program += "    raise flags.ConfigError('é')\nsys.exit(flags.exit_code('p', main, ''))"
+    environment = os.environ | dict(PYTHONPATH=HERE, PYTHONIOENCODING="ascii")
+    with open("/dev/full", "w") as full:
+        options = dict(stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
+        done = subprocess.run([sys.executable, "-c", program], **options)
+    lost, error = done.stderr.splitlines()
+    assert done.returncode == 2 and lost.endswith("No space left on device") and error == r"p: error: \xe9"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        for stream in (closed, None, types.SimpleNamespace(), open(os.devnull)):
+            monkeypatch.setattr(sys, "stdout", stream)
+            flags.say("lost")
+
+
+def test_rank_0_says_it_and_terminals_get_what_they_can_show(monkeypatch, capsys):
+    flags.say("é")
+    monkeypatch.setattr(type(sys.stdout), "encoding", "ascii")
+    flags.say("é")
+    monkeypatch.setenv("RANK", "1")
+    flags.say("nothing")
+    assert capsys.readouterr().out == "é\n\\xe9\n"
+
+
+def test_k1_as_a_loss_warns(capsys):
     for options, warned in ((dict(kl_estimator="k1"), True), (dict(), False), (dict(kl_estimator="k1", beta=0), False)):
-        small_run(tmp_path / "out", max_steps=0, **options)
+        grpo.resolved(dataclasses.replace(BUNDLED, **options), True, CPU.device)
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
 
@@ -182,19 +212,6 @@ def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
     if kind == "wandb":
         columns, table = sent[1]["completions"]
         assert columns[1:3] == ["prompt", "completion"] and len(table) == 15 and len(table[0]) == len(columns)
-
-
-def test_quiet_and_verbose(capfd):
-    for verbose in (False, True):
-        with harness.ranks.quiet(verbose):
-            os.write(1, b"engine")
-        assert ("engine" in capfd.readouterr().out) is verbose
-    with pytest.raises(RuntimeError), harness.ranks.quiet(False):
-        os.write(1, b"from a driver\n" * 30)
-        os.write(2, b"the last line")
-        raise RuntimeError
-    shown = capfd.readouterr()
-    assert shown.out == "" and shown.err == "from a driver\n" * 19 + "the last line"
 
 
 def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbed, monkeypatch):
@@ -247,15 +264,14 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     assert sizes["group"] != sizes["batch"] < sizes["none"] and sizes["group"] < 2
 
 
-def test_eval_every_eval_samples_and_log_completions(tmp_path):
+def test_eval_every_eval_samples_and_log_completions(undisturbed, tmp_path):
     out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
     options = dict(train_data=data, reward="answer", eval_samples=2, eval_every=2, max_steps=3, log_completions=4)
-    small_run(out, max_steps=1)  # writes the five rows that eval takes
-    history = small_run(out, **(options | dict(eval_data=str(tmp_path / "rows.jsonl"))))
+    history = small_run(out, **options, eval_data=str(undisturbed.parent / "rows.jsonl"))
     assert [m["step"] for m in history if "eval_accuracy" in m] == [0, 2, 3]
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
     assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
     for count, expected in ((-1, 15), (0, 0)):
-        small_run(out, max_steps=1, log_completions=count)
-        assert len(lines(out / "completions.jsonl")) == expected
+        small_run(tmp_path / f"out{count}", max_steps=1, num_minibatches=1, log_completions=count)
+        assert len(lines(tmp_path / f"out{count}" / "completions.jsonl")) == expected

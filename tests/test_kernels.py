@@ -1,4 +1,4 @@
-"""TODO."""
+"""What makes the policy fast changes no number: the chunked head, packed rows and their attention, compiled layers."""
 
 import dataclasses
 import itertools
@@ -30,12 +30,12 @@ pytest_plugins = "tests.common"
 
 @pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
 def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
-    monkeypatch.setitem(grpo.HEAD_CHUNK, "cpu", 7 * 4)  # 4 tokens at once, of 10
+    monkeypatch.setitem(harness.kernels.HEAD_CHUNK, "cpu", 7 * 4)  # 4 tokens at once, of 10
     hidden, weight, bias = (torch.randn(*shape, dtype=F64) for shape in ((10, 5), (7, 5), (7,)))
     hidden.requires_grad_(), weight.requires_grad_(not frozen), bias.requires_grad_()
     arguments = (hidden, weight, bias if with_bias else None, torch.randint(0, 7, (10,)), 0.7)
-    assert torch.autograd.gradcheck(lambda *x: grpo.HeadLogps.apply(*x)[0], arguments)
-    logps, entropy = grpo.HeadLogps.apply(*arguments)
+    assert torch.autograd.gradcheck(lambda *x: harness.kernels.HeadLogps.apply(*x)[0], arguments)
+    logps, entropy = harness.kernels.HeadLogps.apply(*arguments)
     assert not entropy.requires_grad
     expected = (torch.nn.functional.linear(*arguments[:3]) / 0.7).log_softmax(-1)
     assert torch.allclose(logps, expected[torch.arange(10), arguments[3]], atol=1e-12)
@@ -46,7 +46,7 @@ def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
 def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
     model = tiny_model(kind, **options)
     policy = Policy(model, 0.7)
-    assert policy.can_share
+    assert policy.packs
     samples = random_samples(11, 4)  # prompts of many lengths; mixed up, as a mini-batch is
     samples = [samples[i] for i in np.random.default_rng(0).permutation(11)]
     values, gradients = [], []
@@ -65,14 +65,14 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
     """The long ones apart from the short ones: what pads a block is computed there."""
 
     def shapes(lengths):
-        prompts, mask = torch.full((len(lengths),), 3), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        ids = torch.arange(len(lengths) * (3 + mask.shape[1])).view(len(lengths), -1)
-        ids[:, :3] = torch.tensor([1, 2, 3])
-        row, _, (_, *blocks), read = harness.kernels.pack_row(ids, prompts, torch.zeros_like(prompts), mask)
-        follows = [ids[i, 2 + t] for i, n in enumerate(lengths) for t in range(n)]
-        assert row[0, read].tolist() == [int(i) for i in follows]  # sample by sample, as they were given
+        prompt = Prompt(ids_of([1, 2, 3]), "", {})
+        samples = [Sample(0, prompt, ids_of(range(100 * i, 100 * i + n)), None, "") for i, n in enumerate(lengths, 1)]
+        rows = harness.kernels.rows_of(samples, packs=True)
+        _, *blocks = rows["blocks"]
+        before = [([3] + s.completion_ids.tolist())[:-1] for s in samples]
+        assert rows["ids"][0, rows["read"]].tolist() == sum(before, [])  # sample by sample, as they were given
         assert sum(len(used) for _, _, used, *_ in blocks) == sum(lengths) - len(lengths)
-        return [(tuple(q_from.shape), k_from.shape[1]) for q_from, k_from, *_ in blocks]
+        return [(q_from.shape, k_from.shape[1]) for q_from, k_from, *_ in blocks]
 
     assert shapes([3, 40, 2, 4, 38, 1, 3, 2]) == [((2, 39), 42), ((6, 3), 6)]
     assert shapes([1, 30, 1, 1]) == [((1, 29), 32)]  # nothing follows the others
@@ -85,7 +85,7 @@ def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
 
     sizes = dict(vocab_size=32, hidden_size=32, state_size=4, num_hidden_layers=1, eos_token_id=1, pad_token_id=0)
     policy = Policy(transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)), 1.0)
-    assert not policy.can_share and logps_of(policy, random_samples(3, 3))[0].isfinite().all()
+    assert not policy.packs and logps_of(policy, random_samples(3, 3))[0].isfinite().all()
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -94,11 +94,12 @@ def test_attention_by_products_is_attention(masked):
 
     g, (T, K) = torch.Generator().manual_seed(0), (5, 7) if masked else (6, 6)
     q, k, v = (torch.randn(3, h, n, 8, generator=g, dtype=F64) for h, n in ((6, T), (2, K), (2, K)))
-    mask = torch.rand(3, 1, T, K, generator=g) < 0.7 if masked else None
+    seen = torch.rand(3, 1, T, K, generator=g) < 0.7
+    bias = torch.where(seen, 0.0, -torch.inf).to(F64) if masked else None
     layer = types.SimpleNamespace(num_key_value_groups=3, is_causal=True)
     inputs, outs, grads = [x.requires_grad_() for x in (q, k, v)], [], []
     for attend in (harness.kernels.attention_by_products, sdpa_attention_forward):
-        outs.append(attend(layer, *inputs, mask, scaling=0.3)[0])
+        outs.append(attend(layer, *inputs, bias, scaling=0.3)[0])
         grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(outs[-1].square().sum(), inputs)]))
     assert relative(outs[0], outs[1]) < 1e-12 and relative(grads[0], grads[1]) < 1e-12
 
@@ -114,45 +115,36 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
 
     for scale in (0.02, 0.1):
         model = tiny_model("llama", initializer_range=scale)
-        assert Policy(model, 1.0).can_share
+        assert Policy(model, 1.0).packs
         with monkeypatch.context() as patch:
             patch.setattr(harness.kernels, "packed_masks", wrong)
-            assert not Policy(model, 1.0).can_share
-        assert Policy(model, 1.0).can_share
+            assert not Policy(model, 1.0).packs
+        assert Policy(model, 1.0).packs
 
 
-def test_prompts_are_shared_where_that_saves_tokens():
-    def samples(prompt, completion, groups=4):
-        prompts = [Prompt(ids_of([5] * prompt), "", {}) for _ in range(groups)]
-        one = [Sample(g, p, ids_of([6] * completion), None, "stop") for g, p in enumerate(prompts)]
-        return [s for s in one for _ in range(8)]
+@pytest.mark.parametrize("n_ranks", [1, 3, 5])
+def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
+    prompts = [Prompt(ids_of([5] * 100), "", {}) for _ in range(4)]
+    samples = [Sample(g, p, ids_of([6] * 20), None, "stop") for g, p in enumerate(prompts) for _ in range(8)]
+    for packs in (True, False):
 
-    def planned(samples, n_ranks=1, can_share=True, device="cuda", **options):
-        world = World(0, n_ranks, torch.device(device))
-        cfg = Config(**dict(micro_batch_tokens=2048) | options)
-        shares, shared = grpo.plan(samples, types.SimpleNamespace(can_share=can_share), cfg, world)
+        def size(samples, packs=packs):
+            if not packs:
+                return len(samples) * 120
+            return 100 * len({s.group for s in samples}) + 19 * len(samples)
+
+        shares = grpo.plan(samples, packs, Config(micro_batch_tokens=300), World(0, n_ranks, CPU.device))
         assert sorted(map(id, sum(sum(shares, []), []))) == sorted(map(id, samples))
-        return shares, shared
-
-    for n_ranks in (1, 3, 5):
-        shares, shared = planned(samples(100, 20), n_ranks, micro_batch_tokens=300)
-        assert shared and all(grpo.tokens_of(micro, True) <= 300 for share in shares for micro in share)
-        assert all(grpo.tokens_of([*a, b[0]], True) > 300 for share in shares for a, b in itertools.pairwise(share))
-        loads = [sum(len({s.group for s in m}) * 100 + 20 * len(m) for m in share) for share in shares]
+        assert all(size(micro) <= 300 for share in shares for micro in share)
+        assert all(size([*a, b[0]]) > 300 for share in shares for a, b in itertools.pairwise(share))
+        loads = [sum(map(size, share)) for share in shares]
         assert max(loads) < 1.5 * sum(loads) / n_ranks + 100
-    assert not planned(samples(8, 200))[1]  # next to nothing to save
-    assert planned(samples(8, 200), device="cpu")[1]  # where a packed row has the faster attention
-    assert planned(samples(8, 200), share_prompt="on")[1] and not planned(samples(100, 20), share_prompt="off")[1]
-    for options in (dict(share_prompt="off"), dict(can_share=False)):
-        assert not planned(samples(100, 20), **options)[1]
-    plain, shared = (sum(len(s) for s in planned(samples(100, 20), share_prompt=how)[0]) for how in ("off", "on"))
-    assert shared < plain  # fewer micro-batches of the same size
 
 
 def test_the_head_is_chunked_and_the_chunks_change_nothing(monkeypatch):
     samples, cfg = random_samples(9, 3), Config(beta=0.1)
     whole, _ = update_gradient(cfg, samples, F64)
-    monkeypatch.setitem(grpo.HEAD_CHUNK, "cpu", 32 * 5)  # 5 tokens at once
+    monkeypatch.setitem(harness.kernels.HEAD_CHUNK, "cpu", 32 * 5)  # 5 tokens at once
     chunked, _ = update_gradient(cfg, samples, F64)
     assert relative(chunked, whole) < 1e-12
 
@@ -161,19 +153,18 @@ def cosine(a, b):
     return (a @ b / (a.norm() * b.norm())).item()
 
 
-@pytest.mark.parametrize("how", ["plain", "shared prompt", "checkpointed", "own logits"])
+@pytest.mark.parametrize("how", ["plain", "packed", "checkpointed", "own logits"])
 def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
     """It runs after the autocast block, where CUDA's answer is float16: a gradient of 1/n_tokens underflows there."""
     policy, samples, weights = Policy(tiny_model(), 1.0), random_samples(40, 4), []
     policy.plain_head = how != "own logits"
     if how == "checkpointed":
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-        policy.model.train()
     body = [p for name, p in policy.model.named_parameters() if "lm_head" not in name]
     advantages = torch.tensor([s.advantage for s in samples])[:, None]
     default = torch.get_autocast_dtype("cpu")
     for forward, n_tokens in ((logps_of, 1), (in_bfloat16, 1e4), (in_bfloat16, 1e6)):
-        logps, _ = forward(policy, samples, how == "shared prompt")
+        logps, _ = forward(policy, samples, how == "packed")
         try:
             torch.set_autocast_dtype("cpu", torch.float16)
             gradient = torch.autograd.grad((logps * advantages).sum() / n_tokens, body)
@@ -187,7 +178,7 @@ def test_the_entropy_is_computed_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(30, 64), torch.randn(5000, 64) * 0.3
     with torch.autocast("cpu", torch.bfloat16):
-        _, entropy = grpo.HeadLogps.apply(hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0)
+        _, entropy = harness.kernels.HeadLogps.apply(hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0)
         logits = torch.nn.functional.linear(hidden, weight)
     logps = logits.double().log_softmax(-1)
     expected = -(logps.exp() * logps).sum(-1)
@@ -195,30 +186,21 @@ def test_the_entropy_is_computed_in_float32():
     assert (entropy - expected).abs().max() < 1e-5
 
 
-def test_compiled_layers_keep_the_fast_attention(monkeypatch):
-    """Without a mask: the body as a whole, compiled, would build one (transformers asks for values). And the graphs of
-    one layer serve all layers, packed rows and all lengths."""
+def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
+    """Those of one layer serve all layers, packed rows, padded rows and all lengths."""
     import torch._dynamo
-    from transformers.integrations import sdpa_attention
-
-    masks, graphs, honest = [], [], sdpa_attention.sdpa_attention_forward
-
-    def attend(module, query, key, value, mask, **options):
-        masks.append(mask)
-        return honest(module, query, key, value, mask, **options)
 
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    policy, samples = Policy(tiny_model(), 1.0), random_samples(6, 3)
+    graphs, policy, samples = [], Policy(tiny_model(), 1.0), random_samples(6, 3)
     plain, _ = logps_of(policy, samples)
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options))
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", attend)
     grpo.wrap(policy, Config(compile=True), CPU)
     for samples_ in (samples, random_samples(9, 3, longest=30)):
-        assert torch.allclose(*(logps_of(policy, samples_, shared)[0] for shared in (False, True)), atol=1e-5)
+        assert torch.allclose(*(logps_of(policy, samples_, packs)[0] for packs in (False, True)), atol=1e-5)
     assert torch.allclose(logps_of(policy, samples)[0], plain, atol=1e-5)
-    assert masks and all(mask is None for mask in masks) and 0 < len(graphs) <= 8
+    assert 0 < len(graphs) <= 8

@@ -1,68 +1,167 @@
-"""TODO."""
+"""Rows of files, and the prompts that they become."""
 
+import gzip
 import json
 import os
 import re
+import shutil
 import sys
 import types
 
 import numpy as np
 import pytest
+import tokenizers
 
 import grpo
 import harness.rows
 from grpo import Config
 from harness.flags import ConfigError
 from tests.common import BUNDLED, HERE, TEMPLATE, small_run
+from tests.families import family
 
 pytest_plugins = "tests.common"
 
 
-def test_bad_files_are_named(tmp_path):
-    def rows(text, name="x.jsonl"):
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+@pytest.fixture
+def rows(tmp_path):
+    """rows(name, content) -> the rows of a file of that name."""
+
+    def call(name, content):
+        content = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         return harness.rows.read_rows(str(tmp_path / name), "train_data")
 
-    assert rows('{"prompt": "a"}\n\n{"prompt": "b"}\n') == [{"prompt": "a"}, {"prompt": "b"}]
-    assert rows('[{"prompt": "a"}]', "x.json") == [{"prompt": "a"}]
-    assert rows('prompt,answer\n"a, b",1\n', "x.csv") == [{"prompt": "a, b", "answer": "1"}]
-    assert rows(b"\xef\xbb\xbfprompt,answer\na,1\n", "x.csv") == [{"prompt": "a", "answer": "1"}]  # as Excel writes it
-    for text, message in (
-        ('{"prompt": "a"}\n{"prompt": \n', "row 2: not valid JSON"),
-        ('{"prompt": "a"}\n[1]\n', "row 2: must be a JSON object"),
-        ("\n\n", "no rows"),
-        (b"\xff\xfe\x00", "train_data"),
-        ("[" * 100000, "row 1"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)) as error:
-            rows(text)
-        assert "--train_data" in str(error.value) and "x.jsonl" in str(error.value)
-    with pytest.raises(ConfigError, match="No such file"):
-        harness.rows.read_rows(str(tmp_path / "none.jsonl"), "train_data")
-    with pytest.raises(ConfigError, match="row 2"):
-        rows('[{"prompt": "a"}, 3]', "x.json")
+    return call
 
 
-def test_rows_from_python(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def rows():\n    yield {'prompt': '1+1='}\ndef needs():\n    raise ImportError('needs x: pip install x')\n"
-        "def none(): return None\n"
-    )
+AB = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("x.jsonl", LINES, AB),
+        ("x", "\ufeff" + LINES.replace("\n", "\r\n"), AB),
+        ("x.jsonl.gz", LINES, AB),
+        ("x.json", json.dumps(AB, indent=1), AB),
+        ("X.JSON", json.dumps(AB), AB),
+        ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, though not of JSONL
+        ("x.jsonl", '{"a": NaN, "b": null}', [{"a": None, "b": None}]),
+        ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
+        ("x.CSV", "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, blank lines
+        ("x.tsv", "prompt\tanswer\na\t1\nb\t2\n", AB),
+        ("x.csv.gz", "prompt,answer\na,1\nb,2\n", AB),
+        ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
+        ("x.csv", "a\n" + "x" * 200_000 + "\n", [{"a": "x" * 200_000}]),
+        ("x.csv", ",a\n0,1\n", [{"": "0", "a": "1"}]),  # as pandas writes its index
+    ],
+)
+def test_files_of_rows(rows, name, content, expected):
+    assert rows(name, content) == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": \n', " row 2: not valid JSON: "),
+        ("x.jsonl", '{"prompt": "a"}\n[1]\n', " row 2: must be a JSON object"),
+        ("x.jsonl", '{"a": [1, NaN]}', " row 1: Out of range float values are not JSON compliant"),
+        ("x.jsonl", "[" * 100000, " row 1: "),
+        ("x.jsonl", "\n\n", ": no rows"),
+        ("x.jsonl", b"\xff\xfe\x00", ": 'utf-8' codec"),
+        ("x.json", '[{"prompt": "a"}, 3]', " row 2: must be a JSON object"),
+        ("x.json", "{", ": not valid JSON: "),
+        ("x.json", '{"data": [{"prompt": "a"}]}', ' row 1: must be a JSON object; give a list of them: found["data"]'),
+        ("x.jsonl.gz", b"", ": no rows"),
+        ("x.csv", "", ": no rows"),
+        ("x.csv", "a,b\n1,2\n1,2,3\n", " row 2: 3 fields, where the header has 2"),
+        ("x.csv", "a,b\n1,2\n\n3\n", " row 2: 1 fields, where the header has 2"),
+        ("x.csv", "a,b,a\n1,2,3\n", " row 1: the header names a column twice: a, b, a"),
+        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: not a valid CSV (is a quote not closed?): unexpected end of data"),
+        ("x.csv", 'a,b\n"1,2\n"3,4\n', " row 1: not a valid CSV (is a quote not closed?): "),
+    ],
+)
+def test_bad_files_are_named(rows, name, content, message):
+    with pytest.raises(ConfigError) as error:
+        rows(name, content)
+    assert re.fullmatch(f"--train_data .*{re.escape(name)}{re.escape(message)}.*", str(error.value))
+
+
+FUNCTIONS = """
+import numpy as np
+class Frame(dict):
+    "As of pandas: it gives the names of its columns."
+loop = []
+loop.append(loop)
+def rows():
+    yield {"prompt": "1+1=", "x": (1, 2)}
+def numpy(): return [{"prompt": np.array([{"role": "user", "content": "1"}]), "x": np.float32(1), 3: float("nan")}]
+def needs(): raise ImportError("needs x: pip install x")
+def none(): return None
+def column(): return Frame(prompt=["a", "b"])
+def function(): return [{"x": 1}, {"x": lambda: 1}]
+def keys(): return [{"x": 1}, {"x": {(1, 2): 3}}]
+def nan(): return [{"x": 1}, {"x": [float("nan")]}]
+def cycle(): return [{"x": 1}, {"x": loop}]
+def later():
+    yield {"x": 1}
+    raise ValueError("no second row")
+"""
+
+
+def test_rows_from_python(tmp_path, encode):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
 
     def read_rows(name):
         return harness.rows.read_rows(f"{tmp_path}/{name}", "train_data")
 
-    assert read_rows("mine.py:rows") == [{"prompt": "1+1="}]
+    assert read_rows("mine.py:rows") == [{"prompt": "1+1=", "x": (1, 2)}]
+    [row] = read_rows("mine.py:numpy")
+    assert row["x"] == 1.0 and row["3"] is None
     for name, message in (
-        ("mine.py:needs", "needs x: pip install x"),
-        ("mine.py:nothing", "nothing"),
-        ("mine.py:none", "None"),
-        ("other.py:rows", "no file"),
+        ("mine.py:needs", ": needs x: pip install x"),
+        ("mine.py:nothing", ": .*nothing"),
+        ("mine.py:none", ": .*None"),
+        ("other.py:rows", ": .*no file"),
+        ("mine.py:column", r' row 1: must be a JSON object; .* frame.to_dict\("records"\)'),
+        ("mine.py:function", " row 2: .*lambda"),
+        ("mine.py:keys", " row 2: keys must be str, .* not tuple"),
+        ("mine.py:nan", " row 2: Out of range float values .*"),
+        ("mine.py:cycle", " row 2: Circular reference detected"),
+        ("mine.py:later", " row 2: no second row"),
     ):
-        with pytest.raises(ConfigError, match=f"--train_data .*{name}: .*{message}"):
+        with pytest.raises(ConfigError, match=f"--train_data .*{name}{message}"):
             read_rows(name)
     [metrics] = small_run(tmp_path / "out", train_data=f"{tmp_path}/mine.py:rows", max_steps=1, num_minibatches=1)
     assert metrics["tokens"] > 0
+
+
+def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(path, name=None, **options):
+        asked.append((path, name, options))
+        return [{"prompt": "1"}]
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    for spec in ("openai/gsm8k:main:test", "org/name", "org/name-1.5::dev", str(tmp_path / "x.parquet")):
+        assert harness.rows.read_rows(spec, "train_data") == [{"prompt": "1"}]
+    parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
+    assert asked[:2] == [("openai/gsm8k", "main", dict(split="test")), ("org/name", None, dict(split="train"))]
+    assert asked[2:] == [("org/name-1.5", None, dict(split="dev")), ("parquet", None, parquet)]
+    fake.load_dataset = lambda *_, **__: []
+    with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
+        harness.rows.read_rows("org/name", "train_data")
+    fake.load_dataset = lambda *_, **__: 1 / 0
+    with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
+        harness.rows.read_rows("org/name", "train_data")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
+        harness.rows.read_rows("org/name", "train_data")
+    with pytest.raises(ConfigError, match="--train_data data/none.jsonl: No such file"):  # a file, by its ending
+        harness.rows.read_rows("data/none.jsonl", "train_data")
 
 
 def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
@@ -72,34 +171,61 @@ def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
     assert "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
 
 
+NO_MESSAGE = "row 1: a message must have a role and a content of text: "
+
+
 @pytest.mark.parametrize(
-    "prompt, message",
+    "row, options, message",
     [
-        ("1" * 50, "every prompt is longer than --max_prompt_length 10"),
-        ("", "row 1: empty prompt"),
-        (5, "row 1: empty prompt, or one that is neither a string nor a list of messages: 5"),
-        (None, "row 1: empty prompt, or one"),
-        ([], "row 1: empty prompt, or one"),
-        ("\ud800", "row 1: "),
-        ([{"role": "user", "content": "1"}], "row 1: chat messages, but the tokenizer has no chat template"),
-        ([{"role": "user", "content": 7}], "row 1: a message's content must be text: 7"),
-        (["user"], "row 1: "),
-        ([{"content": "1"}], "row 1: "),
+        (dict(prompt="1" * 50), {}, "every prompt is longer than --max_prompt_length 10"),
+        (dict(prompt=""), {}, "row 1: empty prompt"),
+        (dict(prompt=5), {}, "row 1: empty prompt, or one that is neither a string nor a list of messages: 5"),
+        (dict(prompt=[]), {}, "row 1: empty prompt, or one"),
+        (dict(prompt="\ud800"), {}, "row 1: "),
+        (dict(prompt=None), {}, "row 1: no column 'prompt'; see --prompt_template"),
+        (dict(question="1"), {}, "row 1: no column 'prompt'; see --prompt_template"),
+        (dict(prompt="1", answer=None), {}, "row 1: no column 'answer', which --reward answer reads"),
+        (dict(prompt="1", answer=...), {}, "row 1: no column 'answer', which --reward answer reads"),
+        (
+            dict(prompt=[dict(role="user", content="1")]),
+            {},
+            "row 1: chat messages, but the tokenizer has no chat template",
+        ),
+        (dict(prompt=[dict(role="user", content=7)]), {}, NO_MESSAGE),
+        (dict(prompt=[dict(role="user")]), {}, NO_MESSAGE + "{'role': 'user'}"),
+        (dict(prompt=[dict(content="1")]), {}, NO_MESSAGE + "{'content': '1'}"),
+        (dict(prompt=["user"]), {}, NO_MESSAGE + "'user'"),
+        (dict(prompt="1"), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
+        (dict(prompt="1", c=None), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
+        *(
+            (dict(prompt="1"), dict(prompt_template=template), f"--prompt_template {template}: names no column; ")
+            for template in ("{prompt!r}", "{ prompt }", "{}", "plain text", "{a", "\\boxed{}")
+        ),
     ],
 )
-def test_bad_prompts_are_named(encode, prompt, message):
+def test_bad_prompts_are_named(encode, row, options, message):
+    row = {k: v for k, v in (dict(answer="") | row).items() if v is not ...}
     with pytest.raises(ConfigError) as error:
-        encode([{"prompt": prompt, "answer": ""}], max_prompt_length=10)
-    assert message in str(error.value) and "\n" not in str(error.value) and "rows.jsonl" in str(error.value)
+        encode([row], columns=["answer"], max_prompt_length=10, **options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("--prompt_template" if "names no" in message else "--train_data ")
 
 
-def test_missing_columns_are_named(encode):
-    for row, message in (
-        ({"prompt": "1+1="}, "row 1: no column 'answer', which --reward answer reads"),
-        ({"question": "", "answer": ""}, "row 1: no column 'prompt'; see --prompt_template"),
+def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
+    rows = [{"a": 12, "b": [3, 4], "answer": "15"}]
+    for template, text in (
+        ("{a}+\\n=", "12+\n="),
+        ("{a}{}", "12{}"),
+        ("{a} \\boxed{}", "12 \\boxed{}"),
+        ("{a} {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}", "12 {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            encode([row], columns=["answer"])
+        assert encode(rows, prompt_template=template)[0].text == text
+    out = tmp_path / "out"
+    options = grpo.BUNDLED | dict(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))
+    assert grpo.train(Config(**options)) == []
+    text, ids = capsys.readouterr().out.splitlines()
+    assert text.endswith("+1=") and not out.exists()
+    assert harness.rows.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
 
 
 def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
@@ -117,6 +243,9 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     assert encode([{"prompt": [{"role": "user", "content": parts}]}], tokenizer)[0].text == "12+"
     begun = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
     assert encode([{"prompt": begun}], tokenizer)[0].text == "123"  # the policy goes on with it
+    of_numpy = dict(prompt=np.array([{"role": "user", "content": "12"}]))
+    assert harness.rows.encode_prompt(of_numpy, tokenizer, Config()).text == "12+"
+    assert harness.rows.encode_prompt(dict(prompt=np.str_("12")), tokenizer, Config()).text == "12"
     assert "do not go through the model's chat template" not in capsys.readouterr().out
     assert encode([{"prompt": "12"}], tokenizer)[0].text == "12"
     assert "string prompts do not go through the model's chat template; --chat does that" in capsys.readouterr().out
@@ -125,54 +254,51 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
         encode(chat, tokenizer)
 
 
-def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
-    rows = [{"a": 12, "b": [3, 4], "answer": "15"}]
-    for template, text in (
-        ("{a}+\\n=", "12+\n="),
-        ("{a}{}", "12{}"),
-        ("{a} \\boxed{}", "12 \\boxed{}"),
-        ("{a} {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}", "12 {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}"),
-        ("{a", "{a"),
+def test_no_end_token_at_the_end_of_a_string_prompt(encode):
+    """Checkpoints of supervised training often have tokenizers that end every text (add_eos_token)."""
+    tokenizer = harness.rows.load_tokenizer(BUNDLED)
+    plain = encode([dict(prompt="1+2=")], tokenizer)[0].ids.tolist()
+    eos = (tokenizer.eos_token, tokenizer.eos_token_id)
+    ends = tokenizers.processors.TemplateProcessing(f"$A {eos[0]}", special_tokens=[eos])
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer("1+2=")["input_ids"] == [*plain, eos[1]]
+    assert encode([dict(prompt="1+2=")], tokenizer)[0].ids.tolist() == plain
+    assert encode([dict(prompt=f"1+2={eos[0]}")], tokenizer)[0].ids.tolist() == [*plain, eos[1]]  # its own
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == [*plain, eos[1]]  # as it is written
+
+
+def test_a_directory_without_a_tokenizer_or_with_an_adapter_is_named(tmp_path):
+    for folder, files, message in (
+        ("weights", ("tokenizer.json", "tokenizer_config.json"), "has no tokenizer files"),
+        ("half", ("tokenizer.json",), "no tokenizer can be loaded: "),
     ):
-        assert encode(rows, prompt_template=template)[0].text == text
-    with pytest.raises(ConfigError, match=re.escape("row 1: no column 'c'")):
-        encode(rows, prompt_template="{a}{c}")
-    with pytest.raises(ConfigError, match="row 1: no column 'd'"):  # a short row of a CSV
-        encode([{"a": 1, "d": None}], prompt_template="{a}{d}")
-    out = tmp_path / "out"
-    options = grpo.BUNDLED | dict(prompt_template="{answer}+1=", show_prompt=True, out_dir=str(out))
-    assert grpo.train(Config(**options)) == []
-    text, ids = capsys.readouterr().out.splitlines()
-    assert text.endswith("+1=") and not out.exists()
-    assert harness.rows.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
+        path = tmp_path / folder
+        shutil.copytree(BUNDLED.model, path)
+        for name in files:
+            os.remove(path / name)
+        for cfg in (Config(model=str(path)), Config(model=BUNDLED.model, tokenizer=str(path))):
+            with pytest.raises(ConfigError, match=f"--{'tokenizer' if cfg.tokenizer else 'model'} {path}: {message}"):
+                harness.rows.load_tokenizer(cfg)
+    path, _ = family(tmp_path / "qwen2", "qwen2")
+    os.remove(path / "tokenizer.json")  # what its added tokens make is no tokenizer
+    with pytest.raises(ConfigError, match="has no tokenizer files"):
+        harness.rows.load_tokenizer(Config(model=str(path)))
+    (path / "adapter_config.json").write_text("{}")
+    for tokenizer in ("", BUNDLED.model):
+        with pytest.raises(ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model .*$"):
+            harness.rows.load_tokenizer(Config(model=str(path), tokenizer=tokenizer))
+
+
+GSM8K = dict(prompt_template="{question}", max_prompt_length=5000)
 
 
 @pytest.mark.parametrize(
     "data, options",
     [
-        ("gsm8k_train.jsonl", dict(reward="gsm8k", prompt_template="{question}", system_prompt="Think.")),
-        (
-            "gsm8k_train.jsonl",
-            dict(
-                reward="gsm8k,overlong",
-                prompt_template="{question}",
-                scale_rewards="none",
-                loss_reduction="constant",
-                beta=0,
-            ),
-        ),
-        (
-            "gsm8k_train.jsonl",
-            dict(
-                reward="math",
-                reward_timeout=100,
-                prompt_template="{question}",
-                ratio_level="sequence",
-                loss_reduction="sequence",
-                clip_low=3e-4,
-            ),
-        ),
-        ("countdown.jsonl", dict(reward="countdown,format:0.1")),
+        ("gsm8k_train.jsonl", dict(reward="gsm8k,overlong", system_prompt="Think.", beta=0, **GSM8K)),
+        ("gsm8k_train.jsonl", dict(reward="math", reward_timeout=100, ratio_level="sequence", **GSM8K)),
+        ("countdown.jsonl", dict(reward="countdown,format:0.1", scale_rewards="none", loss_reduction="constant")),
     ],
 )
 def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monkeypatch):
@@ -187,28 +313,6 @@ def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monk
 
     monkeypatch.setattr(harness.rows, "load_tokenizer", with_template)
     path = os.path.join(HERE, "sample_data", data)
-    options = dict(max_steps=1, max_prompt_length=5000, num_minibatches=1, train_data=path) | options
+    options = dict(max_steps=1, num_minibatches=1, train_data=path, num_prompts=1, num_generations=2) | options
     [metrics] = small_run(tmp_path / "out", **options)
     assert not [key for key in metrics if key.startswith("reward_failed")] and metrics["tokens"] > 0
-
-
-def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
-    asked = []
-    fake = types.SimpleNamespace(
-        load_dataset=lambda *args, **options: asked.append((args, options)) or [{"prompt": "1"}]
-    )
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    for spec in ("openai/gsm8k:main:test", "org/name", "org/name::dev", str(tmp_path / "x.parquet")):
-        assert harness.rows.read_rows(spec, "train_data") == [{"prompt": "1"}]
-    parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
-    assert asked[:2] == [(("openai/gsm8k", "main"), dict(split="test")), (("org/name", None), dict(split="train"))]
-    assert asked[2:] == [(("org/name", None), dict(split="dev")), (("parquet",), parquet)]
-    fake.load_dataset = lambda *_, **__: []
-    with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
-        harness.rows.read_rows("org/name", "train_data")
-    fake.load_dataset = lambda *_, **__: 1 / 0
-    with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
-        harness.rows.read_rows("org/name", "train_data")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
-        harness.rows.read_rows("org/name", "train_data")

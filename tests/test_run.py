@@ -1,63 +1,190 @@
-"""TODO."""
+"""The run on disk: its directory, what --resume means, checkpoints."""
 
-import contextlib
 import json
 import math
 import os
 import shutil
-import signal
 import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
 import grpo
-import harness.flags
+import harness.checkpoints
 import harness.log
+import harness.rows
 import harness.run
-import reward
 from grpo import Config
-from harness.flags import ConfigError
+from harness.flags import ConfigError, TrainingError
 from harness.ranks import World
-from tests.common import METRICS, at_step, copy_cut_back, lines, small_run, state_of, tracked_run, wait_for
+from tests.common import (
+    BUNDLED,
+    CPU,
+    METRICS,
+    at_step,
+    copy_cut_back,
+    lines,
+    small_run,
+    state_of,
+    tiny_model,
+    tracked_run,
+)
 
 pytest_plugins = "tests.common"
 
 
-def test_resume_to_the_bit(undisturbed, tmp_path, capsys):
+@pytest.fixture
+def again(undisturbed):
+    """The undisturbed run once more, elsewhere: again(out, **options)."""
+    return lambda out, **options: small_run(out, train_data=str(undisturbed.parent / "rows.jsonl"), **options)
+
+
+def names_in(out):
+    return [os.path.basename(path) for path in harness.checkpoints.checkpoints(str(out))]
+
+
+# -- the directory
+
+
+def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = dict(max_steps=1, train_data=BUNDLED.train_data)
+    (tmp_path / "out.1").mkdir()
+    (tmp_path / "out.1" / "notes.txt").write_text("mine")
+    small_run("out", **options)
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    small_run("out", **options, seed=1)
+    assert "out_dir: out.2" in capsys.readouterr().out
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before and len(os.listdir("out.1")) == 1
+    assert json.loads((tmp_path / "out.2" / "config.json").read_text())["out_dir"] == "out.2"
+
+
+def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, tmp_path):
+    for holds in (undisturbed, BUNDLED.model, undisturbed / "step_000001"):
+        out = tmp_path / "out"
+        shutil.copytree(holds, out)
+        files = sorted(out.rglob("*"))
+        with pytest.raises(ConfigError, match=r"--out_dir .*/out: holds \w+\S* of a run or a model; .*--resume"):
+            again(out)
+        assert sorted(out.rglob("*")) == files
+        shutil.rmtree(out)
+    (out / "partial_results").mkdir(parents=True)  # the user's own files are no reason
+    again(out, max_steps=1)
+    assert (out / "partial_results").is_dir()
+
+
+def test_out_dir_may_be_a_link_or_where_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    options = dict(train_data=BUNDLED.train_data)
+    small_run(f"{tmp_path}/link/", max_steps=1, **options)
+    assert (tmp_path / "link").is_symlink() and len(lines(tmp_path / "real" / "metrics.jsonl")) == 1
+    monkeypatch.chdir(tmp_path / "real")
+    small_run(".", max_steps=2, resume="latest", **options)
+    assert len(lines(tmp_path / "real" / "metrics.jsonl")) == 2
+
+
+# -- what --resume means
+
+
+def test_resume_to_the_bit(undisturbed, again, tmp_path, capsys):
     for saved in (1, 3):
         out = tmp_path / str(saved)
         copy_cut_back(undisturbed, out, saved)
-        history = small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
+        assert [m["step"] for m in again(out, resume="latest")] == [1, 2, 3, 4]
         assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
-        assert [m["step"] for m in history] == [1, 2, 3, 4]
         assert state_of(out) == state_of(undisturbed)
 
 
-def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, tmp_path, monkeypatch):
-    out, loaded, alive = tmp_path / "out", [], []
-    copy_cut_back(undisturbed, out, 2)
-    load, moved = harness.run.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
-
-    def noted(path):
-        checkpoint = load(path)
-        moments = checkpoint.state["optimizer"]["state"].values()
-        loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
-        return checkpoint
-
-    monkeypatch.setattr(harness.run, "load_checkpoint", noted)
-    # as if they went to a GPU
-    elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
-    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)
-    at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
-    small_run(out, resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"))
-    assert len(loaded) > 30 and alive == []
-    assert state_of(out) == state_of(undisturbed)
+def flags_of(*args):
+    cfg = grpo.parse_args(list(args))
+    return cfg.out_dir, cfg.resume, cfg.seed, cfg.num_prompts
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, capsys):
+def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert flags_of("--resume") == ("out", "", 0, 32) and "no run in out yet, so one begins" in capsys.readouterr().out
+    for number, name in enumerate(("out.2", "out", "out.10", "out.x", "named")):
+        shutil.copytree(undisturbed, name)
+        config = lines_of_config(undisturbed) | dict(seed=number)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        for file in (tmp_path / name).glob("*.json*"):
+            os.utime(file, (1000 + number, 1000 + number))
+    os.utime(tmp_path / "out.2" / "metrics.jsonl", (1010, 1010))  # it wrote last
+    assert flags_of("--resume") == ("out.2", "latest", 0, 3)
+    assert flags_of("--resume", "--seed", "0", "--num_prompts", "32") == ("out.2", "latest", 0, 32)
+    assert flags_of("--resume", "--out_dir", "named") == ("named", "latest", 4, 3)
+    assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "named")
+    assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
+    assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
+    assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)  # the flags of that moment
+    # the same for a Config made in Python, where a default that is given counts, too
+    cfg = grpo.complete(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
+    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (4, 32, 0.5, "overlong", "named")
+    assert grpo.complete(cfg) == cfg
+
+
+def lines_of_config(out):
+    return json.loads((out / "config.json").read_text())
+
+
+def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path, monkeypatch, capsys):
+    shutil.copytree(undisturbed, tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    resume = str(tmp_path / "whole" / "step_000002")
+    metrics, completions, weights = state_of(undisturbed)
+    for out in ("new", "out"):  # named, and the first free one
+        assert [m["step"] for m in again(out, resume=resume)] == [3, 4]
+        assert state_of(tmp_path / out)[2] == weights
+        # num_tokens counts those of this run
+        ours, theirs = ([m["reward"] for m in log] for log in (state_of(tmp_path / out)[0], metrics))
+        assert ours == theirs[2:]
+    with pytest.raises(ConfigError, match="holds"):
+        again(str(tmp_path / "whole"), resume=resume)
+    assert state_of(tmp_path / "whole") == state_of(undisturbed)
+
+
+def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(undisturbed, again, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(undisturbed, "out")  # of an earlier launch
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    resume = str(tmp_path / "out" / "step_000001")
+    assert [m["step"] for m in again("out", resume=resume, max_steps=3)] == [2, 3]
+    assert [m["step"] for m in again("out", resume=resume)] == [2, 3, 4]
+    assert state_of(tmp_path / "out") == state_of(undisturbed)
+    assert state_of(tmp_path / "out.1")[2] == state_of(undisturbed)[2] and not os.path.exists("out.2")
+
+
+def test_the_reference_is_the_runs_own(undisturbed, again, tmp_path):
+    out, options = tmp_path / "out", dict(model=str(undisturbed / "step_000004"), beta=0.1)
+    again(out, **options, max_steps=1)
+    with pytest.raises(ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"):
+        again(out, model=BUNDLED.model, beta=0.1, resume="latest")
+    again(out, model=BUNDLED.model, beta=0, max_steps=2, resume="latest")
+
+
+def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(
+    undisturbed, again, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    path = out / "step_000004" / "trainer_state.pt"
+    torch.save(torch.load(path, weights_only=True) | dict(world_size=2), path)
+    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.checkpoints.checksum(path)}
+    (path.parent / "checksums.json").write_text(json.dumps(sums))
+    assert len(again(out, resume="latest", max_steps=5)) == 5
+    assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
+    monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
+    with pytest.raises(TrainingError, match="the machines hold different checkpoints"):
+        again(out, resume="latest")
+
+
+# -- checkpoints
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, again, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     with open(out / "step_000004" / "model.safetensors", "r+b") as file:
@@ -65,203 +192,165 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path, ca
     (out / "step_000003" / "trainer_state.pt").write_bytes(b"PK torn")
     os.remove(out / "step_000002" / "config.json")
     (out / "partial_000005").mkdir()
-    options = dict(resume="latest", train_data=str(undisturbed.parent / "rows.jsonl"), beta=0.002, save_every=4)
-    small_run(out, **options)
+    again(out, resume="latest", save_every=3, keep=1)
     said = capsys.readouterr().out
     assert all(f"step_00000{n} is damaged" in said for n in (2, 3, 4)) and "step_000001 at step 1" in said
-    assert "changed since then: --beta 0.001 -> 0.002" in said
-    names = {"step_000001", "step_000004", *(f"step_00000{n}.stale" for n in (2, 3, 4))}
-    assert {p.name for p in out.iterdir()} >= names
-    assert not (out / "partial_000005").exists()
-    with pytest.raises(ConfigError, match="not a whole checkpoint"):
-        small_run(out, resume=str(out / "step_000003.stale"))
+    assert names_in(out) == ["step_000004"] and not (out / "partial_000005").exists()
+    assert state_of(out) == state_of(undisturbed)
+    os.remove(out / "step_000004" / "model.safetensors")
+    before = state_of_log(out)
+    with pytest.raises(ConfigError, match="--resume .*step_000004: not a whole checkpoint"):
+        again(out, resume="latest")
+    assert state_of_log(out) == before
 
 
-def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(undisturbed, tmp_path, monkeypatch, capsys):
+def state_of_log(out):
+    return (out / "metrics.jsonl").read_bytes()
+
+
+def test_damaged_checkpoints_ahead_do_not_push_out_new_ones(undisturbed, again, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
-    state = torch.load(out / "step_000004" / "trainer_state.pt", weights_only=True)
-    path = out / "step_000004" / "trainer_state.pt"
-    torch.save(state | dict(world_size=2), path)
-    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.run.checksum(path)}
-    (path.parent / "checksums.json").write_text(json.dumps(sums))
-    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), resume="latest", max_steps=5)
-    assert [m["step"] for m in small_run(out, **options)] == [1, 2, 3, 4, 5]
-    assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
-    monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
-    with pytest.raises(harness.flags.TrainingError, match="the machines hold different checkpoints"):
-        small_run(out, **options)
+    for step in (3, 4):
+        os.remove(out / f"step_00000{step}" / "model.safetensors")
+    again(out, resume="latest", keep=1, save_every=1, max_steps=3)
+    assert names_in(out) == ["step_000003", "step_000004"]
+    assert harness.checkpoints.load_checkpoint(str(out / "step_000003")).state["step"] == 3
 
 
-def test_an_earlier_run_is_moved_aside_and_nothing_to_resume_is_said(tmp_path, capsys):
+@pytest.mark.parametrize("where", [100, -100])
+def test_a_changed_byte_is_found(undisturbed, again, tmp_path, where, capsys):
     out = tmp_path / "out"
-    small_run(out, max_steps=1)
-    before = (out / "metrics.jsonl").read_text()
-    small_run(out, max_steps=1, keep=1)
-    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == before
-    assert "moved to" in capsys.readouterr().out
-    small_run(tmp_path / "new", max_steps=1, resume="latest")
-    assert "no checkpoint in" in capsys.readouterr().out and len(lines(tmp_path / "new" / "metrics.jsonl")) == 1
+    shutil.copytree(undisturbed, out)
+    for name, step in (("model.safetensors", 4), ("trainer_state.pt", 3)):
+        path = out / f"step_00000{step}" / name
+        content = bytearray(path.read_bytes())
+        content[where] ^= 1
+        path.write_bytes(content)
+    again(out, resume="latest")
+    said = capsys.readouterr().out
+    assert "model.safetensors is not as it was written" in said and "step_000002 at step 2" in said
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "model_writer", lambda *_: lambda path: 1 / 0)
+    with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
+        small_run(tmp_path / "out")
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
+
+
+def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
+    for number, value in enumerate((math.nan, -math.inf)):
+        model = tiny_model()
+        run = tracked_run(tmp_path / str(number), model, save_every=1, max_steps=1)
+        with torch.no_grad():
+            list(model.parameters())[-1].view(-1)[-1] = value
+        for step in run.steps():
+            run.record(step, METRICS, [])
+        assert names_in(tmp_path / str(number)) == []
+        assert "could not save (some parameters are not finite)" in capsys.readouterr().out
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    run, accuracies = (
-        tracked_run(tmp_path, eval_data="x", keep=2, save_every=1, max_steps=6),
-        [-3, -1, -2, -2, -2, -0.5],
-    )
-    for step in run.steps():
+    run = tracked_run(tmp_path, eval_data="x", keep=2, save_every=1, max_steps=6)
+    for step, accuracy in zip(run.steps(), (-3, -1, -2, -2, -2, -0.5), strict=False):
         run.record(step, METRICS, [])
-        run.record_eval(step, dict(eval_accuracy=accuracies[step - 1], eval_stderr=0.0, eval_length=1.0))
+        run.record_eval(step, dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0))
         if step == 6:  # what stands after the save of step 5
-            kept = sorted(name for name in os.listdir(tmp_path) if name[:4] in ("step", "best"))
-            assert kept == ["best", "step_000002", "step_000004", "step_000005"]  # negative, and still the best
+            assert names_in(tmp_path) == ["step_000002", "step_000004", "step_000005"]  # negative, and still the best
             assert os.readlink(tmp_path / "best") == "step_000002"
-    assert sorted(os.listdir(tmp_path))[-2:] == ["step_000005", "step_000006"]
-    assert os.readlink(tmp_path / "best") == "step_000006"
+    assert names_in(tmp_path) == ["step_000005", "step_000006"] and os.readlink(tmp_path / "best") == "step_000006"
 
 
-def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path):
-    """In the rollout, the update, a save, a rename: resumed each time, the end is the undisturbed run's to the bit."""
-    options = dict(train_data=str(tmp_path / "rows.jsonl"), max_steps=12)
-    small_run(tmp_path / "whole", max_steps=12)
-    out, rng, kills, seconds = tmp_path / "out", np.random.default_rng(0), 0, None
-    while kills < 25:
-        started = time.monotonic()
-        [pid], wait = fork("small_run", out, **options, resume="latest")
-        if seconds is None:
-            wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
-            seconds = time.monotonic() - started  # from the start to the end of the first step, here
-        else:
-            time.sleep(rng.uniform(0.3, 1.2) * seconds)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        if wait().returncode == -signal.SIGKILL:
-            kills += 1
-        else:  # it came to its end first
-            seconds *= 0.8
-        for path in harness.run.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
-            shutil.rmtree(path)
-    assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
-    assert state_of(out) == state_of(tmp_path / "whole")
+def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path, monkeypatch):
+    accuracies = iter([0.1, None, 0.9, 0.3, 0.2])
+
+    def evaluate(*_):
+        accuracy = next(accuracies)
+        if accuracy is None:
+            raise TrainingError("cut off")
+        return dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0)
+
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    out, options = tmp_path / "out", dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1, keep=1)
+    options |= dict(train_data=BUNDLED.train_data, num_minibatches=1, save_every=0, max_steps=3)
+    with pytest.raises(TrainingError):
+        small_run(out, **options)
+    history = small_run(out, **options, resume="latest")
+    assert [m["eval_accuracy"] for m in history if "eval_accuracy" in m] == [0.1, 0.9, 0.3, 0.2]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1, 1, 2, 2, 3, 3]  # an eval is a line of its own
+    assert os.readlink(out / "best") == "step_000001" and (out / "step_000001").is_dir()
 
 
-def lines_whole(path):
-    return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
+def test_a_patch_adds_to_a_checkpoint(tmp_path):
+    """Several at once: each part comes back under its own name, before the first step."""
+
+    def run_with(checkpoint, parts):
+        cfg = Config(model="m", out_dir=str(tmp_path / "out"), max_steps=2, resume="latest" if checkpoint else "")
+        run, model = harness.run.Run(cfg, CPU, checkpoint, time.monotonic()), tiny_model()
+        for name in parts:
+            run.parts[name] = (lambda name=name: parts[name], lambda value, name=name: parts.update({name: value}))
+        run.track(model, torch.optim.AdamW(model.parameters()), model.save_pretrained, 0)
+        return run
+
+    for step in (run := run_with(None, dict(adapters=[1], reference=torch.ones(2)))).steps():
+        run.record(step, METRICS, [])
+    run.file_lock.release()
+    found = dict(adapters=None, reference=None)
+    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found)
+    assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_saves_and_exits_0_and_a_save_goes_on(fork, undisturbed, tmp_path, stop):
-    out = tmp_path / "out"
-    rows = str(undisturbed.parent / "rows.jsonl")
-    [pid], wait = fork("small_run", out, train_data=rows, save_every=0)
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines_whole(out / "metrics.jsonl")) >= 1)
-    if stop == signal.SIGTERM:
-        os.kill(pid, signal.SIGUSR1)
-    else:  # cannot miss, where a signal to torchrun would end it
-        (out / "save").touch()
-    wait_for(lambda: len(harness.run.checkpoints(str(out))) >= 1)
-    os.kill(pid, stop)
-    assert wait().returncode == 0
-    assert not (out / "save").exists()
-    steps = len(lines(out / "metrics.jsonl"))
-    assert harness.run.checkpoints(str(out))[-1].endswith(f"step_{steps:06d}")
-    small_run(out, train_data=rows, resume="latest")
+def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
+    """transformers refuses to write some that it reads."""
+    from transformers import AutoModelForCausalLM
+
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED.model, model)
+    mine = json.dumps(dict(temperature=0.6, top_p=0.9, do_sample=False, eos_token_id=[1, 3]))
+    (model / "generation_config.json").write_text(mine)
+    small_run(tmp_path / "out", model=str(model), max_steps=1)
+    saved = tmp_path / "out" / "step_000001"
+    assert (saved / "generation_config.json").read_text() == mine
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
+    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")  # its source goes
+    assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
+    # also where the sampler leaves the model's own in place, as vLLM does
+    loaded = grpo.load_model(str(model), Config())
+    tokenizer = harness.rows.load_tokenizer(BUNDLED)
+    harness.checkpoints.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == mine
+    os.remove(model / "generation_config.json")
+    harness.checkpoints.model_writer(loaded, tokenizer, str(model))(str(tmp_path / "none"))
+    assert not (tmp_path / "none" / "generation_config.json").exists()
+
+
+def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_path, monkeypatch):
+    out, loaded, alive = tmp_path / "out", [], []
+    copy_cut_back(undisturbed, out, 2)
+    load, moved = harness.checkpoints.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def noted(path):
+        checkpoint = load(path)
+        moments = checkpoint.state["optimizer"]["state"].values()
+        loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
+        return checkpoint
+
+    monkeypatch.setattr(harness.checkpoints, "load_checkpoint", noted)
+    # as if they went to a GPU
+    elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)
+    at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
+    again(out, resume="latest")
+    assert len(loaded) > 30 and alive == []
     assert state_of(out) == state_of(undisturbed)
 
 
-@pytest.mark.parametrize("how", ["rollout", "step", "one call"])
-def test_a_stop_does_not_wait_for_the_step(fork, undisturbed, tmp_path, how):
-    """Steps of an hour: what the last whole one left is saved within 5 s, and the run goes on from there to the bit."""
-    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
-    [pid], wait = fork("stuck_run", out, how, tmp_path / "on", train_data=rows, save_every=0)
-    wait_for((tmp_path / "on").exists)
-    before = len(lines_whole(out / "metrics.jsonl"))
-    assert before >= 2 and harness.run.checkpoints(str(out)) == []
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: harness.run.checkpoints(str(out)))  # 0 to 5 s where the machine is quiet
-    done = wait()
-    assert done.returncode == 0 and f"step_{before:06d} is saved; go on with --resume" in done.stdout
-    small_run(out, train_data=rows, resume="latest")
-    assert state_of(out) == state_of(undisturbed)
+def test_what_a_reward_logs_has_names_of_its_own():
+    from types import SimpleNamespace as Scores
 
-
-def test_a_second_signal_ends_the_run_at_once(fork, undisturbed, tmp_path):
-    """In the middle of a save that would take an hour; what was saved stays."""
-    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
-    [pid], wait = fork("stuck_run", out, "save", tmp_path / "on", train_data=rows)
-    wait_for((tmp_path / "on").exists)
-    os.kill(pid, signal.SIGTERM)
-    time.sleep(1.5)  # less: the same Ctrl-C, passed on by torchrun
-    os.kill(pid, signal.SIGTERM)
-    assert wait().returncode == 128 + signal.SIGTERM
-    assert [os.path.basename(path) for path in harness.run.checkpoints(str(out))] == ["step_000001"]
-
-
-def test_an_error_saves_first(undisturbed, tmp_path, monkeypatch, capsys):
-    out, rows = tmp_path / "out", str(undisturbed.parent / "rows.jsonl")
-
-    def fails():
-        raise harness.flags.TrainingError("planted")
-
-    at_step(monkeypatch, {3: fails})
-    with pytest.raises(harness.flags.TrainingError, match="planted"):
-        small_run(out, train_data=rows, save_every=0)
-    assert "step_000002 is saved; go on with --resume" in capsys.readouterr().out
-    monkeypatch.undo()
-    small_run(out, train_data=rows, resume="latest")
-    assert state_of(out) == state_of(undisturbed)
-
-
-def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
-    log = harness.log.JsonLines(str(tmp_path / "m.jsonl"), -1)
-    log.write({"step": 1})
-    whole_open = open
-
-    def full(path, mode):
-        file = whole_open(path, mode)
-        file.seek(0, 2)
-        file.write(b'{"st')  # half a line reaches the disk
-        file.close()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(harness.run, "open", full, raising=False)
-    log.write({"step": 2})
-    monkeypatch.undo()
-    assert "No space left on device" in capsys.readouterr().out
-    log.write({"step": 3})
-    assert lines(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-def test_a_full_disk_and_a_read_only_one(undisturbed, disk, monkeypatch, capsys):
-    out = disk("size=9m") / "out"  # room for one checkpoint of 6 MB, not for two
-    options = dict(train_data=str(undisturbed.parent / "rows.jsonl"), keep=1)
-    small_run(out, **options)
-    said = capsys.readouterr().out
-    assert [f"step {n}: could not save" in said for n in (1, 2, 3, 4)] == [False, True, True, True]
-    assert [os.path.basename(path) for path in harness.run.checkpoints(str(out))] == ["step_000001"]
-    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
-    disk("size=64m")
-    at_step(monkeypatch, {2: lambda: disk("ro"), 3: lambda: disk("rw")})
-    small_run(out, **options, resume="latest")
-    said = capsys.readouterr().out
-    assert "resumed from" in said and said.count("could not save") == 1 and "Read-only file system" in said
-    assert said.count("lines wait for the next try") == 2  # metrics and completions of step 2
-    assert state_of(out) == state_of(undisturbed)
-
-
-def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
-
-    def score(samples, scorer, step, cfg):
-        for sample in samples:
-            sample.reward = 1.0
-        return reward.Scores([], {}, [])
-
-    monkeypatch.setattr(grpo, "score", score)
-    honest = grpo.group_advantages
-    monkeypatch.setattr(grpo, "group_advantages", lambda *args: honest(*args) + math.inf)
-    with pytest.raises(harness.flags.TrainingError, match="no finite gradient in 5 steps in a row"):
-        small_run(tmp_path / "out", max_steps=9)
-    assert [m["skipped_steps"] for m in lines(tmp_path / "out" / "metrics.jsonl")] == [2] * 5
-    for path in harness.run.checkpoints(str(tmp_path / "out")):
-        model = grpo.load_model(path, Config())
-        assert all(p.isfinite().all() for p in model.parameters())
+    empty = dict(failed=[False], failures={}, first_failure="", first_retry="")
+    scores = [Scores(**empty, metrics=dict(step=torch.tensor(2.0), text="x")), Scores(**empty, metrics=dict(step=4))]
+    metrics = harness.run.Run.failures(Scores(said=set()), scores, 1, 9)
+    assert metrics == {"logged/step": 3.0, "failed_rewards": None}

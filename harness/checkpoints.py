@@ -1,0 +1,196 @@
+"""A run's files: its directory, and its checkpoints."""
+
+import contextlib
+import dataclasses
+import glob
+import itertools
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import dataclass
+
+import torch
+from filelock import FileLock, Timeout
+
+from harness.flags import ConfigError, first_line, say
+
+UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ... that does not exist
+
+
+# -----------------------------------------------------------------------------
+# The directory: each run has its own. What another one left is never moved, mixed or overwritten
+
+
+def saved_config(path: str) -> dict:
+    """The config.json of the run in this directory, {} where there is none. That of a model has no out_dir."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(path or os.devnull, "config.json")) as file:
+        saved = json.load(file)
+        return saved if "out_dir" in saved else {}
+    return {}
+
+
+def this_launch() -> str:
+    """Names this start of torchrun. It stays the same over its --max_restarts."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
+
+
+def with_run(config, given: dict) -> dict:
+    """The flags that are given, over those of the run or checkpoint that they resume. In the result resume is "latest"
+    where the run in out_dir goes on, a checkpoint where a new run begins with that, and else empty."""
+    out_dir, resume = given.get("out_dir", UNNAMED), given.get("resume", "")
+    names = [out_dir, *glob.glob(f"{UNNAMED}.[0-9]*")] if out_dir == UNNAMED else [out_dir]
+    files = {name: glob.glob(os.path.join(glob.escape(name), "[cm]*.json*")) for name in names if saved_config(name)}
+    runs = sorted(files, key=lambda name: max(map(os.path.getmtime, files[name])))  # the newest last
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch and no other
+        own = [name for name in runs if saved_config(name).get("launch") == this_launch()]
+        runs, resume = own or runs, "latest" if own else resume
+    elif saved_config(resume) and out_dir in (UNNAMED, resume):  # a run's own folder
+        runs, resume = [resume], "latest"
+    saved = saved_config(runs[-1]) if runs and resume == "latest" else {}
+    if saved:
+        out_dir = runs[-1]
+    elif resume == "latest":
+        say(f"--resume: no run in {out_dir} yet, so one begins")
+        resume = ""
+    elif resume:
+        resume = (checkpoints(resume) or [resume])[-1]  # of a run, where --out_dir is another directory
+        with contextlib.suppress(Exception):  # find_checkpoint says what is wrong with it
+            saved = torch.load(os.path.join(resume, "trainer_state.pt"), mmap=True, weights_only=True)["config"]
+    known = {f.name for f in dataclasses.fields(config)}
+    return {k: v for k, v in saved.items() if k in known} | given | dict(out_dir=out_dir, resume=resume)
+
+
+def claim_out_dir(cfg) -> tuple:
+    """Rank 0 only. The Config with the directory of this run, which is locked and holds config.json from now on."""
+    out, goes_on = cfg.out_dir, cfg.resume == "latest"
+    try:
+        for number in itertools.count(1) if out == UNNAMED and not goes_on else ():
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(out)  # fails if another process was faster
+                break
+            out = f"{UNNAMED}.{number}"
+        os.makedirs(out, exist_ok=True)
+        found = [*checkpoints(out), *glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))]
+        if found and not goes_on:
+            why = "not empty; --resume goes on with a run, for a new one name another directory"
+            raise ConfigError(f"--out_dir {out}: holds {os.path.basename(found[0])} of a run or a model; {why}")
+        lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
+        lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
+        for partial in glob.glob(os.path.join(glob.escape(out), "partial_[0-9]*")):  # a save that a kill cut short
+            shutil.rmtree(partial)
+        cfg, path = dataclasses.replace(cfg, out_dir=out), os.path.join(out, "config.json")
+        with open(path + ".new", "w") as file:
+            json.dump(dataclasses.asdict(cfg) | dict(process=os.getpid(), launch=this_launch()), file, indent=1)
+        os.replace(path + ".new", path)
+        return cfg, lock
+    except Timeout:
+        who = saved_config(out).get("process")
+        raise ConfigError(f"--out_dir {out}: another run (process {who}) is writing there") from None
+    except OSError as error:
+        raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints: a directory that from_pretrained loads, with trainer_state.pt and the checksum of every file
+
+
+@dataclass
+class Checkpoint:
+    path: str
+    state: dict
+
+
+def checkpoints(out_dir: str) -> list[str]:
+    """Complete ones, oldest first."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{6,}", name))
+    return [os.path.join(out_dir, f"step_{step:06d}") for step in steps]
+
+
+def load_checkpoint(path: str) -> Checkpoint:
+    """OSError if a file of it is missing, cut short or changed."""
+    try:
+        with open(os.path.join(path, "checksums.json")) as file:
+            for name, expected in json.load(file).items():
+                if checksum(os.path.join(path, name)) != expected:
+                    raise OSError(f"{name} is not as it was written")
+        state = torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises half a dozen types on a torn file
+        raise OSError(first_line(error)) from None
+    return Checkpoint(path, state)
+
+
+def checksum(path: str) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def find_checkpoint(cfg) -> Checkpoint | None:
+    """The newest whole one of the run that goes on, or the one that is named; None: from the beginning."""
+    paths = checkpoints(cfg.out_dir)[::-1] if cfg.resume == "latest" else [cfg.resume] if cfg.resume else []
+    for path in paths:
+        try:
+            return load_checkpoint(path)
+        except OSError as error:  # it stays until the run saves that step again
+            say(f"checkpoint {path} is damaged ({error})")
+    if paths:
+        raise ConfigError(f"--resume {paths[-1]}: not a whole checkpoint")
+    return None
+
+
+def write_checkpoint(final: str, write_model, state: dict) -> None:
+    """It gets its name only when it is whole and on the disk."""
+    partial = os.path.join(os.path.dirname(final), os.path.basename(final).replace("step", "partial"))
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_model(partial)
+        torch.save(state, os.path.join(partial, "trainer_state.pt"))
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(partial) for name in names]
+        with open(os.path.join(partial, "checksums.json"), "w") as file:
+            json.dump({os.path.relpath(path, partial): checksum(path) for path in files}, file, indent=1)
+        for path in [*files, file.name, partial]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one, which the run did not go on from
+        os.replace(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def fingerprint(model) -> int:
+    """Names the weights: the sum of their bits, by parameter. The same on every device."""
+    parameters = enumerate(model.parameters(), 1)
+    return int(sum(n * p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for n, p in parameters)) % 2**63
+
+
+def model_writer(model, tokenizer, source: str, weights=lambda: None):
+    """write(directory), which writes what from_pretrained loads. weights(): the tensors by name, where they are not the
+    model's own. The generation_config.json of `source` is copied: transformers refuses to write some that it reads."""
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    generation = None
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # it would not be written, and the sampler does not need it: vLLM has its own parameters
+        model.generation_config = GenerationConfig()
+    with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
+        generation = file.read()
+
+    def write(path):
+        model.save_pretrained(path, state_dict=weights())
+        tokenizer.save_pretrained(path)
+        file = os.path.join(path, "generation_config.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(file)  # the one that samples for us
+        if generation is not None:
+            with open(file, "wb") as target:
+                target.write(generation)
+
+    return write

@@ -1,0 +1,302 @@
+"""How a run ends before its end: kills, signals, errors, disks, and that --resume goes on to the bit."""
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import grpo
+import harness.checkpoints
+import harness.log
+import harness.run
+import reward
+from grpo import Config
+from harness.flags import ConfigError, TrainingError
+from tests.common import (
+    HERE,
+    PRIME,
+    at_step,
+    gone,
+    lines,
+    read,
+    small_run,
+    state_of,
+    wait_for,
+)
+
+pytest_plugins = "tests.common"
+
+
+def names_in(out):
+    return [os.path.basename(path) for path in harness.checkpoints.checkpoints(str(out))]
+
+
+def whole_lines(path):
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.exists() else []
+
+
+@pytest.fixture
+def rows(undisturbed):
+    return str(undisturbed.parent / "rows.jsonl")
+
+
+def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path):
+    """In the rollout, the update, a save, a rename: resumed each time, the end is the undisturbed run's to the bit."""
+    options = dict(train_data=str(tmp_path / "rows.jsonl"), max_steps=12)
+    small_run(tmp_path / "whole", max_steps=12)
+    out, rng, kills, seconds = tmp_path / "out", np.random.default_rng(0), 0, None
+    while kills < 25:
+        started = time.monotonic()
+        [pid], wait = fork("small_run", out, **options, resume="latest")
+        if seconds is None:
+            wait_for(lambda: whole_lines(out / "metrics.jsonl"))
+            seconds = time.monotonic() - started  # from the start to the end of the first step, here
+        else:
+            time.sleep(rng.uniform(0.3, 1.2) * seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if wait().returncode == -signal.SIGKILL:
+            kills += 1
+        else:  # it came to its end first
+            seconds *= 0.8
+        for path in harness.checkpoints.checkpoints(str(out))[8:]:  # near its end: back to an earlier step
+            shutil.rmtree(path)
+    assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
+    assert state_of(out) == state_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_saves_and_exits_0_and_a_save_goes_on(fork, undisturbed, rows, tmp_path, stop):
+    out = tmp_path / "out"
+    [pid], wait = fork("small_run", out, train_data=rows, save_every=0, command_line=True)
+    wait_for(lambda: whole_lines(out / "metrics.jsonl"))
+    if stop == signal.SIGTERM:
+        os.kill(pid, signal.SIGUSR1)
+    else:  # cannot miss, where a signal to torchrun would end it
+        (out / "save").touch()
+    wait_for(lambda: names_in(out))
+    os.kill(pid, stop)
+    assert wait().returncode == 0
+    assert not (out / "save").exists()
+    assert names_in(out)[-1] == f"step_{len(lines(out / 'metrics.jsonl')):06d}"
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+@pytest.mark.parametrize("how", ["rollout", "step", "one call"])
+def test_a_stop_does_not_wait_for_the_step(fork, undisturbed, rows, tmp_path, how):
+    """Steps of an hour: what the last whole one left is saved within 5 s, and the run goes on from there to the bit."""
+    out = tmp_path / "out"
+    [pid], wait = fork("stuck_run", out, how, tmp_path / "on", train_data=rows, save_every=0, command_line=True)
+    wait_for((tmp_path / "on").exists)
+    before = len(whole_lines(out / "metrics.jsonl"))
+    assert before >= 2 and names_in(out) == []
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: names_in(out))  # 0 to 5 s where the machine is quiet
+    done = wait()
+    assert done.returncode == 0 and f"step_{before:06d} is saved; go on with --resume" in done.stdout
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_second_signal_ends_the_run_at_once(fork, rows, tmp_path):
+    """In the middle of a save that would take an hour; what was saved stays."""
+    out = tmp_path / "out"
+    [pid], wait = fork("stuck_run", out, "save", tmp_path / "on", train_data=rows, command_line=True)
+    wait_for((tmp_path / "on").exists)
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(1.5)  # less: the same Ctrl-C, passed on by torchrun
+    os.kill(pid, signal.SIGTERM)
+    assert wait().returncode == 128 + signal.SIGTERM
+    assert names_in(out) == ["step_000001"]
+
+
+@pytest.mark.parametrize("where", ["assign_advantages", "sample_metrics"])  # before and after the updates of step 2
+def test_a_stop_in_a_notebook_returns_to_the_caller(undisturbed, rows, tmp_path, monkeypatch, where):
+    """As KeyboardInterrupt, after a save. Where weights have changed already it waits until the step is whole."""
+    out, honest, calls = tmp_path / "out", getattr(grpo, where), []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(*args)
+
+    monkeypatch.setattr(grpo, where, interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        small_run(out, train_data=rows, save_every=0)
+    assert signal.getsignal(signal.SIGINT) is handler and threading.active_count() < 20
+    assert names_in(out) == ["step_000001" if where == "assign_advantages" else "step_000002"]
+    monkeypatch.undo()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_what_nohup_ignores_stays_ignored(rows, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(monkeypatch, {1: lambda: os.kill(os.getpid(), signal.SIGHUP)})
+        assert len(small_run(tmp_path / "out", train_data=rows, max_steps=2)) == 2
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_error_saves_first(undisturbed, rows, tmp_path, monkeypatch, capsys):
+    def fails():
+        raise TrainingError("planted")
+
+    at_step(monkeypatch, {3: fails})
+    with pytest.raises(TrainingError, match="planted"):
+        small_run(tmp_path / "out", train_data=rows, save_every=0)
+    assert "step_000002 is saved; go on with --resume" in capsys.readouterr().out
+    monkeypatch.undo()
+    small_run(tmp_path / "out", train_data=rows, resume="latest")
+    assert state_of(tmp_path / "out") == state_of(undisturbed)
+
+
+def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(rows, tmp_path, monkeypatch):
+    """So that what is there can be saved."""
+    honest, calls = harness.log.gap_metrics, []
+
+    def gap(parts, cfg):
+        calls.append(1)
+        if len(calls) == 3:
+            raise TrainingError("off")
+        return honest(parts, cfg)
+
+    monkeypatch.setattr(harness.log, "gap_metrics", gap)
+    with pytest.raises(TrainingError, match="off"):
+        small_run(tmp_path / "out", train_data=rows, save_every=0)  # two updates a step
+    assert names_in(tmp_path / "out") == ["step_000002"]
+
+
+def test_a_resume_that_fails_leaves_log_and_checkpoints_together(undisturbed, rows, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    shutil.rmtree(out / "step_000004")
+    monkeypatch.setattr(grpo, "make_sampler", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small_run(out, train_data=rows, resume="latest")
+    monkeypatch.undo()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
+    def score(samples, scorer, step, cfg):
+        for sample in samples:
+            sample.reward = 1.0
+        return reward.Scores([], {}, [])
+
+    monkeypatch.setattr(grpo, "score", score)
+    honest = grpo.group_advantages
+    monkeypatch.setattr(grpo, "group_advantages", lambda *args: honest(*args) + math.inf)
+    with pytest.raises(TrainingError, match="no finite gradient in 5 steps in a row"):
+        small_run(tmp_path / "out", max_steps=9)
+    assert [m["skipped_steps"] for m in lines(tmp_path / "out" / "metrics.jsonl")] == [2] * 5
+    for path in harness.checkpoints.checkpoints(str(tmp_path / "out")):
+        assert all(p.isfinite().all() for p in grpo.load_model(path, Config()).parameters())
+
+
+def test_two_runs_in_one_directory_are_refused(fork, undisturbed, rows, tmp_path):
+    out = tmp_path / "out"
+    [pid], wait = fork("stuck_run", out, "step", tmp_path / "on", train_data=rows)
+    wait_for((tmp_path / "on").exists)
+    before = state_of(out)
+    with pytest.raises(ConfigError, match=rf"--out_dir .*: another run \(process {pid}\) is writing there"):
+        small_run(out, train_data=rows, resume="latest")
+    with pytest.raises(ConfigError, match="holds"):
+        small_run(out, train_data=rows)
+    assert state_of(out) == before
+    os.kill(pid, signal.SIGKILL)
+    wait()
+    small_run(out, train_data=rows, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+# -- disks
+
+
+def test_a_full_disk_and_a_read_only_one(undisturbed, rows, disk, monkeypatch, capsys):
+    out = disk("size=9m") / "out"  # room for one checkpoint of 6 MB, not for two
+    options = dict(train_data=rows, keep=1)
+    small_run(out, **options)
+    said = capsys.readouterr().out
+    assert [f"step {n}: could not save" in said for n in (1, 2, 3, 4)] == [False, True, True, True]
+    assert names_in(out) == ["step_000001"]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3, 4]
+    disk("size=64m")
+    at_step(monkeypatch, {2: lambda: disk("ro"), 3: lambda: disk("rw")})
+    small_run(out, **options, resume="latest")
+    said = capsys.readouterr().out
+    assert "resumed from" in said and said.count("could not save") == 1 and "Read-only file system" in said
+    assert said.count("waits for the next try") == 2  # metrics and completions of step 2
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_failed_save_does_not_stop_the_run(undisturbed, rows, tmp_path, monkeypatch, capsys):
+    calls, replace = [], os.replace
+
+    def fails_twice(source, target):
+        if "partial_" in str(source) and "_000000" not in str(source) and len(calls) < 2:
+            calls.append(target)
+            raise OSError(28, "No space left on device")
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_twice)
+    small_run(tmp_path / "out", train_data=rows)
+    assert len(calls) == 2 and capsys.readouterr().out.count("could not save") == 2
+    assert state_of(tmp_path / "out") == state_of(undisturbed)
+
+
+def test_a_log_on_a_full_disk_ends_no_run(rows, tmp_path):
+    """`python grpo.py > /dev/full`: it trains, saves and exits with 0; so does one whose reader has gone."""
+    command = [sys.executable, os.path.join(HERE, "grpo.py"), *PRIME, "--max_steps", 1, "--rollout", "hf"]
+    command += ["--max_completion_length", 8, "--eval_data", "", "--train_data", rows, "--out_dir"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(list(map(str, [*command, tmp_path / "out"])), stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert names_in(tmp_path / "out") == ["step_000001"]
+
+
+# -- torchrun
+
+ORPHANS = """
+import os, sys, time, grpo
+honest = grpo.assign_advantages
+def assign(samples, step, cfg):
+    if step == 2:
+        open(os.environ["MARK"] + os.environ["RANK"], "w").write(str(os.getpid()))
+        time.sleep(3600)
+    return honest(samples, step, cfg)
+grpo.assign_advantages = assign
+if __name__ == "__main__":
+    sys.exit(grpo.main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
+    """Killed with -9: its ranks end, and free the directory. Asked to stop, in a step of an hour: they save."""
+    script, out, mark = tmp_path / "script.py", tmp_path / "out", tmp_path / "rank"
+    script.write_text(ORPHANS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *PRIME]
+    command += ["--rollout", "hf", "--save_every", 0, "--out_dir", out]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "MARK": str(mark)}
+    agent = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
+    wait_for(lambda: all(os.path.exists(f"{mark}{rank}") and read(f"{mark}{rank}") for rank in (0, 1)))
+    ranks = [psutil.Process(int(read(f"{mark}{rank}"))) for rank in (0, 1)]
+    agent.send_signal(how)
+    agent.wait()
+    assert gone(ranks, 300)  # a second or a few, on a machine that is not busy
+    assert names_in(out) == ["step_000001"][: how == signal.SIGTERM]
