@@ -24,7 +24,10 @@ from types import SimpleNamespace
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("grpo.py: needs Python 3.11 or newer")
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)  # the reward.py and the harness beside this file, whatever has their names elsewhere
+sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
+for name in {"reward", "view", "harness"} & set(sys.modules):
+    if not (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
+        del sys.modules[name]
 
 # Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -42,6 +45,7 @@ import reward as reward_module
 from harness import flags, kernels, log, models, ranks, rows
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
+from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
@@ -425,10 +429,10 @@ class VLLMSampler:
         self.llm.llm_engine.engine_core.shutdown()
 
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
-        """As HFSampler.generate; vLLM seeds sample i with seed + i."""
+        """As HFSampler.generate; vLLM seeds sample i with seed + i, on a CPU with 32 bits of it."""
         params = [
             self.new_params(
-                n=n, seed=seed, temperature=temperature, max_tokens=self.cfg.max_completion_length,
+                n=n, seed=seed % 2**32, temperature=temperature, max_tokens=self.cfg.max_completion_length,
                 stop_token_ids=self.eos_ids, logprobs=0, flat_logprobs=True, detokenize=False,
             )
             for seed in seeds
@@ -870,17 +874,9 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
+        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
-
-
-def pieces(tokenizer, ids: np.ndarray) -> list[str]:
-    """The text of each token. That of a character in several tokens stands at the last of them."""
-    from tokenizers.decoders import DecodeStream
-
-    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
-    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -895,26 +891,6 @@ def wrap(policy: Policy, cfg: Config, world: World):
         return policy
     ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
-
-
-def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = models.without_randomness(AutoConfig.from_pretrained(path))
-        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
-        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    if found["missing_keys"]:
-        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model.eval()  # for good: some models draw random numbers while they train
 
 
 def make_policy(model, cfg: Config, prompts=()) -> Policy:

@@ -14,16 +14,20 @@ paid for every hole it finds: they are parsed in linear time, never evaluated.
 """
 
 import ast
+import asyncio
 import contextlib
 import faulthandler
+import hashlib
 import importlib.util
 import inspect
 import itertools
+import linecache
 import logging
 import math
 import operator
 import os
 import pickle
+import pkgutil
 import random
 import re
 import resource
@@ -37,16 +41,14 @@ import traceback
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from fractions import Fraction
+from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import NamedTuple
 
 MAX_DIGITS = 1000  # a longer number is no answer; int <-> str conversion is quadratic
-MAX_EXPRESSION = 400  # characters of a countdown answer
-MAX_PARENTHESES = 50  # so that nesting cannot exhaust the parser's stack
+MAX_EXPRESSION, MAX_PARENTHESES = 400, 50  # of a countdown answer: nesting must not exhaust the parser's stack
 LARGEST_REWARD = 1e15  # and largest weight; beyond this the squares overflow float32
 START_LIMIT = 120.0  # seconds that a worker may take to start and to import the reward file
 
@@ -59,11 +61,14 @@ def opened_by_prompt(row: dict) -> bool:
     return row.get("prompt_text", "").rstrip().endswith("<think>")
 
 
-def after_reasoning(completion: str, row: dict) -> str:
-    """The text after the last `</think>`; all of it without reasoning; "" if the reasoning never ends."""
-    _, closed, answer = completion.rpartition("</think>")
-    unfinished = "<think>" in answer or (not closed and opened_by_prompt(row))
-    return "" if unfinished else answer.strip()
+def answer_of(completion: str, row: dict) -> str:
+    """The text after the last `</think>`, all of it without reasoning; of that what stands in the last
+    `<answer>...</answer>`, if there is one. "" if reasoning or answer are opened and never end."""
+    _, closed, text = completion.rpartition("</think>")
+    inside, ended, after = text.rpartition("</answer>")
+    if "<think>" in text or "<answer>" in after or (not closed and opened_by_prompt(row)):
+        return ""
+    return (inside.rpartition("<answer>")[2] if ended else text).strip()
 
 
 BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and a symbol that show nothing
@@ -76,53 +81,50 @@ def is_visible(text: str) -> bool:
     return any(unicodedata.category(char)[0] in "LNPS" and char not in BLANK for char in text)
 
 
-# how LaTeX and typography write what a keyboard has: signs, a degree, spaces; then styles and silent brackets
-TYPOGRAPHY = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212\ufe58\ufe63\uff0d"), "-")
-TYPOGRAPHY |= {0xD7: "*", 0xB7: "*", 0x22C5: "*", 0x2217: "*", 0xF7: "/", 0x2248: "="}
-LATEX = (
-    (r"\^\s*\{?\s*\\circ\s*\}?", "\xb0"),
-    (r"\\(?:times|cdot|ast)(?![A-Za-z])", "*"),
-    (r"\\div(?![A-Za-z])", "/"),
-    (r"\\[,;:\s()\[\]]|~|\\q?quad(?![A-Za-z])", " "),
-    (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|boldsymbol|mbox|boxed|displaystyle|left|right)(?![A-Za-z])", ""),
-    (r"\\!|[{}]|\\(?=[$%])", ""),
+SIGNS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212\ufe58\ufe63\uff0d"), "-")
+SIGNS |= {0xD7: "*", 0xB7: "*", 0x22C5: "*", 0x2217: "*", 0xF7: "/", 0x2248: "="}
+THIN_SPACE = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[!,;: ]|[~\xa0\u2009\u202f])(?=[0-9]{3})")  # between thousands
+MARKUP = re.compile(
+    r"\^\{?\\circ|\\(?:text|math|boxed|left|right)[a-z]{0,2}(?![a-z])|\\[^A-Za-z]|(?<=[A-Za-z])\^\{?[23]|"
+    '[*_`"(){}~#%\xb0\xa2$\u20ac\xa3\xa5\u20b9\u20a9\u20bd]|\\[|\\]'
+)
+NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"  # ASCII digits only
+LAST = re.compile(rf"(?:^|(?<=[ =]))([-+]?) ?({NUMBER})(?! ?[+^!?\xb2\xb3])([^0-9]*)$")
+LABEL = re.compile(r"(?:[^0-9]*(?:[:=]|\b(?:is|are|US|USD|EUR|GBP|Rs\.?)))?")
+NOT_ALONE = re.compile(r"(?:\b(?:not|than|minus)|n't|[0-9][^ :=]*|[-+/^<>]|[0-9][^ ]* (?:and|or|to))$")
+LETTERS = "A-Za-z\xb5\u03bc\u03a9\xc0-\u024f"
+UNITS = re.compile(rf"(?: ?[-/]? ?[{LETTERS}][-{LETTERS}\xb2\xb3 ./,;:']*)?[.,;: ]*")
+SCALE = dict(dozen=12, hundred=100, k=10**3, K=10**3, thousand=10**3, grand=10**3, lakh=10**5, M=10**6, mil=10**6)
+SCALE |= dict(million=10**6, crore=10**7, bn=10**9, billion=10**9, trillion=10**12)
+NO_UNIT = re.compile(  # words that make another number of the one before them, as most single letters do
+    r"(?i:and|or|not|but|is|are|to|plus|minus|point|pi|squared|cubed|factorial|hal(?:f|ves)|"
+    r"(?:third|fourth|fifth|sixth|eighth|tenth|hundredth|thousandth)s?)|(?![aAmglLsShHdWVNJCFtpo])[A-Za-z]"
 )
 
 
-def plain(text: str) -> str:
-    for pattern, replacement in LATEX:
-        text = re.sub(pattern, replacement, text)
-    return " ".join(text.translate(TYPOGRAPHY).split())
+def exact(text: str) -> Fraction | None:
+    """The value of a text that is one number and nothing else, as 1,042 or -3.50."""
+    text = text.translate(SIGNS)
+    fits = len(text) <= MAX_DIGITS and re.fullmatch(rf"[-+]?(?:{NUMBER})", text)
+    return Fraction(text.replace(",", "")) if fits else None
 
 
-# ASCII digits only, in groups of three or in none
-DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:\ [0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-NUMBER = re.compile(rf"[-+]?{DIGITS}", re.VERBOSE)
-MONEY = "[$\u20ac\xa3\xa5\u20b9\u20a9\u20bd]"
-WORD = r"[A-Za-z\xb5\u03bc\u03a9]+\.?(?:\^[23]|[\xb2\xb3])?"
-QUANTITY = re.compile(
-    rf"""(?P<sign>[-+]?)\ ?  (?:(?:US|USD|EUR|GBP|Rs\.?)\ ?)? (?:{MONEY}\ ?){{0,2}}  (?P<inner>[-+]?)\ ?
-    (?P<digits>{DIGITS})  \ ?(?:(?:{MONEY}|[%\xa2\xb0])\ ?){{0,2}}  (?P<unit>{WORD}(?:[ /*-]{WORD}){{0,5}})?""",
-    re.VERBOSE,
-)
-# words that make another number of the one before them; a single letter does so too, unless it is a usual unit
-SCALE = (
-    r"(?:hundred|thousand|lakh|crore|dozen|hal[fv]|third|quarter|fourth|fifth|tenth)[a-z]*|[a-z]*illi(?:on|ard)[a-z]*|"
-    r"mille?|scores?|squared|cubed|factorial|pi|bn|mn|point|over|plus|minus|times|divided|mod|power"
-)
-NO_UNIT = re.compile(rf"\b(?:(?i:{SCALE}|and|are|but|is|not|or|to)|(?![aAmglLsShHdWVNJCFt])[A-Za-z])\b")
-
-
-def to_number(text: str) -> Decimal | None:
-    r"""The exact value of a text that is one number and nothing else but currency and units, "-$1,200 per day" or
-    "18 \text{ cm}^2"; None for every other: 1/2, 10:45, 5e3, "5 million", "18 or 19"."""
-    if len(text) > 2 * MAX_DIGITS:
+def number_of(text: str, marked: bool) -> Fraction | None:
+    """The last number of a text, times the scale after it (5 million). Where the text is marked as the answer, nothing
+    but a label may stand before it ("x =", "Total:") and units after it; else its neighbours must leave it alone."""
+    text = " ".join(MARKUP.sub(" ", THIN_SPACE.sub(",", text.translate(SIGNS))).split())
+    found = LAST.search(text)
+    if found is None:
         return None
-    match = QUANTITY.fullmatch(plain(text).strip("*_`()[]\"' ").rstrip("*_`()[]\"' .,;:"))
-    if match is None or (match["sign"] and match["inner"]) or NO_UNIT.search(match["unit"] or ""):
-        return None
-    digits = re.sub("[, ]", "", match["digits"])
-    return Decimal(match["sign"] + match["inner"] + digits) if len(digits) <= MAX_DIGITS else None
+    before, (sign, digits, after) = text[: found.start()].rstrip(), found.groups()
+    if not marked:
+        after = re.match(rf" ?[-/]?[{LETTERS}]*", after)[0]
+    words = re.findall(rf"[{LETTERS}]+", after)
+    scales = [SCALE.get(word, SCALE.get(word.lower().removesuffix("s"))) for word in words]
+    another = any(scale is None and NO_UNIT.fullmatch(word) for word, scale in zip(words, scales, strict=True))
+    alone = LABEL.fullmatch(before) if marked else not NOT_ALONE.search(before[-40:])
+    value = exact(sign + digits) if alone and UNITS.fullmatch(after) and not another else None
+    return None if value is None else value * math.prod(scale or 1 for scale in scales)
 
 
 def last_boxed(text: str) -> str | None:
@@ -136,28 +138,19 @@ def last_boxed(text: str) -> str | None:
     return "" if found else None
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number of free text. Its neighbours count: 10-7, 1/2 and 5 million are not 7, 2 and 5."""
-    line = next((line for line in reversed(text.splitlines()) if re.search("[0-9]", line)), "")
-    words = line.translate(TYPOGRAPHY).split()
-    last = max((i for i, word in enumerate(words) if re.search("[0-9]", word)), default=0)
-    first = last
-    while first > 0 and re.fullmatch(rf"(?:[-+*/^=()0-9.,\\]|{MONEY})*[^.,]", words[first - 1]):
-        first -= 1
-    if last + 1 < len(words) and re.fullmatch(SCALE, words[last + 1].rstrip(".,;:!?"), re.I):
-        return None
-    return to_number(" ".join(words[first : last + 1]).rpartition("=")[2].rstrip("!?"))
-
-
-def final_number(text: str) -> Decimal | None:
-    r"""The number that a solution ends on, by one rule for completions and gold answers, in training and in
-    evaluation: the rest of the line after the last `####`; else the content of the last `\boxed{}`; else the
-    last number. The first of these that is there decides: where it is no number, there is no answer."""
-    _, marked, rest = text.rpartition("####")
+def final_number(text: str) -> Fraction | None:
+    r"""The one number in the first line after the last `####`, else in the last `\boxed{}`, with nothing but a label
+    before it and units after it; without these marks the last number of the text. A mark decides: where it has no such
+    number, there is no answer. The rule is the same for completions and for gold answers."""
+    _, *marked = re.split("#{4,}", text)
     if marked:
-        return to_number(rest.partition("\n")[0].strip().removesuffix("</answer>"))
+        last = next((part.strip() for part in reversed(marked) if part.strip()), "")
+        return number_of(last.partition("\n")[0], marked=True)
     content = last_boxed(text)
-    return last_number(text) if content is None else to_number(content)
+    if content is not None:
+        return number_of(content, marked=True)
+    line = next((line for line in reversed(text.splitlines()) if re.search("[0-9]", line)), "")
+    return number_of(re.sub("[!?]", ".", line), marked=False)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -166,13 +159,9 @@ def final_number(text: str) -> Decimal | None:
 
 def answer_reward(completion: str, row: dict) -> float:
     """1.0 if the answer is row["answer"], as exact text or as a plain number (1,042 == 1042.0), else 0.0."""
-    answer, gold = after_reasoning(completion, row), str(row["answer"]).strip()
-    if answer != gold and max(len(answer), len(gold)) <= MAX_DIGITS:
-        numbers = [NUMBER.fullmatch(text.translate(TYPOGRAPHY)) for text in (answer, gold)]
-        if all(numbers):
-            answer, gold = (Decimal(re.sub("[, ]", "", number[0])) for number in numbers)
-            return float(answer == gold)
-    return float(answer == gold and is_visible(answer))
+    answer, gold = answer_of(completion, row), str(row["answer"]).strip()
+    same = answer == gold or (exact(answer) is not None and exact(answer) == exact(gold))
+    return float(same and is_visible(answer))
 
 
 def gsm8k_reward(completion: str, row: dict) -> float:
@@ -180,15 +169,16 @@ def gsm8k_reward(completion: str, row: dict) -> float:
     gold = final_number(str(row["answer"]))
     if gold is None:  # a reward that is 0 whatever the model says would go unnoticed
         raise ValueError("row['answer'] ends on no number")
-    return float(final_number(after_reasoning(completion, row)) == gold)
+    return float(final_number(answer_of(completion, row)) == gold)
 
 
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")
 
 
 def format_reward(completion: str, row: dict) -> float:
-    """1.0 for exactly `<think>reasoning</think>answer`, neither empty, no other tags in the answer, else 0.0.
-    One `<answer>...</answer>` around the whole answer is allowed. A `<think>` that ends the prompt counts."""
+    """1.0 for exactly `<think>reasoning</think>answer`, neither empty, no other tags in the answer, else 0.0. One
+    `<answer>...</answer>` around the whole answer is allowed, white space around the parts too, and a `<think>` that
+    ends the prompt counts. The tags are text, also where they are special tokens of the tokenizer."""
     text = ("<think>" if opened_by_prompt(row) else "") + completion.strip()
     reasoning, _, answer = text.removeprefix("<think>").partition("</think>")
     answer = answer.strip()
@@ -205,23 +195,29 @@ def evaluate_expression(node: ast.AST) -> Fraction:
     """The exact value of a tree of + - * / over integers. Any other node is a ValueError."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -evaluate_expression(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](evaluate_expression(node.left), evaluate_expression(node.right))
     raise ValueError("only + - * / and integers")
 
 
+FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+KEYBOARD = SIGNS | str.maketrans("{}[]xX", "()()**")
+
+
 def countdown_reward(completion: str, row: dict) -> float:
-    """1.0 if the last `<answer>...</answer>` (else the last line) is an expression of + - * / ( ) that uses
-    each of row["numbers"] exactly once and equals row["target"] exactly, else 0. It may end in `= target`."""
-    text = after_reasoning(completion, row)
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, content = before.rpartition("<answer>")
-    expression = (content if closed and opened else text[text.rfind("\n") + 1 :]).strip()
-    if len(expression) > MAX_EXPRESSION or len(re.findall(r"[(\[]", expression)) > MAX_PARENTHESES:
+    """1.0 if the answer's last line is an expression of + - * / and brackets that uses each of row["numbers"] exactly
+    once and equals row["target"] exactly, else 0. It may end in `= target`."""
+    text = answer_of(completion, row).rpartition("\n")[2]
+    if len(text) > MAX_EXPRESSION or len(re.findall(r"[({\[]", text)) > MAX_PARENTHESES:
         return 0.0
-    expression = re.sub("[xX]", "*", plain(expression)).replace("[", "(").replace("]", ")")
-    expression, equals, right = (part.strip(" $.") for part in expression.partition("="))
-    if not re.fullmatch(r"[0-9()+*/ -]+", expression) or (equals and to_number(right) is None):
+    for _ in range(text.count("frac")):  # from the innermost outwards
+        text = FRACTION.sub(r"((\1)/(\2))", text)
+    text = re.sub(r"\\(?:boxed|left|right)(?![a-z])|\\[^A-Za-z]|\$", "", text)
+    text = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", text).replace("\\div", "/").translate(KEYBOARD)
+    expression, equals, right = (part.strip(" .") for part in text.partition("="))
+    if not re.fullmatch(r"[0-9()+*/ -]+", expression):
         return 0.0
     if sorted(map(int, re.findall(r"[0-9]+", expression))) != sorted(map(Fraction, row["numbers"])):
         return 0.0
@@ -229,7 +225,7 @@ def countdown_reward(completion: str, row: dict) -> float:
         value = evaluate_expression(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == Fraction(row["target"]) and (not equals or value == Fraction(to_number(right))))
+    return float(value == Fraction(row["target"]) and (not equals or value == exact(right)))
 
 
 def overlong_reward(completion: str, row: dict) -> float:
@@ -241,24 +237,24 @@ def overlong_reward(completion: str, row: dict) -> float:
 
 
 def math_reward(completion: str, row: dict) -> float:
-    """1.0 if the answer equals row["answer"] mathematically, by the math-verify library, else 0.0. Its
-    SIGALRM limits are off: outside a main thread they score silent zeros. The pool has the time limit."""
+    """1.0 if the answer equals row["answer"] mathematically, by the math-verify library, else 0.0. The library takes 5
+    from `4=5`: here all numbers of an equation must be equal. Its SIGALRM limits are off: outside a main thread they
+    score silent zeros. The workers have a time limit."""
     from math_verify import parse, verify
+    from sympy import And, Eq
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
     gold = str(row["answer"])
     gold = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
-    answer = parse(after_reasoning(completion, row), parsing_timeout=None)
+    answer = parse(answer_of(completion, row), parsing_timeout=None)
+    if not gold:
+        raise ValueError("math-verify reads nothing in row['answer']")
     if not verify(gold, answer, timeout_seconds=None):
         return 0.0
-    # it takes 5 from 4=5: what is left of a relation must be a name (x, f(3)) or equal the answer too
-    sides = [] if re.search(RELATION, str(gold[-1])) else re.split(RELATION, str(answer[-1]))[:-1]
-    sides = [f"\\boxed{{{side}}}" for side in sides if not re.fullmatch(NAME, side.strip())]
-    return float(all(verify(gold, parse(side, parsing_timeout=None), timeout_seconds=None) for side in sides))
+    equations = answer[0].atoms(Eq) if isinstance(answer[0], (Eq, And)) else ()
+    numbers = [side for equation in equations for side in equation.args if side.is_number]
+    return float(all(verify(numbers[0], number, timeout_seconds=None) for number in numbers))
 
-
-RELATION = r"=|\\(?:equiv|neq?|to|(?:[Ll]ong)?[Rr]ightarrow|implies|mapsto)(?![A-Za-z])"
-NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([^()=]*\))?"
 
 # ----------------------------------------------------------------------------------------------------------
 # --reward
@@ -272,9 +268,11 @@ class Reward:
     weight: float
     function: Callable
     columns: tuple[str, ...] = ()  # keys that every data row must have
-    trusted: bool = False  # True: runs in the trainer's process; False: in the pool
+    trusted: bool = False  # True: runs in the trainer's process; False: in a worker
     batched: bool = False  # TRL style: fn(completions, **columns) -> list
-    spec: str = ""  # the item of --reward that it came from
+    spec: str = ""  # the item of --reward that loads it in a worker
+    path: str = ""  # the file it came from, with its text: workers that start later run what the first ones ran
+    text: str = ""
 
 
 BUILT_IN = {
@@ -290,85 +288,101 @@ TRAINER_KEYS |= {"finish_reason", "trainer_state"}
 TRL_KEYS = {"completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
-def load_rewards(spec: str) -> list[Reward]:
-    """The rewards that `--reward spec` names: name[:weight] or path/to/file.py:function[:weight], separated
-    by commas. Imports those files. Whatever is wrong is a ValueError of one line that begins `--reward`."""
-    rewards = [_load(item.strip()) for item in spec.split(",")]
+def load_rewards(spec: str, texts: dict[str, str] | None = None) -> list[Reward]:
+    """The rewards that `--reward spec` names: name[:weight] or path/to/file.py:function[:weight], separated by commas.
+    Imports those files, or what they once held (path -> text). Whatever is wrong is a ValueError of one line."""
+    rewards = []
+    for item in map(str.strip, spec.split(",")):
+        try:
+            rewards.append(_load(item, texts or {}))
+        except ValueError as error:
+            raise ValueError(f"--reward {item}: {error}") from error.__cause__
     for name, count in Counter(reward.name for reward in rewards).items():
         if count > 1:
             raise ValueError(f"--reward {spec}: two rewards are called {name}")
     return rewards
 
 
-def _load(item: str) -> Reward:
+def sources(rewards: list[Reward]) -> dict[str, str]:
+    """The files that rewards come from, as they were read: path -> SHA-256."""
+    return {reward.path: hashlib.sha256(reward.text.encode()).hexdigest() for reward in rewards if reward.path}
+
+
+def _load(item: str, texts: dict[str, str]) -> Reward:
     match = re.fullmatch(r"(?:([^:]+\.py):)?([^:]+)(?::([^:]*))?", item)
     if match is None:
-        raise ValueError(f"--reward {item}: expected name[:weight] or path/to/file.py:function[:weight]")
+        raise ValueError("expected name[:weight] or path/to/file.py:function[:weight]")
     path, name, weight = match.groups()
     try:
         weight = 1.0 if weight is None else float(weight)
     except ValueError:
         weight = math.nan
     if not abs(weight) <= LARGEST_REWARD:  # nan and inf neither
-        raise ValueError(f"--reward {item}: the weight must be a finite number")
+        raise ValueError("the weight must be a finite number")
     if path:
-        return _load_file(item, os.path.abspath(path), name, weight)
+        module = import_file(path, texts.get(os.path.abspath(os.path.expanduser(path))))
+        function, spec = getattr(module, name, None), f"{module.__file__}:{name}"
+        if not callable(function) or inspect.isbuiltin(function):
+            raise ValueError(f"{module.__file__} has no plain function {name}")
+        columns, batched = _read_signature(name, function)
+        return Reward(name, weight, function, columns, False, batched, spec, module.__file__, module.__source__)
     if name not in BUILT_IN:
-        raise ValueError(f"--reward {item}: unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
+        raise ValueError(f"unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
     if name == "math":
         try:
             math_reward("1", {"answer": "1"})  # loads library and grammar here, not in a worker's first timed call
         except ImportError as error:
-            install = "pip install 'math-verify[antlr4_13_2]'"
-            raise ValueError(f"--reward {item}: needs {install} ({_one_line(error)})") from error
+            raise ValueError(f"needs pip install 'math-verify[antlr4_13_2]' ({_one_line(error)})") from error
     return replace(BUILT_IN[name], weight=weight, spec=item)
 
 
-def _load_file(item: str, path: str, name: str, weight: float) -> Reward:
-    try:
-        function = getattr(import_file(path), name, None)
-    except ValueError as error:
-        raise ValueError(f"--reward {item}: {error}") from error.__cause__
-    if not callable(function) or inspect.isbuiltin(function):
-        raise ValueError(f"--reward {item}: {path} has no plain function {name}")
+def _read_signature(name: str, function: Callable) -> tuple[tuple[str, ...], bool]:
+    """The columns that it needs, and whether it is TRL's kind. Ours is known by the name `row`: fn(completion, answer)
+    would get the whole row as its answer."""
     signature = inspect.signature(function)
-    named = {key: p for key, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    try:
-        batched = not TRL_KEYS.isdisjoint(named) or not signature.bind("completion", {})
-    except TypeError:
-        batched = _takes_any_keyword(signature)
+    kinds = {key: parameter.kind.name for key, parameter in signature.parameters.items()}
+    named = [key for key, kind in kinds.items() if not kind.startswith("VAR")]
+    batched = not TRL_KEYS.isdisjoint(named)
+    needs = [key for key in named if signature.parameters[key].default is inspect.Parameter.empty]
+    if not batched and not (len(needs) <= 2 <= len(named) and named[1].startswith(("row", "_"))):
+        batched = "VAR_KEYWORD" in kinds.values() and "VAR_POSITIONAL" not in kinds.values()
         if not batched:
-            styles = "neither (completion, row) nor TRL's (completions, **columns)"
-            raise ValueError(f"--reward {item}: {name}{signature} takes {styles}") from None
-    needed = getattr(function, "columns", ())  # a function may say what it needs: fn.columns = ("answer",)
-    if batched and not needed:
-        needed = [key for key, parameter in named.items() if parameter.default is parameter.empty]
-    columns = tuple(key for key in needed if key not in TRAINER_KEYS | TRL_KEYS)
-    return Reward(name, weight, function, columns, batched=batched, spec=f"{path}:{name}")
+            styles = "neither (completion, row), by these names, nor TRL's (completions, **columns)"
+            raise ValueError(f"{name}{signature} takes {styles}; a decorator needs functools.wraps")
+    needs = getattr(function, "columns", needs if batched else ())  # as fn.columns = ("answer",) says it
+    return tuple(key for key in needs if key not in TRAINER_KEYS | TRL_KEYS), batched
 
 
-def _takes_any_keyword(signature: inspect.Signature) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-
-
-def import_file(path: str):
-    """The module of a Python file, imported once per process. It may import its neighbours. Whatever is wrong
-    with it is a ValueError of one line."""
-    path = os.path.abspath(path)
-    name = "file_" + re.sub(r"\W", "_", path)
-    if name not in sys.modules:
-        if not os.path.isfile(path):
-            raise ValueError(f"there is no file {path}")
-        sys.path.append(os.path.dirname(path))
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
+def import_file(path: str, text: str | None = None):
+    """The module of a Python file, or of the text that it once held: imported once per process and text. It may import
+    its neighbours, also where we have a module of that name. Whatever is wrong is a ValueError of one line."""
+    path = os.path.abspath(os.path.expanduser(path))
+    folder, name, before, others = os.path.dirname(path), "file_" + path.encode().hex(), list(sys.path), {}
+    if text is None and not os.path.isfile(path):
+        raise ValueError(f"there is no file {path}")
+    try:
+        if text is None:
+            with open(path, "rb") as file:
+                text = importlib.util.decode_source(file.read())
+        if getattr(sys.modules.get(name), "__source__", None) == text:
+            return sys.modules[name]
+        module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+        module.__source__ = text
+        linecache.cache[path] = len(text), None, text.splitlines(True), path  # tracebacks show what ran
+        neighbours = {found.name for found in pkgutil.iter_modules([folder])} - sys.stdlib_module_names
+        for other in [other for other in sys.modules if other.partition(".")[0] in neighbours]:
+            if not str(getattr(sys.modules[other], "__file__", None)).startswith(folder + os.sep):
+                others[other] = sys.modules.pop(other)
+        sys.path.insert(0, folder)
         sys.modules[name] = module  # before it runs: its dataclasses look themselves up
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[name]
-            raise ValueError(f"importing {path} failed: {_one_line(error)}") from error
-    return sys.modules[name]
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+        return module
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise ValueError(f"importing {path} failed: {_one_line(error)}") from error
+    finally:
+        sys.path[:] = dict.fromkeys([*before, *sys.path])
+        sys.modules.update(others)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -382,8 +396,8 @@ class Outcome(NamedTuple):
     values: list[float | None] | None
     cause: str = ""
     message: str = ""
-    metrics: dict = {}  # what it logged, as TRL's log_metric and log_extra do: name -> value,
-    extra: dict = {}  # column -> one value per sample
+    metrics: dict = {}  # what it logged, as TRL's log_metric and log_extra do: name -> number,
+    extra: dict = {}  # column -> a number, a text or None per sample
 
 
 def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Outcome:
@@ -393,15 +407,14 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Out
             values = reward.function(**_trl_arguments(reward.function, completions, rows, metrics, extra))
         else:
             values = reward.function(completions[0], rows[0])
-        if inspect.iscoroutine(values):
-            import asyncio  # here, because few need it
-
-            values = asyncio.run(values)
+        values = asyncio.run(values) if inspect.iscoroutine(values) else values
         if not reward.batched:
             values = [values]
         elif values is None or isinstance(values, (dict, set, str, bytes)) or len(values := list(values)) != len(rows):
             return Outcome(None, "invalid", f"not a list of {len(rows)} numbers")
-        return Outcome(list(map(_to_float, values)), metrics=metrics, extra=extra)
+        values = [math.nan if value is None else _number(value) for value in values]
+        metrics = {name: value for name, value in metrics.items() if value is not None}
+        return Outcome(values, metrics=metrics, extra=extra)
     except MemoryError:
         return Outcome(None, "memory", "MemoryError")
     except (Exception, SystemExit) as error:
@@ -410,30 +423,39 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Out
 
 
 def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: dict, extra: dict) -> dict:
-    """What TRL's trainer passes: each column as a list; prompts and completions are messages where there is a chat."""
+    """What TRL's trainer passes: each column that any row has as a list; messages where there is a chat."""
+
+    def log_metric(name, value):
+        metrics[str(name)] = _number(value)
+
+    def log_extra(column, values):
+        several = hasattr(values, "__iter__") and not isinstance(values, (str, bytes, dict))
+        with contextlib.suppress(Exception):  # what cannot be logged is not
+            values = list(values) if several and getattr(values, "shape", True) else [values] * len(rows)
+            extra[str(column)] = [v if type(v) in (str, int, bool, type(None)) else _number(v, str(v)) for v in values]
+
     chats = [row.get("prompt_messages", row.get("prompt")) for row in rows]
     prompts = [c if isinstance(c, list) else row.get("prompt_text", c) for c, row in zip(chats, rows, strict=True)]
     completions = [
         [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
         for prompt, text in zip(prompts, completions, strict=True)
     ]
-    own = ("prompt", "prompt_messages", "completion", "trainer_state")
-    arguments = {key: [row.get(key) for row in rows] for key in rows[0] if key not in own}
-    arguments |= dict(prompts=prompts, completions=completions, log_extra=extra.__setitem__)
-    arguments |= dict(log_metric=metrics.__setitem__, trainer_state=SimpleNamespace(**rows[0].get("trainer_state", {})))
-    signature = inspect.signature(function)
-    taken = arguments if _takes_any_keyword(signature) else signature.parameters
-    return {key: value for key, value in arguments.items() if key in taken}
+    columns = set().union(*rows) - {"prompt", "prompt_messages", "completion", "trainer_state"}
+    arguments = {key: [row.get(key) for row in rows] for key in columns}
+    arguments |= dict(prompts=prompts, completions=completions, log_extra=log_extra, log_metric=log_metric)
+    arguments |= dict(trainer_state=SimpleNamespace(**rows[0].get("trainer_state", {})))
+    parameters = inspect.signature(function).parameters
+    any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {key: value for key, value in arguments.items() if any_keyword or key in parameters}
 
 
-def _to_float(value) -> float | None:
-    if value is None:
-        return math.nan
+def _number(value, instead=None):
+    """A finite float (also of a NumPy or torch scalar)."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return None
-    return number if abs(number) <= LARGEST_REWARD else None  # NaN is not <= anything
+        return instead
+    return number if abs(number) <= LARGEST_REWARD else instead  # NaN is not <= anything
 
 
 def _one_line(error: BaseException) -> str:
@@ -454,83 +476,83 @@ class Worker:
     """A process that runs reward functions, in a session of its own: Ctrl-C in the trainer's terminal does not
     reach it, and it can be killed with everything that it started."""
 
-    def __init__(self, specs: list[str], memory: int):
-        self.socket, theirs = socket.socketpair()
-        serve = f"import {__name__}; {__name__}._serve({os.getpid()}, {specs!r}, {memory})"
-        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {serve}"]
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # the worker starts with it blocked, and stays so
-        try:  # what reward functions print goes to stderr: it must not mix with the trainer's output
+    def __init__(self, rewards: list[Reward], timeout: float, memory: int):
+        ours, theirs = socket.socketpair()
+        self.connection, self.timeout = Connection(ours.detach()), timeout
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker starts so, and stays so
+        try:  # by place, whatever else is called reward.py; prints go to stderr, so as not to mix with the trainer's
+            command = [sys.executable, os.path.abspath(__file__), "--worker"]
             self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
-        self.file = self.socket.makefile("rwb")
+        texts = {reward.path: reward.text for reward in rewards if reward.path}
+        with contextlib.suppress(OSError):  # it may be dead already: the first job finds out
+            specs = [reward.spec for reward in rewards if not reward.trusted]
+            self.connection.send((os.getpid(), specs, texts, list(map(str, sys.path)), timeout, memory))
 
-    def call(self, spec: str, completions: list[str], rows: list[dict], timeout: float) -> Outcome:
-        """What the reward returned, or how the worker ended: after "timeout", "died" and "broken" it is gone."""
+    def begin(self, job: list[int], message: bytes):
+        self.job, self.message, self.deadline = job, message, time.monotonic() + START_LIMIT
+
+    def proceed(self) -> Outcome | None:
+        """The outcome of the job, None while it goes on. After "timeout" and "died" the worker is gone."""
         try:
-            job = pickle.dumps((spec, completions, rows, timeout))
-        except Exception as error:
-            return Outcome(None, "exception", f"a row cannot be sent to a worker: {_one_line(error)}")
-        begun = False
-        try:
-            self.socket.settimeout(START_LIMIT)
-            self.file.write(job)
-            self.file.flush()
-            begun = pickle.load(self.file)
-            self.socket.settimeout(timeout)
-            return pickle.load(self.file)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            if self.connection.poll():
+                said = self.connection.recv()
+                if said != "ready":
+                    return Outcome(*said)
+                self.connection.send_bytes(self.message)
+                self.deadline = time.monotonic() + self.timeout
+            elif time.monotonic() >= self.deadline:
+                raise TimeoutError
+            return None
+        except (OSError, EOFError) as error:
             code = self.kill()
-            if not begun:
-                return Outcome(None, "broken", "the workers die before they begin")
             if isinstance(error, TimeoutError):
-                return Outcome(None, "timeout", f"no result after {timeout} s")
+                return Outcome(None, "timeout", f"no result after {self.timeout} s")
             return Outcome(None, "died", f"the worker ended with exit code {code}")
 
+    def gone(self) -> bool:
+        if self.process.poll() is not None:
+            self.kill()  # what it started may still be there
+        return self.connection.closed
+
     def kill(self) -> int:
-        with contextlib.suppress(OSError):
-            if self.process.returncode is None:  # else its number may be another's by now
+        if not self.connection.closed:  # else its number may be another's by now
+            with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
-        self.socket.close()
+            self.connection.close()
         return self.process.wait()
 
 
-def _serve(trainer: int, specs: list[str], memory: int):
+def _serve():
     """The main function of a worker: one job after the other until the trainer is gone."""
-    channel = socket.socket(fileno=os.dup(0))
-    file = channel.makefile("rwb")
-    os.register_at_fork(after_in_child=lambda: os.close(channel.fileno()))  # else a fork would hide the worker's end
+    connection, worker = Connection(os.dup(0)), os.getpid()
+    os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that reads from stdin gets nothing, not its next job
     sys.stdout = sys.stderr
-    threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
-    rewards = {spec: _load(spec) for spec in specs}
     try:
-        with open("/proc/self/statm") as statm:  # the limit comes on top of what the imports took
-            memory += int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    except (OSError, ValueError):
-        pass  # macOS has no such limit
-    worker = os.getpid()
-    try:
+        trainer, specs, texts, path, timeout, memory = connection.recv()
+        threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+        sys.path[:] = [*map(os.path.dirname, texts), *path]  # a function may import its neighbours when it is called
+        rewards = {spec: load_rewards(spec, texts)[0] for spec in specs}
+        with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as statm:  # macOS has no such limit
+            memory += int(statm.read().split()[0]) * resource.getpagesize()  # on top of what the imports took
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         while True:
-            spec, completions, rows, timeout = pickle.load(file)
-            file.write(pickle.dumps(True))  # it has begun
-            file.flush()
+            connection.send("ready")
+            message = connection.recv_bytes()
             # the trainer enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
             faulthandler.dump_traceback_later(2 * timeout + 10, exit=True)
             try:
-                reply = pickle.dumps(call_reward(rewards[spec], completions, rows))
-            except BaseException as error:  # KeyboardInterrupt, or something logged that cannot be sent
-                reply = pickle.dumps(Outcome(None, "exception", _one_line(error)))
+                spec, completions, rows = pickle.loads(message)
+                outcome = call_reward(rewards[spec], completions, rows)
+            except BaseException as error:  # KeyboardInterrupt, or a row that holds what is not known here
+                outcome = Outcome(None, "exception", _one_line(error))
             if os.getpid() != worker:
                 os._exit(0)  # the function forked, and this is the child
             faulthandler.cancel_dump_traceback_later()
-            file.write(reply)
-            file.flush()
+            connection.send(tuple(outcome))
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
 
@@ -559,31 +581,28 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric: the last value, as TRL names it
     extra: dict[str, list] = field(default_factory=dict)  # log_extra: column -> [samples], None where not logged
 
+    @property
+    def without_reward(self) -> int:
+        """The number of samples to which no reward applies."""
+        return sum(map(math.isnan, self.totals))
+
     def add(self, reward: Reward, job: list[int], outcome: Outcome, rows: list[dict]):
-        values, cause, message, metrics, extra = outcome
-        for i, value in zip(job, values or [None] * len(job), strict=True):
+        for i, value in zip(job, outcome.values or [None] * len(job), strict=True):
             if value is None:
-                cause, message = cause or "invalid", message or "not a finite number"
+                cause, message = outcome.cause or "invalid", outcome.message or "not a finite number"
                 self.failed[i] = True
                 self.failures[cause] += 1
-                if not self.first_failure:
-                    row = ", ".join(f"{k}={v!r:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS)
-                    where = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}"
-                    self.first_failure = f"{where}: {cause}: {message}; row: {printable(row)}"
+                row = ", ".join(f"{k}={v!r:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS)
+                line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}: {cause}: {message}"
+                self.first_failure = self.first_failure or f"{line}; row: {printable(row)}"
             self.parts[reward.name][i] = part = 0.0 if value is None else value
             if not math.isnan(part):
                 self.totals[i] = reward.weight * part + (0.0 if math.isnan(self.totals[i]) else self.totals[i])
-        self.metrics |= metrics
-        for column, logged in extra.items():
+        self.metrics |= outcome.metrics
+        for column, logged in outcome.extra.items():
             column = self.extra.setdefault(column, [None] * len(rows))
             for i, value in zip(job, logged, strict=False):
                 column[i] = value
-
-
-def _plain(row: dict) -> dict:
-    """The row with its token ids as a list: the trainer has an array, and no built-in asks for them."""
-    ids = row.get("completion_ids")
-    return row | dict(completion_ids=ids.tolist()) if hasattr(ids, "tolist") else row
 
 
 class Scorer:
@@ -596,16 +615,13 @@ class Scorer:
     A function of TRL's kind gets all completions in one call, as TRL does (of this rank; the call has one timeout).
     If that fails, it gets those of one prompt at a time, and those that fail still one by one.
 
-    A function that hangs cannot hold up the step: after 8 timeouts in a row or 40 in all (2 or 10 a worker if
-    that is more) the samples not yet tried count as "timeout" too; with 4 workers that is after 2 or 10 times
-    `timeout`. Samples run in shuffled order: one prompt that hangs does not end the step for the others.
-    A function that is slow but comes back in time is never cut short.
+    After 8 timeouts in a row or 40 in all (2 or 10 a worker if that is more) the samples not yet tried count as
+    "timeout" too. They run in shuffled order: one prompt that hangs does not end the step for the others.
     """
 
     def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
         self.rewards, self.timeout, self.workers, self.memory = rewards, timeout, workers, memory
-        self.threads = ThreadPoolExecutor(workers)  # each waits for one worker
-        self.idle, self.alive = [], set()
+        self.alive = set()
 
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
@@ -628,41 +644,58 @@ class Scorer:
         for worker in self.alive:
             worker.kill()
         self.alive.clear()
-        self.idle.clear()
 
     def _score_in_workers(self, reward: Reward, completions: list[str], rows: list[dict], scores: Scores):
-        shuffled = random.Random(0).sample
+        shuffled, patience, in_a_row, in_all = random.Random(0).sample, max(8, 2 * self.workers), 0, 0
         jobs = [list(range(len(rows)))] if reward.batched and rows else [[i] for i in range(len(rows))]
-        waiting, running, in_a_row, in_all = deque(shuffled(jobs, len(jobs))), {}, 0, 0
-        patience = max(8, 2 * self.workers)
+        waiting = deque(shuffled(jobs, len(jobs)))
+        for job, outcome in self._outcomes(reward, completions, rows, waiting):
+            cause, message = outcome.cause, outcome.message
+            in_a_row, in_all = (in_a_row + 1, in_all + 1) if cause == "timeout" else (0, in_all)
+            if cause and len(job) > 1:
+                line = f"reward {reward.name}: a call with {len(job)} samples failed, and they are tried again"
+                scores.first_retry = scores.first_retry or f"{line} in smaller calls: {cause}: {message}"
+                parts = [list(part) for _, part in itertools.groupby(job, key=lambda i: rows[i].get("prompt_text"))]
+                parts = parts if len(parts) > 1 else [[i] for i in job]
+                waiting.extend(shuffled(parts, len(parts)))
+            else:
+                scores.add(reward, job, outcome, rows)
+            if in_a_row >= patience or in_all >= 5 * patience:
+                given_up = Outcome(None, "timeout", f"given up after {in_all}, {message}")
+                scores.add(reward, list(itertools.chain(*waiting)), given_up, rows)
+                waiting.clear()
+
+    def _outcomes(self, reward: Reward, completions: list[str], rows: list[dict], waiting: deque):
+        """Runs the waiting jobs, to which others may be added, and yields (job, outcome) as they end."""
+        running = []
         while waiting or running:
             while waiting and len(running) < self.workers:  # one job a worker: none queues behind a stuck one
-                if not self.idle:
-                    self.idle.append(Worker([r.spec for r in self.rewards if not r.trusted], self.memory))
-                    self.alive.add(self.idle[-1])
-                job, worker = waiting.popleft(), self.idle.pop()
-                arguments = (reward.spec, [completions[i] for i in job], [_plain(rows[i]) for i in job], self.timeout)
-                running[self.threads.submit(worker.call, *arguments)] = job, worker
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                (job, worker), outcome = running.pop(future), future.result()
-                cause, message = outcome.cause, outcome.message
-                gone = cause in ("timeout", "died", "broken")
-                self.alive.discard(worker) if gone else self.idle.append(worker)
-                in_a_row, in_all = (in_a_row + 1, in_all + 1) if cause in ("timeout", "broken") else (0, in_all)
-                if cause == "broken":  # no worker had begun this job
-                    waiting.appendleft(job)
-                elif cause and len(job) > 1:
-                    line = f"reward {reward.name}: a call with {len(job)} samples failed, and they are tried again"
-                    scores.first_retry = scores.first_retry or f"{line} in smaller calls: {cause}: {message}"
-                    by_prompt = itertools.groupby(job, key=lambda i: rows[i].get("prompt_text"))
-                    parts = [list(part) for _, part in by_prompt]
-                    parts = parts if len(parts) > 1 else [[i] for i in job]
-                    waiting.extend(shuffled(parts, len(parts)))
-                else:
-                    scores.add(reward, job, outcome, rows)
-            if waiting and (in_a_row >= patience or in_all >= 5 * patience):
-                cause = "timeout" if cause == "timeout" else "died"
-                rest = list(itertools.chain(*waiting))
-                scores.add(reward, rest, Outcome(None, cause, f"given up after {in_all}, {message}"), rows)
-                waiting.clear()
+                job = waiting.popleft()
+                try:
+                    call = pickle.dumps((reward.spec, [completions[i] for i in job], [_plain(rows[i]) for i in job]))
+                except Exception as error:
+                    yield job, Outcome(None, "exception", f"a row cannot be sent to a worker: {_one_line(error)}")
+                    continue
+                self.alive = {worker for worker in self.alive if worker in running or not worker.gone()}
+                idle = self.alive.difference(running)
+                running.append(idle.pop() if idle else Worker(self.rewards, self.timeout, self.memory))
+                self.alive.add(running[-1])
+                running[-1].begin(job, call)
+            if running:
+                first = min(worker.deadline for worker in running)
+                wait([worker.connection for worker in running], max(0.0, first - time.monotonic()))
+            for worker in list(running):
+                outcome = worker.proceed()
+                if outcome:
+                    running.remove(worker)
+                    yield worker.job, outcome
+
+
+def _plain(row: dict) -> dict:
+    """The row with its token ids as a list: the trainer has an array, and no built-in asks for them."""
+    ids = row.get("completion_ids")
+    return row | dict(completion_ids=ids.tolist()) if hasattr(ids, "tolist") else row
+
+
+if __name__ == "__main__":
+    _serve()

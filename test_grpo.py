@@ -337,6 +337,19 @@ def test_kl_survives_large_ratios():
         assert value.isfinite().all() and grad.isfinite().all()
 
 
+@pytest.mark.parametrize("d", [-60.0, -25.0, -19.0, -18.0, -5.0, 0.0, 3.0, 40.0])
+def test_the_slope_of_wk3_is_w_times_d_at_any_distance(d):
+    """In float32, where exp(-d) swallows d from 18 on; and k3 pulls towards the reference, however far."""
+    logps = torch.tensor([[-1.5]], requires_grad=True)
+    ref, old = logps.detach() - d, logps.detach() - 0.5
+    (grad,) = torch.autograd.grad(kl_estimate(logps, ref, old, "wk3"), logps)
+    assert grad.item() == pytest.approx(math.exp(0.5) * d, rel=1e-5, abs=1e-6)
+    (grad,) = torch.autograd.grad(kl_estimate(logps, ref, old, "k3"), logps)
+    assert math.copysign(1, grad.item()) == math.copysign(1, d) or d == 0
+    if abs(d) < 19:
+        assert grad.item() == pytest.approx(1 - math.exp(-d), rel=1e-4, abs=1e-6)
+
+
 def on_policy_batch(seed=0, N=12, T=8):
     g = torch.Generator().manual_seed(seed)
     logps = -torch.rand(N, T, generator=g, dtype=F64) - 0.1
@@ -407,11 +420,19 @@ def test_gspo_takes_the_geometric_mean_of_the_ratios():
     assert loss.item() == pytest.approx(-(ratio * a).mean().item())
     (grad,) = torch.autograd.grad(loss, logps)
     assert torch.allclose(grad, torch.where(mask, -(ratio * a / 3 / mask.sum(1))[:, None], 0.0))
-    # at ratio 1 the level makes no difference
-    for level in ("token", "sequence"):
-        loss, _ = grpo_loss(logps, logps.detach(), None, None, a, mask, Config(beta=0, ratio_level=level), 10, 3)
-        grads = torch.autograd.grad(loss, logps)[0] if level == "token" else grads  # noqa: F821
-    assert torch.allclose(torch.autograd.grad(loss, logps)[0].sum(1), grads.sum(1))
+    # GSPO-token: what a token has of its own acts on that token, with the sequence's ratio as weight
+    own = torch.randn(3, 5, dtype=F64)
+    loss, _ = grpo_loss(logps, old, None, None, own, mask, cfg, 10, 3)
+    (grad,) = torch.autograd.grad(loss, logps)
+    assert torch.allclose(grad, torch.where(mask, -ratio[:, None] * own / 3 / mask.sum(1, keepdim=True), 0.0))
+    # at ratio 1 the level makes no difference, with a KL in the reward neither
+    for options in (dict(beta=0), dict(beta=0.5, kl_in="reward", kl_estimator="k1")):
+        grads = []
+        for level in ("token", "sequence"):
+            cfg = Config(ratio_level=level, **options)
+            loss, _ = grpo_loss(logps, logps.detach(), old, None, a, mask, cfg, 10, 3)
+            grads.append(torch.autograd.grad(loss, logps)[0])
+        assert torch.allclose(*grads)
 
 
 def test_truncated_importance_weights():

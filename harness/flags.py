@@ -68,11 +68,11 @@ def exit_code(program: str, call, less_memory: str) -> int:
         code, message = 1, f"stopped: {first_line(error)} To need less: {less_memory}"
     except RuntimeError as error:
         cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL names it in its fourth line
-        gone = re.search(GONE, cause)
-        if not isinstance(error, dist.DistError) and not (dist.is_initialized() and (gone or "gloo" in cause)):
+        of_ranks = dist.is_initialized() and re.search("gloo|NCCL|onnection (closed|reset)", cause)
+        if not of_ranks and not isinstance(error, dist.DistError):
             raise
-        other = "another rank is gone; why, says the report of the machine that it ran on"
-        code, message = 1, f"stopped: {other if gone else cause}"
+        gone = "another rank is gone; why, says the report of the machine that it ran on"
+        code, message = 1, f"stopped: {gone if re.search(GONE, cause) else cause}"
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # what every rank finds, local rank 0 says; the others if it did not
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
         time.sleep(10)

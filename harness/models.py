@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 
-from harness.flags import ConfigError, need, say
+from harness.flags import ConfigError, first_line, need, say
 from harness.ranks import World
 from harness.rows import Prompt, template_options
 
@@ -117,44 +117,37 @@ def end_of_turn(tokenizer, cfg) -> int | None:
 
 
 def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """Which sampler, and why: vllm wherever it can be imported and has a build for this device."""
+    """Which sampler, and why: vllm wherever it can be imported and has a build for this device, in this process."""
     if cfg.rollout == "hf":
         return "hf", "asked for"
     if cfg.rollout == "auto" and small:
         return "hf", "vLLM would take longer to start than it saves on a model this small"
-    problem = "vLLM has no float64" if cfg.dtype == "float64" else find_vllm(cfg, device)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights go by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
+    if cfg.dtype == "float32":  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    install = f"pip install {'--no-deps -r requirements-cpu.txt' if device.type == 'cpu' else '-r requirements.txt'}"
+    problem = "vLLM has no float64" if cfg.dtype == "float64" else ""
+    try:
+        from vllm.platforms import current_platform
+
+        if device.type != current_platform.device_type:
+            problem = f"the installed vllm has no {device.type} build; {install}"
+        elif device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
+            type(current_platform).simple_compile_backend = "eager"
+    except ImportError as error:
+        problem = f"vllm cannot be imported: {error}; {install}"
     if problem and cfg.rollout == "vllm":
         raise ConfigError(f"--rollout vllm: {problem}")
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
 
 
-def find_vllm(cfg, device: torch.device) -> str:
-    """Prepares this process for an engine inside it; what stands in the way, or nothing."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights go by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
-    if cfg.dtype == "float32":  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    install = "--no-deps -r requirements-cpu.txt" if device.type == "cpu" else "-r requirements.txt"
-    try:
-        from vllm.platforms import current_platform
-    except ImportError as error:
-        return f"vllm cannot be imported: {error}; pip install {install}"
-    if device.type != current_platform.device_type:
-        return f"the installed vllm has no {device.type} build; pip install {install}"
-    if device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
-        type(current_platform).simple_compile_backend = "eager"
-    return ""
-
-
 @contextlib.contextmanager
 def quiet(verbose: bool):
     """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    if verbose:
-        yield
-        return
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    saved = {target: os.dup(target) for target in (1, 2)}
+    saved = {} if verbose else {target: os.dup(target) for target in (1, 2)}
     with tempfile.TemporaryFile() as hidden:
         try:
             for target in saved:
@@ -180,6 +173,26 @@ def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
     rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
     one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
     return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+
+
+def load_model(path: str, cfg):
+    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = without_randomness(AutoConfig.from_pretrained(path))
+        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
+        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a file that is not what it should be
+        raise ConfigError(f"--model {path}: {first_line(error)}") from None
+    if found["missing_keys"]:
+        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    return model.eval()  # for good: some models draw random numbers while they train
 
 
 def without_randomness(config):
@@ -214,7 +227,7 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
 
     vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
     """
-    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], {}, number % COLUMNS
+    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name == "weight" and hasattr(module, "cpu_linear"):
@@ -224,5 +237,5 @@ def weight_bits(model, dtype: torch.dtype, number: int) -> int:
             else:
                 columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
             columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found[id(p)] = int(columns.view(integers).sum(dtype=torch.int64))
-    return sum(found.values())
+            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))  # a stale copy is one of its own
+    return sum(bits for _, bits in found)

@@ -191,3 +191,11 @@ def message(turn) -> dict:
 
 def template_options(cfg) -> dict:
     return json.loads(cfg.chat_template_kwargs or "{}")
+
+
+def pieces(tokenizer, ids: np.ndarray) -> list[str]:
+    """The text of each token. That of a character in several tokens stands at the last of them."""
+    from tokenizers.decoders import DecodeStream
+
+    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
+    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]

@@ -519,6 +519,29 @@ trl_object = Scaled(3)
 
 def only_even(completion, row): return None if len(completion) % 2 else 4.0
 
+def trl_hint(completions, hint, **kwargs): return [float(c == h) for c, h in zip(completions, hint)]
+
+def trl_logs(completions, log_metric, log_extra, **kwargs):
+    import enum, numpy, torch
+    class Odd:
+        def __str__(self): raise ValueError
+    class Shown:
+        def __str__(self): return "<object>"
+    for name, value in dict(numpy=numpy.float32(2.5), torch=torch.tensor(3), bool=True).items(): log_metric(name, value)
+    for name, value in dict(nan=float("nan"), list=[1], text="word", none=None).items(): log_metric(name, value)
+    log_metric(3, 4)
+    for name, value in dict(scalar=7, text="word", numpy=numpy.array([0.5, 1.5]), zero=torch.tensor(2.0)).items():
+        log_extra(name, value)
+    class Kind(enum.IntEnum): A = 1
+    log_extra("kind", Kind.A)
+    for name, value in dict(objects=[Shown(), None], odd=[Odd()] * 2, short=[1]).items(): log_extra(name, value)
+    return [1.0] * len(completions)
+
+def takes_answer(completion, answer): return float(completion == answer)
+def without_wraps(function):
+    def decorated(*args, **kwargs): return function(*args, **kwargs)
+    return decorated
+hidden = without_wraps(trl)
 def one_argument(completion): return 1.0
 async def waits(completion, row):
     await asyncio.sleep(0.01)

@@ -1,7 +1,9 @@
-"""TODO."""
+"""The built-in rewards: what is paid, what is not, and that no text breaks them."""
 
+import json
 import time
-from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +57,16 @@ def test_answer(completion, gold, expected):
     assert part("answer", completion, answer=gold) == expected
 
 
+@pytest.mark.parametrize("name", ("<think>", "<answer>"))
+def test_a_tag_that_is_a_special_token_is_text(name):
+    """What the tokenizer calls special reaches the rewards as the text that it stands for."""
+    text = "<think> two and two </think> <answer> 4 </answer>"
+    assert (
+        name in text
+        and part("format", text) == part("answer", text, answer="4") == part("gsm8k", text, answer="4") == 1
+    )
+
+
 def test_think_prefilled_by_the_chat_template():
     for name in ("answer", "gsm8k"):
         assert part(name, "a</think>42", PREFILLED, answer="42") == 1
@@ -65,67 +77,57 @@ def test_think_prefilled_by_the_chat_template():
     assert part("format", "<think>a</think>42", PREFILLED) == 0
 
 
+# right answers that the rule of gsm8k leaves unpaid: with a mark, it wants one number alone
+UNPAID = {
+    "#### 18!",  # 18 factorial
+    "#### Janet makes $18",
+    "#### So 18",
+    "#### Day 7",
+    "#### eighteen (18)",
+    "#### 18, as computed above",
+    "#### Answer\n18",
+    "#### 9 * 2 = 18",
+    "#### 18 dollars and 0 cents",
+    "#### 7 boxes of 12",
+    "#### 5:00 p.m.",
+    "#### 1 234 567",
+    "\\boxed{\\frac{36}{2} = 18}",
+    "She makes $18 each day for 7 days.",  # the last number of free text decides
+    "The answer is 18, not 17.",
+    "17, not 18",
+}
+
+
+def test_gsm8k_on_completions_graded_by_hand():
+    """In the file stands whether a teacher would accept the completion. Nothing wrong is paid, and of what is right
+    only the list above is unpaid."""
+    rows = map(json.loads, Path(__file__).with_name("graded_answers.jsonl").read_text().splitlines())
+    wrong = [row for row in rows if part("gsm8k", row["completion"], answer=row["gold"]) != row["right"]]
+    assert not [row for row in wrong if not row["right"]]
+    assert {row["completion"] for row in wrong} == UNPAID
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("The answer is 42", "42"),
-        ("The answer is 42.", "42"),
-        ("42.0", "42"),
-        ("1 + 2 = 3 apples", "3"),
-        ("1,234", "1234"),
         ("so 1,234,567.50.", "1234567.5"),
         ("1,2345", None),
-        ("1, 2, 3", "3"),
-        ("$5", "5"),
-        ("-$5", "-5"),
-        ("$-5", "-5"),
+        ("1, 2, 3", None),
         ("\\$1,000.25", "1000.25"),
-        ("$42$", "42"),
-        ("50%", "50"),
-        ("50\\%", "50"),
-        ("+7", "7"),
-        ("-7", "-7"),
-        ("\u22127", "-7"),
-        ("x = -7", "-7"),
-        ("(-7)", "-7"),
-        ("10-7", None),  # a difference, not a sign
-        ("10 - 7", None),
-        ("x-7", None),
-        ("x=-7", "-7"),
         ("it is - 7", "-7"),
-        ("1/2", None),
+        ("(-7)", "-7"),
+        ("x-7", None),
         ("10:45.", None),
-        ("5 million people", None),
-        ("18^2", None),
         ("18 - 5 = 13!", "13"),
-        ("1 234", "1234"),
-        ("$\\frac{1}{2}$", None),
-        (".5", "0.5"),
+        (".5", "1/2"),
         ("3.14.15", None),
-        ("1e3", None),
-        ("007", "7"),
-        ("#### 42", "42"),
-        ("#### 1\n#### $1,042.", "1042"),
+        ("5 million people", "5000000"),
+        ("#### 5 dozen", "60"),
+        ("#### 2.5k", "2500"),
         ("#### -42 (that is 6 * 7)", None),
-        ("##### 42", "42"),
-        ("7 #### none", None),
         ("#### 5 \\boxed{6}", None),
-        ("\\boxed{41} \\boxed{42} and 7", "42"),
-        ("\\boxed{ 42. }", "42"),
-        ("$\\boxed{$42$}$", "42"),
-        ("\\boxed{\\$1,000}", "1000"),
-        ("\\boxed{1{,}000}", "1000"),
-        ("\\boxed{1\\,000}", "1000"),
-        ("\\boxed{42\\%}", "42"),
-        ("\\boxed{-4.20}", "-4.2"),
-        ("\\boxed{x = 42}", None),
-        ("\\boxed{\\text{42}}", "42"),
         ("\\boxed{42", None),
-        ("\\boxed{}", None),
-        ("\\boxed{\\boxed{42}}", "42"),
-        ("7 \\boxed 8", "8"),
         ("", None),
-        ("none", None),
         ("\u0664\u0662 or \uff14\uff12", None),
         ("9" * 1001, None),
         ("0" * 1000 + "1", None),
@@ -136,61 +138,26 @@ def test_think_prefilled_by_the_chat_template():
     ],
 )
 def test_final_number(text, expected):
-    assert reward.final_number(text) == (None if expected is None else Decimal(expected))
+    assert reward.final_number(text) == (None if expected is None else Fraction(expected))
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("text", "answer"),
     [
-        *((line, None) for line in ("", "none", "1/2", "1 1/2", "10:45", "5e3", "5E3", "5 e3", "18 or 19", "18-5")),
-        *((line, None) for line in ("18 - 5", "18^2", "18**2", "18\u00b2", "1 00", "1 0000", "1,00", "1.234,5", "1_8")),
-        *((line, None) for line in ("5 million", "5 billions", "5 Thousand", "5 hundredths", "5k", "5 K", "5M", "5bn")),
-        *((line, None) for line in ("5 dozen", "3 quarters", "2 halves", "2 squared", "5 point five", "5 plus two")),
-        *((line, None) for line in ("18x", "18 x 2", "18 i", "2 pi", "2\\pi", "18 18", "18, 19", "4=18", "x = 18")),
-        *(
-            (line, None)
-            for line in ("--18", "-$-18", "+-18", "18-", "1\u200b8", "\u0661\u0668", "\uff11\uff18", "0x18")
-        ),
-        *(
-            (line, None)
-            for line in ("18 is wrong", "not 18", "18?", "18\u4e07", "5 factorial", "18 m/2", "18 apples 2")
-        ),
-        *((line, None) for line in ("$\\frac{18}{1}$", "18_8", "18 and 19", "\n18", "18 to 19", "18 to nineteen")),
-        *((line, "18") for line in ("18", " 18.", "18.0", "+18", "**18**", "`18`", "(18)", "[18]", "$18$", "\\(18\\)")),
-        *(
-            (line, "18")
-            for line in ("$18", "\\$18", "\u20ac18", "\u00a3 18", "18 \u20ac", "18$", "US$18", "USD 18", "Rs. 18")
-        ),
-        *(
-            (line, "18")
-            for line in ("18%", "18 \\%", "18 percent", "18\u00b0", "18 \u00b0C", "18^\\circ", "18^{\\circ}C")
-        ),
-        *(
-            (line, "18")
-            for line in ("18 dollars", "18 dollars per day", "18 km/h", "18km", "18 m^2", "18 cm\u00b2", "18 m")
-        ),
-        *((line, "18") for line in ("18 \\text{ dollars}", "\\mathbf{18}", "\\boxed{18}", "18</answer>", "18\nand 19")),
-        *(
-            (line, "18")
-            for line in ("18\\,\\mathrm{km/h}", "$\\$18$", "18 apples a day.", "18\r\n", "{18}", "\\text{18 cups}")
-        ),
-        *(
-            (line, "-18")
-            for line in ("-18", "- 18", "\u201318", "\uff0d18", "\u221218", "\u2013 18", "-$18", "$-18", "- $ 18")
-        ),
-        *(
-            (line, "1234567")
-            for line in ("1,234,567", "1 234 567", "1\u00a0234\u202f567", "1\\;234\\,567", "1,\\!234{,}567")
-        ),
-        ("1 000 000", "1000000"),
-        ("-1000000000000000000000000000000001", "-1000000000000000000000000000000001"),
+        ("<think>a</think><answer>18</answer>", "18"),
+        ("<think>a</think>\n<answer>\n18\n</answer>\n", "18"),
+        ("so <answer>17</answer> no <answer>18</answer> done", "18"),
+        ("<answer>18", ""),
+        ("<answer>18</answer><answer>", ""),
+        ("<think><answer>18</answer>", ""),
+        ("<think><answer>17</answer></think>18", "18"),
+        ("18</answer>", "18"),  # a prompt may have opened it
     ],
 )
-def test_one_rule_after_the_marks(line, expected):
-    expected = None if expected is None else Decimal(expected)
-    assert reward.final_number("5 or 6\n#### " + line) == expected
-    if "\n" not in line and "answer" not in line:
-        assert reward.final_number("so \\boxed{" + line + "}") == expected
+def test_the_answer_is_what_stands_between_the_marks(text, answer):
+    assert reward.answer_of(text, {}) == answer
+    for name in ("answer", "gsm8k", "math"):
+        assert part(name, text, answer="18") == (answer == "18"), name
 
 
 def test_a_gold_answer_without_a_number_is_no_silent_zero():
@@ -291,7 +258,12 @@ def test_format(completion, expected):
         ("<answer>8//2*4+1</answer>", 0),
         ("<answer>8 2 4 1</answer>", 0),
         ("<answer>8(2)(4)(1)</answer>", 0),
-        ("<answer>-(2-8)*4*1</answer>", 0),  # no unary minus
+        ("<answer>-(2-8)*4*1</answer>", 1),
+        (r"<answer>\frac{8-2}{1}*4</answer>", 1),
+        (r"$\dfrac{8-2}{\frac{1}{4}}$", 1),
+        (r"<answer>(8-2)\frac{4}{1}</answer>", 0),
+        ("<answer>{8-2}*4*1</answer>", 1),
+        ("<answer>+(8-2)*4*1</answer>", 0),
         ("<answer>__import__('os')</answer>", 0),
         ("<answer>" + "(" * 60 + "8-2" + ")" * 60 + "*4*1</answer>", 0),
         ("(" * 100_000, 0),
@@ -306,6 +278,9 @@ def test_countdown(completion, expected):
 
 
 def test_countdown_is_exact():
+    assert part("countdown", "<answer>{50-25}*3</answer>", numbers=[50, 25, 3], target=-25) == 0
+    assert part("countdown", "<answer>{50-25}*3</answer>", numbers=[50, 25, 3], target=75) == 1
+    assert part("countdown", "<answer>6/\\frac{4}{2}</answer>", numbers=[6, 4, 2], target=3) == 1
     row = dict(numbers=[1, 3, 3], target=1)
     assert part("countdown", "<answer>1/3*3</answer>", **row) == 1
     assert part("countdown", "<answer>3/3/1</answer>", **row) == 1
@@ -329,24 +304,17 @@ def test_math():
     assert part("math", "<think>x</think> \\boxed{0.5}", answer="$\\frac{1}{2}$") == 1
     assert part("math", "<think>\\boxed{0.5}</think>", answer="0.5") == 0
     assert part("math", "\\boxed{2}", answer="3") == 0
-    for wrong in (
-        "4=5",
-        "4=4=5",
-        "x=4=5",
-        "4=x=5",
-        "x^2=5",
-        "2x=5",
-        "4\\equiv 5",
-        "\\neq 5",
-        "4 \\to 5",
-        "4==5",
-        "4 = 5\\text{ cm}",
-    ):
+    for wrong in ("4=5", "4=4=5", "x=4=5", "4=x=5", "4\\equiv 5", "4==5", "4 = 5\\text{ cm}", "\\frac{4}{2}=5", "4,5"):
         assert part("math", f"\\boxed{{{wrong}}}", answer="5") == 0, wrong
-    for right in ("x=5", "2+3=5", "f(4)=5", "x_1 = 5", "x=2+3=5", "\\theta = 5"):
+    for right in ("x=5", "2+3=5", "f(4)=5", "x_1 = 5", "x=2+3=5", "\\theta = 5", "P(X=2)=5", "|AB|=5", "5=5.0"):
         assert part("math", f"\\boxed{{{right}}}", answer="5") == 1, right
-    assert part("math", "\\boxed{4=5}", answer="4=5") == 1
+    for gold in ("70", "70^\\circ"):
+        assert part("math", "$\\angle ABC=70^\\circ$", answer=gold) == 1
+    either = "x=1 \\text{ or } x=2"
+    assert part("math", f"\\boxed{{{either}}}", answer=either) == part("math", "$1, 2$", answer=either) == 1
     assert part("math", "\\boxed{y=2x+1}", answer="2x+1") == part("math", "\\boxed{y=2x+1}", answer="y=2x+1") == 1
+    with pytest.raises(ValueError, match="reads nothing"):
+        part("math", "5", answer="")
 
 
 PIECES = """<think> </think> <answer> </answer> #### \\boxed{ { } ( ) + - * / ** // = , . $ % \\ 0 7 42 1,234

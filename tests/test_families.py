@@ -140,7 +140,7 @@ def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path, capsy
     assert part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
     assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
     ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]  # added tokens, but not special ones
-    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
+    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids), []) == "<think>hm</think>3"
 
 
 def test_todays_date_can_be_pinned(encode, tmp_path):
@@ -199,7 +199,7 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
     # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
     drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
     known = drawn[drawn < len(after)]
-    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+    assert len(known) < len(drawn) and grpo.decode(after, drawn, []) == grpo.decode(after, known, []) != ""
 
 
 def test_no_generation_config_changes_what_is_sampled(tmp_path):

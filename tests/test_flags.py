@@ -1,9 +1,6 @@
 """Flags, exit codes, and what is said."""
 
 import dataclasses
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -73,9 +70,9 @@ def test_values_of_the_wrong_type_are_refused(changes, message):
 
 
 def test_flags_reach_the_config():
-    cfg = grpo.parse_args("--beta 0.5 --mask_truncated --compile false --non_stop_reward -1 --resume".split())
-    found = (cfg.beta, cfg.mask_truncated, cfg.compile, cfg.non_stop_reward, cfg.resume)
-    assert found == (0.5, True, False, -1.0, "latest")
+    args = "--beta 0.5 --mask_truncated --compile false --non_stop_reward -1 --resume"
+    given = flags.parse_flags(Config, args.split(), "", "")
+    assert given == dict(beta=0.5, mask_truncated=True, compile=False, non_stop_reward=-1.0, resume="latest")
     assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
     assert grpo.validate(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
     # what may be asked for in the reward without a KL to put there
@@ -84,8 +81,8 @@ def test_flags_reach_the_config():
 
 
 def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
-    assert grpo.parse_args([]) == BUNDLED == grpo.validate(Config())
-    assert grpo.validate(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
+    assert grpo.parse_args([]) == BUNDLED == grpo.complete(Config())
+    assert grpo.complete(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
     assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
     mine = grpo.parse_args(["--train_data", "rows.jsonl"])
     assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
@@ -130,7 +127,8 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
             "stopped: ncclSystemError: /dev/shm",
         ),
         (RuntimeError("gloo cannot allocate"), 1, "stopped: gloo cannot allocate"),
-        (RuntimeError("shapes differ"), None, ""),
+        (RuntimeError("shapes differ"), None, "shapes differ"),
+        (RuntimeError("the user's own server timed out"), None, "timed out"),
     ],
 )
 def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkeypatch, capsys):
@@ -139,7 +137,7 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkey
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     if code is None:
-        with pytest.raises(RuntimeError, match="shapes differ"):
+        with pytest.raises(RuntimeError, match=shown):
             flags.exit_code("p", call, "")
         return
     assert flags.exit_code("p", call, "--beta 0") == code
@@ -180,40 +178,6 @@ def test_k1_as_a_loss_warns(capsys):
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
 
-def tuple_of(*args):
-    return args
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_report_to_uses_trl_names(kind, tmp_path, monkeypatch):
-    sent = {}
-
-    def log(values, step):
-        sent.setdefault(step, {}).update(values)
-
-    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: log({k: v}, step), flush=lambda: None)
-    logger = types.SimpleNamespace(log=log)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda _: writer))
-    fake = types.SimpleNamespace(init=lambda **_: logger, Table=tuple_of, __spec__=importlib.machinery.ModuleSpec)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    installed, find_spec = [], importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: installed if name == kind else find_spec(name, *rest)
-    )
-    with pytest.raises(ConfigError, match=f"--report_to {kind}: not installed; pip install {kind}"):
-        small_run(tmp_path / "out", report_to=kind)
-    installed.append("somewhere")
-    rows = os.path.join(HERE, "sample_data", "train.jsonl")
-    small_run(tmp_path / "out", report_to=kind, max_steps=1, eval_data=str(tmp_path / "rows.jsonl"), train_data=rows)
-    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
-    names += " completions/clipped_ratio clip_ratio/region_mean sampling/sampling_logp_difference/mean"
-    assert {f"train/{name}" for name in names.split()} | {"eval/accuracy"} <= set(sent[1])
-    assert sent[1]["train/kl"] == lines(tmp_path / "out" / "metrics.jsonl")[1]["kl_k3"]
-    if kind == "wandb":
-        columns, table = sent[1]["completions"]
-        assert columns[1:3] == ["prompt", "completion"] and len(table) == 15 and len(table[0]) == len(columns)
-
-
 def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbed, monkeypatch):
     import transformers
 
@@ -232,7 +196,7 @@ def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbe
     monkeypatch.setattr(transformers.PreTrainedModel, "gradient_checkpointing_enable", enable)
     options = dict(model=str(model), tokenizer=str(tokenizer), train_data=rows, gradient_checkpointing=True)
     [metrics] = small_run(tmp_path / "out", **options, max_steps=1)
-    assert enabled == [dict(gradient_checkpointing_kwargs=dict(use_reentrant=False))]
+    assert enabled and all(how == dict(gradient_checkpointing_kwargs=dict(use_reentrant=False)) for how in enabled)
     plain = lines(undisturbed / "metrics.jsonl")[0]
     assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5) and metrics["reward"] == plain["reward"]
 
@@ -242,7 +206,7 @@ def test_compile_compiles_the_body(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append((type(self), options)))
     small_run(tmp_path / "out", max_steps=1)
     assert compiled == []
-    small_run(tmp_path / "out", max_steps=1, compile=True)
+    small_run(tmp_path / "compiled", max_steps=1, compile=True)
     assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3DecoderLayer", dict(dynamic=True))] * 3
 
 
@@ -253,7 +217,7 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     )
     options = dict(reward=f"overlong,{hangs}:f", reward_timeout=0.5, max_steps=1, num_prompts=2, num_generations=2)
     [metrics] = small_run(tmp_path / "out", **options, num_minibatches=1)
-    assert metrics["reward_failed/timeout"] >= 1 and "reward/f" in metrics
+    assert metrics["reward_failed/timeout"] >= 1 and "rewards/f/mean" in metrics
     sizes = {}
     for scale in ("group", "batch", "none"):
         samples = random_samples(8, 4)

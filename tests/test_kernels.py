@@ -1,6 +1,7 @@
 """What makes the policy fast changes no number: the chunked head, packed rows and their attention, compiled layers."""
 
 import dataclasses
+import functools
 import itertools
 import types
 
@@ -10,6 +11,7 @@ import torch
 
 import grpo
 import harness.kernels
+import harness.models
 from grpo import Config, Policy, Prompt, Sample
 from harness.ranks import World
 from tests.common import (
@@ -80,12 +82,90 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
     assert shapes([1, 1]) == []
 
 
-def test_a_model_without_keys_and_values_does_not_share(tmp_path, capsys):
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 16, long_factor=[4.0] * 16, rope_theta=1e4)
+LONGROPE |= dict(original_max_position_embeddings=32)
+LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
+
+
+@pytest.mark.parametrize(
+    "name, options, longest, packs",
+    [
+        ("Llama", {}, 60, True),
+        ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32), 30, True),
+        ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32), 60, None),
+        ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32), 30, True),
+        ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32), 60, None),
+        ("Gemma2", dict(attn_logit_softcapping=1.0, head_dim=32), 60, True),  # caps scores, which sdpa leaves out
+        ("Llama4Text", LLAMA4 | dict(attention_chunk_size=16), 60, True),
+        ("Llama4Text", LLAMA4 | dict(floor_scale=64, no_rope_layers=[0, 1]), 60, False),  # scales by place in the row
+        (
+            "GptOss",
+            dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8, head_dim=32),
+            60,
+            False,
+        ),  # attention with sinks
+        ("Falcon", {}, 60, False),
+        ("Mamba", dict(state_size=4), 60, False),
+    ],
+)
+def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longest, packs):
+    """packs None: refused, a text's numbers would depend on the longest row beside it."""
     import transformers
 
-    sizes = dict(vocab_size=32, hidden_size=32, state_size=4, num_hidden_layers=1, eos_token_id=1, pad_token_id=0)
-    policy = Policy(transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes)), 1.0)
-    assert not policy.packs and logps_of(policy, random_samples(3, 3))[0].isfinite().all()
+    policy = Policy(made(name, options), 0.7)
+    settle = functools.partial(harness.kernels.settle, policy, np.arange(300), longest, budget=400)
+    if packs is None:
+        with pytest.raises(ValueError, match="longrope, dynamic"):
+            settle()
+        return
+    settle()
+    assert policy.packs is packs
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(ids_of(rng.integers(2, 64, n)), "", {}) for n in (5, longest - 9)]
+    samples = [Sample(g, prompts[g], ids_of(rng.integers(2, 64, n)), None, "") for g, n in ((0, 3), (0, 9), (1, 9))]
+    logps, _ = logps_of(policy, samples)
+    eager = transformers.AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager")
+    eager.load_state_dict(policy.model.state_dict())
+    for s, found in zip(samples, logps, strict=True):
+        ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
+        expected = (eager.eval()(ids).logits[0, len(s.prompt.ids) - 1 : -1] / 0.7).log_softmax(-1)
+        T = len(s.completion_ids)
+        assert torch.allclose(found[:T], expected[torch.arange(T), s.completion_ids], atol=2e-5)
+
+
+def made(name, options):
+    import transformers
+
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1)
+    sizes |= dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    torch.manual_seed(0)
+    config = harness.models.without_randomness(getattr(transformers, name + "Config")(**(sizes | options)))
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+JITTER = dict(num_local_experts=4, router_jitter_noise=0.3)
+
+
+@pytest.mark.parametrize(
+    "name, options", [("BioGpt", dict(hidden_dropout_prob=0.5)), ("Mixtral", JITTER), ("Phimoe", JITTER)]
+)
+def test_nothing_in_an_update_is_random(name, options):
+    """Two epochs at learning rate 0: the ratio of the second to the first is 1 everywhere, so nothing is clipped."""
+    policy, samples = Policy(made(name, options), 1.0), random_samples(6, 3)
+    grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
+    for s in samples:
+        s.ref_logps = s.old_logps
+    cfg = Config(num_epochs=2, learning_rate=0, max_sampler_gap=1e9, micro_batch_tokens=50, beta=0.1)
+    metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
+    assert metrics["kl"] < 1e-9 and not any(module.training for module in policy.model.modules())
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + 1e-3 * torch.randn_like(out))
+    with pytest.raises(ValueError, match="two forwards of this model differ"):
+        Policy(model, 1.0)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -136,4 +136,4 @@ def test_a_folder_is_no_dashboard(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("wandb", "trackio"):
         with pytest.raises(ConfigError, match=f"--report_to {name}: not installed; pip install {name} pandas"):
-            grpo.validate(Config(report_to=name))
+            grpo.validate(grpo.complete(Config(report_to=name)))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import grpo
 import harness.log
 from grpo import Config
 from harness import ranks
@@ -15,19 +14,6 @@ from harness.ranks import World
 from tests.common import CPU, random_samples
 
 pytest_plugins = "tests.common"
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_ranks_finish_together_and_nothing_is_lost(shared):
-    samples = random_samples(23, 1, longest=40)
-    shares = grpo.deal(samples, 3, shared)
-    assert sorted(map(id, sum(shares, []))) == sorted(map(id, samples))
-    loads = [sum(map(len, share)) for share in shares]
-    assert max(loads) - min(loads) <= max(map(len, samples))
-    for share in shares:
-        packed = grpo.pack(share, 100, shared)
-        assert sum(packed, []) == share
-        assert all(len(micro) == 1 or grpo.tokens_of(micro, shared) <= 100 for micro in packed)
 
 
 def gathered():

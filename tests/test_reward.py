@@ -1,6 +1,7 @@
-"""TODO."""
+"""Rewards from files, TRL's functions, and the worker processes that run them."""
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 
 import psutil
 import pytest
@@ -21,6 +23,8 @@ from reward import Scorer, load_rewards
 from tests.common import REWARDS, TEMPLATE, gone, ids_of, lines, random_samples, small_run
 
 pytest_plugins = "tests.common"
+
+ROW = dict(completion_length=1, max_completion_length=9)
 
 
 def test_token_ids_become_lists_only_for_functions_that_may_ask(tmp_path, monkeypatch):
@@ -119,6 +123,9 @@ def test_load(file):
         ("FILE:constant", "no plain function constant"),
         ("FILE:sqrt", "no plain function sqrt"),
         ("FILE:one_argument", "takes neither"),
+        ("FILE:takes_answer", "takes_answer(completion, answer) takes neither (completion, row), by these names"),
+        ("FILE:hidden", "hidden(*args, **kwargs) takes neither"),
+        ("FILE:hidden", "functools.wraps"),
         ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
     ],
 )
@@ -198,8 +205,9 @@ def test_idle_workers_that_die_cost_nothing(scorer):
     for _ in range(2):
         scores = length.score(["abc", "de"], [{}] * 2)
         assert scores.totals == [3.0, 2.0] and not scores.failures
-        for child in workers():
+        for child in (started := workers()):
             child.kill()
+        assert gone(started)
 
 
 def test_workers_that_cannot_start(file):
@@ -296,10 +304,114 @@ def test_import_file(file):
             reward.import_file(os.path.join(os.path.dirname(file), name))
 
 
+OWN_NEIGHBOUR = (
+    "import reward, {0}\ndef f(completion, row):\n    import reward as again\n    return reward.N + again.N + {0}.N"
+)
+
+
+def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
+    """Also where one is called reward.py, as ours is, and where another folder has one of the same name."""
+    monkeypatch.chdir(tmp_path)
+    ours, path = dict(sys.modules), list(sys.path)
+    for folder, number in (("a", 1), ("b", 10)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(OWN_NEIGHBOUR.format("helpers"))
+        for name in ("reward", "helpers"):
+            (tmp_path / folder / f"{name}.py").write_text(f"N = {number}")
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # as a notebook adds a Path
+    for folder, total in (("a", 3), ("b", 30)):
+        scorer = Scorer(load_rewards(f"{folder}/mine.py:f"), workers=1, timeout=60)
+        assert scorer.score([""], [{}]).totals == [total]
+        scorer.close()
+    assert sys.modules["reward"] is ours["reward"] is reward and sys.path[: len(path)] == path
+
+
+def test_workers_are_found_by_place(tmp_path):
+    """Beside a user's own reward.py, and with a Path in sys.path."""
+    (tmp_path / "reward.py").write_text("def short(completion, row): return -len(completion)")
+    code = (
+        "import importlib.util, pathlib, sys; sys.path.append(pathlib.Path('x'))\n"
+        f"spec = importlib.util.spec_from_file_location('our_reward', {reward.__file__!r})\n"
+        "sys.modules['our_reward'] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "scorer = module.Scorer(module.load_rewards('reward.py:short'), timeout=60)\n"
+        "print(scorer.score(['abc'], [{}])); scorer.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "totals=[-3.0]" in done.stdout and "failures=Counter()" in done.stdout, done.stderr
+
+
+def test_a_file_that_is_edited_during_a_run(tmp_path, capfd):
+    path = tmp_path / "edited.py"
+    path.write_text(
+        "import os, traceback\ndef f(completion, row):\n    if completion == 'x': os._exit(1)\n    return 1.0\n"
+    )
+    rewards = load_rewards(f"{path}:f")
+    scorer = Scorer(rewards, workers=1, timeout=60)
+    before = reward.sources(rewards)
+    assert scorer.score(["a"], [{}]).totals == [1.0]
+    path.write_text("def f(completion, row): return 2.0\n")
+    scores = scorer.score(["a", "x", "a", "x", "a"], [{}] * 5)  # new workers begin after each x
+    assert scores.totals == [1.0, 0.0, 1.0, 0.0, 1.0] and scores.failures == {"died": 2}
+    scorer.close()
+    assert reward.sources(rewards) == before != reward.sources(load_rewards(f"{path}:f"))
+    assert list(before) == [str(path)] and reward.sources(load_rewards("gsm8k")) == {}
+
+
+def test_a_traceback_shows_the_lines_that_ran(tmp_path):
+    path = tmp_path / "lines.py"
+    path.write_text("def f(completion, row):\n    return row['missing']\n")
+    f = load_rewards(f"{path}:f")[0].function
+    path.write_text("# another\n# text\n")
+    with pytest.raises(KeyError) as caught:
+        f("", {})
+    assert "return row['missing']" in "".join(traceback.format_exception(caught.value))
+
+
+def test_columns_are_those_of_any_row(scorer):
+    rows = [{"answer": "1"}, {"answer": "1", "hint": "1"}]
+    for batch, expected in ((rows, [0, 1]), (rows[::-1], [1, 0])):
+        scores = scorer("trl_hint").score(["1"] * len(batch), batch)
+        assert scores.totals == expected and not scores.failures
+
+
+def test_what_a_reward_logs_cannot_end_a_run(scorer):
+    trl_logs = scorer("trl_logs").rewards[0]
+    scores = reward.call_reward(trl_logs, ["a", "b"], [{}] * 2)  # here, where torch is imported already
+    assert scores.values == [1.0, 1.0]
+    assert scores.metrics == {"numpy": 2.5, "torch": 3.0, "bool": 1.0, "3": 4.0}
+    assert scores.extra == {
+        "scalar": [7, 7],
+        "text": ["word", "word"],
+        "numpy": [0.5, 1.5],
+        "zero": [2.0, 2.0],
+        "objects": ["<object>", None],
+        "short": [1],
+        "kind": [1.0, 1.0],
+    }
+    json.dumps([scores.metrics, scores.extra], allow_nan=False)
+    logged = [*scores.metrics.values(), *(value for column in scores.extra.values() for value in column)]
+    assert {type(value) for value in logged} == {float, int, str, type(None)}  # nothing of theirs travels
+
+
+def test_a_reward_that_never_applies_can_be_told(scorer):
+    scores = scorer("misbehave").score(["none"] * 3, [{}] * 3)
+    assert scores.without_reward == 3 and scores.failed == [False] * 3 and not scores.failures
+    assert scorer("misbehave", "overlong").score(["none"], [dict(ROW)]).without_reward == 0
+
+
+def test_a_row_that_cannot_travel_costs_its_own_sample(scorer):
+    rows = [{"prompt_text": "a"}, {"prompt_text": "a", "key": lambda: 0}, {"prompt_text": "b"}]
+    for name, totals in (("length", [1, 0, 1]), ("trl_chat", [1, 0, 1])):
+        rows = [row | {"prompt_messages": [{"role": "user", "content": ""}]} for row in rows]
+        scores = scorer(name).score(["a", "b", "c"], rows)
+        assert scores.totals == totals and scores.failures == {"exception": 1}
+        assert "a row cannot be sent to a worker" in scores.first_failure
+
+
 def workers(pid=None):
     """The live reward workers of a process and what these started."""
     children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-    pool = [child for child in children if "_serve" in " ".join(child.cmdline())]
+    pool = [child for child in children if reward.__file__ in child.cmdline()]
     return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
 
 
