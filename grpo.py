@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit("grpo.py: needs Python 3.11 or newer")
+    print("grpo.py: error: needs Python 3.11 or newer", file=sys.stderr)
+    sys.exit(2)
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
 for name in {"reward", "view", "harness"} & set(sys.modules):
@@ -925,6 +926,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    models.freeze_unused(model)
     small = models.is_small(model)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring

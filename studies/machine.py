@@ -30,7 +30,8 @@ import harness.ranks
 import harness.rows
 import harness.run
 from grpo import Config, Policy, Sample
-from harness import World, first_line, say
+from harness.flags import first_line, say
+from harness.ranks import World
 
 # Dense bfloat16 TFLOP/s with float32 sums, by the makers' data sheets; the longest name within the device's counts
 PEAKS = {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H800": 989, "GH200": 989, "B200": 2250}
@@ -418,7 +419,7 @@ def main() -> int:
         memory(m)
         free(m)
         seconds = sampler_and_phases(m, None if args.random else harness.rows.load_tokenizer(m.cfg))
-    if harness.ranks.is_rank0():
+    if int(os.environ.get("RANK", 0)) == 0:
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]

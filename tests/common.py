@@ -120,7 +120,9 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     if nproc:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launch]
     script = (
-        args if args and (args[0] == "-c" or str(args[0]).endswith(".py")) else (os.path.join(HERE, "grpo.py"), *args)
+        args
+        if args and (args[0] in ("-c", "-m") or str(args[0]).endswith(".py"))
+        else (os.path.join(HERE, "grpo.py"), *args)
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE} | (env or {})
     return subprocess.run(
