@@ -793,7 +793,8 @@ def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, w
             sums[name] = sums.get(name, 0.0) + value
         log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.nan).flatten())
     log_ratio = torch.cat(log_ratios)
-    return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], notes
+    values = torch.stack(list(sums.values())).tolist()  # one wait for the device
+    return dict(zip(sums, values, strict=True)), log_ratio[log_ratio.isfinite()], notes
 
 
 def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
@@ -804,7 +805,8 @@ def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_
     """
     columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
     columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
-    columns = {k: (1000 * x.detach()).nan_to_num().round().long().cpu().numpy() for k, x in columns.items()}  # [N, T]
+    values = torch.stack([(1000 * x.detach()).nan_to_num().round().long() for x in columns.values()])
+    columns = dict(zip(columns, values.cpu().numpy(), strict=True))  # [N, T] each: one wait for the device
     return [
         (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
         for i, s in enumerate(micro)
