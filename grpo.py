@@ -368,7 +368,7 @@ class VLLMSampler:
         self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
         length = longest_prompt + cfg.max_completion_length
         options = dict(
-            model=cfg.model, dtype=cfg.dtype, max_model_len=length, seed=cfg.seed,
+            model=cfg.model, dtype=self.dtype, max_model_len=length, seed=cfg.seed,
             skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # the first push brings the weights: none are read twice
