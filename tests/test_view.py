@@ -1,5 +1,6 @@
 """Tests of view.py: the curves of a run, and a step in the terminal."""
 
+import glob
 import json
 import os
 import random
@@ -135,33 +136,79 @@ def columns(line):
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_view_table(tmp_path, monkeypatch, capsys, width):
+def test_view_step(tmp_path, monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
     lines = capsys.readouterr().out.split("\n")
     assert lines[0].startswith("step 20, 7 samples")
     assert max(map(columns, lines)) <= width
     assert all(line.isprintable() for line in lines)  # nor a lone surrogate
-    words = [word for line in lines for word in line.split()]
-    advantages = [float(word) for word in words if word[0] in "+-" and word[1:].replace(".", "").isdigit()]
-    assert advantages == [3, 2, 1, 0, -1.5, -2]  # and the one without stands last
-    whole = "".join(words)  # whatever the lines were broken at
+    whole = "".join(word for line in lines for word in line.split())  # whatever the lines were broken at
     for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy1", "cutoff", "..."):
         assert shown in whole
     view.main([str(tmp_path / "a"), "--step", "10"])
     assert capsys.readouterr().out.startswith("step 10, 7 samples")
 
 
-def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
+def test_view_step_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     texts = ["[red]no markup[/red] [/] [link=x]", ":smile: &lt; 50 %", "e\u0301" * 3, "漢字", "a" * 4000 + " so 42"]
-    rows = [dict(step=1, group=0, prompt="p", completion=text, reward=1, advantage=1, length=5) for text in texts]
-    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path, [dict(completion=text, advantage=1) for text in texts])
     view.main([str(tmp_path), "--step"])
     out = capsys.readouterr().out
     assert all(text in out for text in texts[:4]) and "so 42" in out  # the answer stands at the end
     samples = [line for line in out.split("\n") if "+1.000" in line]
     assert len({columns(line[: line.index("+1.000")]) for line in samples}) == 1  # under each other
+
+
+def write_rows(out_dir, rows):
+    whole = dict(step=1, group=0, prompt="p", completion="c", reward=1, advantage=0, length=5, finish_reason="stop")
+    with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
+        f.writelines(json.dumps(whole | row) + "\n" for row in rows)
+
+
+def test_view_step_is_by_group(tmp_path, capsys):
+    """Groups by signal, samples by reward, the prompt and equal samples once; a sample without a reward is last."""
+    rows = [
+        dict(group=0, prompt="weak", completion=f"w{i}", reward=r, advantage=0.1) for i, r in enumerate((0, None, 2))
+    ]
+    rows += [dict(group=1, prompt="strong", completion=c, reward=r, advantage=a) for c, r, a in [("no", 0, -1)] * 3]
+    rows += [dict(group=1, prompt="strong", completion="yes", reward=1, advantage=3)]
+    rows += [dict(group=1, prompt="strong", completion="no", reward=0, advantage=-1, finish_reason="length")]
+    write_rows(tmp_path, rows)
+    view.main([str(tmp_path), "--step"])
+    out = capsys.readouterr().out
+    places = [
+        out.index(text)
+        for text in ("group 1: strong", "yes", " 3 ", "no", "cut off", "group 0: weak", "w2", "w0", "w1")
+    ]
+    assert places == sorted(places) and out.count("strong") == 1 and out.count("no ") == 2
+    assert "1 of 5 right, mean |advantage| 1.4" in out and "1 of 3 right, mean |advantage| 0.1" in out
+
+
+def test_view_step_of_several_runs(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, [dict(completion=f"of {name}")])
+    view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--step"])
+    out = capsys.readouterr().out
+    places = [
+        out.index(text) for text in ("step 1, 2 samples", "group 0: p", "a: 1 of 1 right", "of a", "b: 1 of", "of b")
+    ]
+    assert places == sorted(places) and out.count("group 0") == 1
+
+
+def test_right_is_what_the_first_reward_function_says(tmp_path):
+    """As pass@k counts it; without one, the reward. Neither, where it has failed."""
+    cases = {
+        (("a", 1), ("b", -5)): "right",
+        (("a", 0.5), ("b", 9)): "wrong",
+        (): "right",
+        (("a", None), ("b", 1)): None,
+    }
+    for parts, verdict in cases.items():
+        row = dict(completion="c", reward=1, parts=dict(parts), finish_reason="length")
+        assert view.group_of(0, [row])["samples"][0]["verdicts"] == [v for v in (verdict, "cut off") if v]
 
 
 @pytest.mark.parametrize(
@@ -170,14 +217,20 @@ def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
         (["no_such_dir"], "no_such_dir"),
         (["empty"], "metrics.jsonl"),
         (["empty", "--step"], "completions.jsonl"),
-        (["half"], "no whole line in half"),
-        (["half", "--step"], "logged steps: none"),
-        (["old", "--step"], "logged steps: none"),
+        (["half"], "half/metrics.jsonl has no metrics"),
+        (["half", "--step"], "half/completions.jsonl has no row with group, prompt"),
+        (["old"], "old/metrics.jsonl has no metrics of this version"),
+        (["old", "--step"], "of another version"),
+        (["a", "old", "--html", "x.html"], "old/metrics.jsonl has no metrics"),
+        (["empty", "--html", "x.html"], "metrics.jsonl"),
+        (["a", "--html", "x.html", "--step", "15"], "logged steps: 10 to 20"),
+        (["a", "--html", "no/where.html"], "no/where.html"),
+        (["a", "--html", "x.html", "--out", "x.png"], "--out"),
         (["a", "--step", "15"], "logged steps: 10 to 20"),
         (["a", "--step", "many"], "many"),
         (["a", "--stepp", "1"], "--stepp"),
-        (["a", "b", "--step", "1"], "one run"),
-        (["a", "--step", "10", "--out", "x.png"], "no --out"),
+        (["a", "b", "--step", "1"], "logged steps: 10 to 20"),
+        (["a", "--step", "10", "--out", "x.png"], "--out"),
         (["a", "--out", "x.unknown"], "unknown"),
         ([], "no run here (out, out.1, ...)"),
     ],
@@ -194,7 +247,7 @@ def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
         view.main(flags)
     assert stop.value.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and says in err
+    assert out == "" and err.count("\n") == 1 and says in err and not glob.glob("x.*")
 
 
 def test_view_command_line(tmp_path):
