@@ -38,7 +38,7 @@ MEASURES = {  # of a token, in the page: the kind of its scale, what it is
     "KL to the reference": ("signed", "nats, log p - log p of the reference"),
     "gap to the sampler": ("signed", "nats, log p - log p of the sampler"),
 }
-MOST_BYTES = 9_800_000  # of the steps in a page; of a longer run it shows every second step, or every third, ...
+MOST_BYTES = 9_850_000  # of the steps in a page; of a longer run it shows some, evenly spread
 OLD_NAMES = {"completions/mean_length": "completion_length", "kl": "kl_k3", "frac_reward_zero_std": "frac_zero_std"}
 
 
@@ -157,7 +157,7 @@ def read_steps(out_dir):
         if {"group", "prompt", "completion", "reward"} <= set(row):
             steps.setdefault(row["step"], []).append(row)
     if not steps:
-        raise ValueError(f"{path} has no row with group, prompt, completion and reward: is the run of another version?")
+        raise ValueError(f"{path} has no row with group, prompt, completion and reward: too early, or another version?")
     return steps
 
 
@@ -176,7 +176,8 @@ def cards(runs):
     found = {}
     for i, rows in enumerate(runs):
         for row in rows:
-            card = dict(group=str(row["group"]), prompt=str(row["prompt"]), row=row.get("row"), runs={})
+            data_row = json.dumps(row.get("row"), indent=1, ensure_ascii=False)
+            card = dict(group=str(row["group"]), prompt=str(row["prompt"]), row=data_row, runs={})
             card = found.setdefault((card["group"], card["prompt"]), card)
             card["runs"].setdefault(i, []).append(row)
     for card in found.values():
@@ -284,7 +285,7 @@ def pack(cards):
     for name in MEASURES:
         values = sorted(abs(value) for s in samples for value in s["tokens"][name] if value is not None)
         ends[name] = 1 if name == "probability" else values[len(values) * 99 // 100] if values else None
-    text = json.dumps(dict(cards=cards, ends=ends), default=str, separators=(",", ":"))
+    text = json.dumps(dict(cards=cards, ends=ends), separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
@@ -294,10 +295,9 @@ def write_page(out_dirs, step, path):
     logs = [read_steps(d) for d in out_dirs]
     step, _ = choose(step, logs)
     packed = {n: pack(cards([log.get(n, []) for log in logs])) for n in sorted(set().union(*logs))}
-    steps, every = list(packed), 1
-    while sum(len(packed[n]) for n in steps) > MOST_BYTES and len(steps) > 2:
-        every += 1
-        steps = sorted({step, *list(packed)[::-every]})
+    steps, share = list(packed), sum(map(len, packed.values())) / MOST_BYTES
+    if share > 1:
+        steps = sorted({step, *(steps[-1 - int(i * share)] for i in range(int(len(steps) / share)))})
     logged = {row["step"] for rows in runs for row in rows}
     data = dict(panels=[panel_data(runs, *panel) for panel in PANELS], measures=MEASURES, step=step, steps=steps)
     data |= dict(logged=sorted(logged.union(steps)), packed={n: packed[n] for n in steps})
@@ -308,7 +308,7 @@ def write_page(out_dirs, step, path):
     with open(path + ".new", "w", encoding="utf-8") as f:
         f.write(page)
     os.replace(path + ".new", path)  # who loads it while it is made again sees a whole one
-    print(path if every == 1 else f"{path} (one step in {every}: all would be over {MOST_BYTES / 1e6:g} MB)")
+    print(path if share <= 1 else f"{path} (of {len(packed)} steps {len(steps)}: all would be too large)")
 
 
 def fail(message):
