@@ -32,7 +32,7 @@ STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrai
 STYLE |= {"legend.borderpad": 0, "legend.handlelength": 1.6, "legend.handletextpad": 0.4, "legend.columnspacing": 0.9}
 NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
 MEASURES = {  # of a token, in the page: the kind of its scale, what it is
-    "push": ("signed", "weight in the gradient, -d loss / d log p: blue is made likelier, red less likely"),
+    "push": ("signed", "weight in the gradient, in units of an advantage: blue is made likelier, red less likely"),
     "probability": ("inverse", "before the update"),
     "entropy": ("level", "nats, of the distribution that the token was drawn from"),
     "KL to the reference": ("signed", "nats, log p - log p of the reference"),
@@ -206,7 +206,7 @@ def group_of(run, rows):
 
 
 def measures(tokens):
-    """{measure: a value for each token}, and the tokens' text. Null where a value or a whole list is not logged."""
+    """{measure: a value for each token}, and the tokens' text. The log holds thousandths. Null: not logged."""
     text = tokens.get("text") if isinstance(tokens, dict) else None
     if not isinstance(text, list) or not text:
         return None
@@ -214,12 +214,10 @@ def measures(tokens):
     def logged(name):
         values = tokens.get(name)
         whole = isinstance(values, list) and len(values) == len(text)
-        return [value if is_number(value) else math.nan for value in values] if whole else [math.nan] * len(text)
+        return [value / 1000 if is_number(value) else math.nan for value in values] if whole else [math.nan] * len(text)
 
-    logp = logged("logp")
-    found = dict(push=logged("push"), probability=[math.exp(min(p, 0)) for p in logp], entropy=logged("entropy"))
-    found["KL to the reference"] = [p - q for p, q in zip(logp, logged("ref_logp"), strict=True)]
-    found["gap to the sampler"] = [p - q for p, q in zip(logp, logged("sampler_logp"), strict=True)]
+    found = dict(push=logged("push"), probability=[math.exp(min(logp, 0)) for logp in logged("logp")])
+    found |= {"entropy": logged("entropy"), "KL to the reference": logged("kl"), "gap to the sampler": logged("gap")}
     found = {name: [None if math.isnan(v) else float(f"{v:.2g}") for v in values] for name, values in found.items()}
     return found | dict(text=[str(piece) for piece in text])
 
@@ -279,8 +277,9 @@ def pack(cards):
     quantile of its absolute values, so that one outlier does not fade the others."""
     samples = [sample for card in cards for run in card["runs"] for sample in run["samples"] if sample["tokens"]]
     for sample in samples:
-        if "".join(sample["tokens"]["text"]) == sample["completion"]:
-            del sample["completion"]  # the page joins it
+        text = sample["tokens"]["text"]  # of how many of them the completion is made: that EOS has a text, too
+        made_of = {"".join(text[:n]): n for n in (len(text) - 1, len(text))}
+        sample["completion"] = made_of.get(sample["completion"], sample["completion"])
     ends = {}
     for name in MEASURES:
         values = sorted(abs(value) for s in samples for value in s["tokens"][name] if value is not None)

@@ -16,13 +16,13 @@ import pytest
 import view
 from tests.test_view import HOSTILE, write_run
 
-TOKENS = dict(
-    text=["4", "+", "4", ""],
-    logp=[-0.5, -3, 0, -0.1],
-    sampler_logp=[-0.5, -2.5, 0, None],
-    ref_logp=[-1.5, -2, 0, -0.1],
-    entropy=[0.25, 2, 0, 0.5],
-    push=[0.01, -0.02, 0, 0.005],
+TOKENS = dict(  # in thousandths
+    text=["4", "+", "4", "<eos>"],
+    logp=[-500, -3000, 0, -100],
+    gap=[0, -500, 0, None],
+    kl=[1000, -1000, 0, 0],
+    entropy=[250, 2000, 0, 500],
+    push=[1000, -2000, 0, 500],
 )
 
 
@@ -86,11 +86,11 @@ def test_page_has_groups_samples_and_measures(tmp_path):
     assert [card["prompt"] for card in cards] == [f"prompt {group} of step 2" for group in (2, 1, 0)]
     (run,) = cards[0]["runs"]
     assert (run["n"], run["right"], run["signal"], run["most"]) == (4, 1, 1.5, 3)
-    assert [(s.get("completion"), s["count"]) for s in run["samples"]] == [(None, 1), ("wrong", 2), ("cut", 1)]
+    assert [(s["completion"], s["count"]) for s in run["samples"]] == [(3, 1), ("wrong", 2), ("cut", 1)]
     tokens = run["samples"][0]["tokens"]
-    assert tokens.pop("text") == ["4", "+", "4", ""]
+    assert tokens.pop("text") == ["4", "+", "4", "<eos>"]
     assert tokens == {
-        "push": [0.01, -0.02, 0, 0.005],
+        "push": [1, -2, 0, 0.5],
         "probability": [0.61, 0.05, 1, 0.9],
         "entropy": [0.25, 2, 0, 0.5],
         "KL to the reference": [1, -1, 0, 0],
@@ -105,7 +105,7 @@ def test_tokens_that_are_not_there(tokens):
 
 
 def test_lists_of_tokens_that_are_not_there():
-    found = view.measures(dict(text=["a", "b"], logp=[-1], entropy=None, push=[float("nan"), 1e-3], ref_logp=["x", 2]))
+    found = view.measures(dict(text=["a", "b"], logp=[-1], entropy=None, push=[float("nan"), 1], kl=["x", None]))
     assert found.pop("text") == ["a", "b"] and found.pop("push") == [None, 0.001]
     assert list(found.values()) == [[None, None]] * 4
 
@@ -295,14 +295,14 @@ def test_browser_tokens(tmp_path, browser):
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
     assert browser.texts("button.more") == ["tokens"] * 3
     browser.mouse("button.more", click=True)
-    assert browser.texts(".text span") == ["4", "+", "4", "∅"] and browser.texts("button.more")[0] == "close"
+    assert browser.texts(".text span") == ["4", "+", "4", "<eos>"] and browser.texts("button.more")[0] == "close"
     script = "return [...document.querySelectorAll('.text span')].map(e => getComputedStyle(e).backgroundColor)"
     legends, colors = {}, {}
     for measure in view.MEASURES:
         browser.set("measure", measure)
         legends[measure], colors[measure] = browser.texts("#legend small"), browser.run(script)
     assert [legend[:2] for legend in legends.values()] == [
-        ["−0.02", "0.02"], ["0", "1"], ["0", "2"], ["−1", "1"], ["−0.5", "0.5"]
+        ["−2", "2"], ["0", "1"], ["0", "2"], ["−1", "1"], ["−0.5", "0.5"]
     ]  # fmt: skip
     assert all("nats" in legend[2] for legend in list(legends.values())[2:])
     up, down, level = "rgba(0, 114, 178, %s)", "rgba(213, 94, 0, %s)", "rgba(230, 159, 0, %s)"
@@ -310,7 +310,7 @@ def test_browser_tokens(tmp_path, browser):
     assert colors["entropy"] == [level % 0.082, level % 0.65, level % 0, level % 0.16]
     assert colors["probability"][2] == level % 0 and colors["gap to the sampler"][3] == "rgba(0, 0, 0, 0)"  # not logged
     browser.mouse(".text span:nth-child(2)")
-    values = ["push", "−0.02", "probability", "0.05", "entropy", "2", "KL to the reference", "−1"]
+    values = ["push", "−2", "probability", "0.05", "entropy", "2", "KL to the reference", "−1"]
     assert browser.texts("#tip")[0].split("\n") == ['"+"', *values, "gap to the sampler", "−0.5"]
     browser.mouse("#note")
     assert browser.texts("#tip") == []
@@ -325,13 +325,20 @@ def test_browser_shows_hostile_text_as_text(tmp_path, browser):
         for i, text in enumerate(HOSTILE):
             row = dict(step=20, group=f"<i>{text}", prompt=f"<img src=x>{text}", completion=text, reward=1, row=[text])
             row |= dict(parts={f"<script>alert(3)</script>{text}": 1}, advantage=i)
-            row |= dict(tokens=dict(text=["<b>", text, "\u202e</script>"], push=[1, 2, 3]))
+            row |= dict(tokens=dict(text=["<b>", text, "", "\u202e</script>"], push=[1, 2, 3, 4]))
             f.write("\n" + json.dumps(row))
     browser.open(write_page(tmp_path, out), "step 20 of 30")
     browser.run("document.querySelectorAll('button.more').forEach(button => button.click())")
     assert browser.run("return document.querySelectorAll('img, .card :is(b, script, i:not(.bar > i))').length") == 0
     whole = "\n".join(browser.texts("body"))
-    for text in (HOSTILE[0], HOSTILE[2], r"\u202eright to left\u200f", r"\u1b[31mred", "<img src=x onerror=alert(1)>"):
+    for text in (
+        HOSTILE[0],
+        HOSTILE[2],
+        "∅",
+        r"\u202eright to left\u200f",
+        r"\u1b[31mred",
+        "<img src=x onerror=alert(1)>",
+    ):
         assert text in whole
     assert browser.errors() == []
 
@@ -375,7 +382,7 @@ def test_browser_opens_a_hundred_steps_at_once(tmp_path, browser):
             row = dict(group=i // 8, prompt=f"question {i // 8}", completion="".join(text), reward=i % 2)
             row |= dict(advantage=rng.gauss(0, 1), length=512, finish_reason="length")
             if i < 8:
-                lists = {name: [round(rng.gauss(0, 1), 4) for _ in text] for name in TOKENS if name != "text"}
+                lists = {name: [round(rng.gauss(0, 1000)) for _ in text] for name in TOKENS if name != "text"}
                 row |= dict(tokens=dict(text=text) | lists)
             f.writelines(json.dumps(dict(step=step) | row) + "\n" for step in range(1, 101))
     path = write_page(tmp_path, out)

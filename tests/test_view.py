@@ -220,7 +220,7 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
         (["half"], "half/metrics.jsonl has no metrics"),
         (["half", "--step"], "half/completions.jsonl has no row with group, prompt"),
         (["old"], "old/metrics.jsonl has no metrics of this version"),
-        (["old", "--step"], "of another version"),
+        (["old", "--step"], "another version"),
         (["a", "old", "--html", "x.html"], "old/metrics.jsonl has no metrics"),
         (["empty", "--html", "x.html"], "metrics.jsonl"),
         (["a", "--html", "x.html", "--step", "15"], "logged steps: 10 to 20"),
