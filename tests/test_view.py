@@ -73,6 +73,7 @@ def test_view_draws(tmp_path):
     assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
 
 
+@pytest.mark.slow
 def test_view_draws_any_numbers(tmp_path):
     largest, least = sys.float_info.max, 5e-324
     odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
