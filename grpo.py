@@ -52,6 +52,7 @@ from harness.rows import Prompt
 from harness.run import Run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
+LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -118,7 +119,9 @@ class Config:
     resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    log_tokens: int = flag(-1, "of these, samples with all that is known of each token; -1: the first group", low=-1)
+    log_tokens: int = flag(
+        -1, "of these, samples with all that is known of each token; -1: the first group, 3072 tokens", low=-1
+    )
     report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
 
     def __new__(cls, *values, **named):
@@ -722,8 +725,12 @@ def make_optimizer(policy: Policy, cfg: Config):
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     totals, losses, norms, skipped = {}, [], [], 0
-    logged = cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens
-    numbers = {id(sample): i for i, sample in enumerate(samples[:logged])}
+    noted = samples[: cfg.log_tokens if cfg.log_tokens >= 0 else cfg.num_generations]
+    if cfg.log_tokens < 0:
+        noted = [
+            s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
+        ]
+    numbers = {id(sample): i for i, sample in enumerate(noted)}
     if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
         mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
@@ -874,7 +881,7 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
+        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
 

@@ -744,14 +744,17 @@ def test_the_texts_of_tokens_join_to_the_completion(tmp_path):
     for row in rows[:5]:
         assert "".join(row["tokens"]["text"]) == row["completion"]
         assert {len(column) for column in row["tokens"].values()} == {row["length"]}
-    tokenizer, rng = harness.rows.load_tokenizer(BUNDLED), np.random.default_rng(0)
-    ids = rng.integers(3, len(tokenizer), 512)
-    sample = dataclasses.replace(random_samples(1, 1)[0], completion_ids=ids, finish_reason="length")
-    sample.text = grpo.decode(tokenizer, ids, [1])
-    nats = -rng.exponential(0.7, (5, 512))  # as of a language model at the start: entropy 0.7
-    sample.tokens = {name: (1000 * x).astype(int).tolist() for name, x in zip("abcde", nats, strict=True)}
-    [row] = grpo.completion_rows([sample], 1, tokenizer)
-    assert 8 * len(json.dumps(row["tokens"], separators=(",", ":"))) < 100_000
+    samples, rng = random_samples(16, 8, longest=512), np.random.default_rng(0)
+    policy = Policy(tiny_model(max_position_embeddings=1024), 1.0)
+    for s in samples:
+        s.completion_ids = ids_of(rng.integers(2, 32, 512))
+    grpo.compute_logps(policy, samples, "ref_logps", Config(micro_batch_tokens=4096), CPU)
+    for s in samples:  # as bfloat16 rounds, and as a policy moves
+        s.sampler_logps, s.ref_logps = (s.ref_logps + rng.normal(0, 0.02, (2, 512))).astype(np.float32)
+    update_gradient(Config(beta=0.1), samples, policy=policy)
+    assert [s.tokens is not None for s in samples] == [True] * 6 + [False] * 10
+    size = len(json.dumps([s.tokens | dict(text=["token"] * 512) for s in samples[:6]], separators=(",", ":")))
+    assert 50_000 < size < 100_000
 
 
 def test_learning_rate_schedules():
