@@ -119,9 +119,8 @@ def main():
         band(left, histories, "reward", label=name)
         band(right, histories, "completions/mean_length", label=name)
         ends = [np.array([h[-1].get("eval_accuracy", np.nan) for h in histories])]
-        ends += [
-            np.array([np.mean([m[k] for m in h[-3:]]) for h in histories]) for k in ("reward", "completions/mean_length")
-        ]
+        for key in ("reward", "completions/mean_length"):
+            ends.append(np.array([np.mean([m[key] for m in h[-3:]]) for h in histories]))
         after.append([name, *(f"{x.mean():.3f} +- {x.std():.3f}" for x in ends)])
     left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
     right.set(title="training: completion length", xlabel="step", ylabel="tokens")

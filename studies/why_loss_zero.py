@@ -76,7 +76,8 @@ def main():
     rows = []
     for case, label in CASES.items():
         runs = histories[case]
-        column = {k: np.array([[m[k] for m in h] for h in runs]) for k in (*panels, "predicted", "frac_reward_zero_std")}
+        keys = (*panels, "predicted", "frac_reward_zero_std")
+        column = {k: np.array([[m[k] for m in h] for h in runs]) for k in keys}
         rows.append([
             label, f"{np.abs(column['loss'][:, 0]).max():.1e}",
             f"{column['loss'].min():.3f} to {column['loss'].max():.3f}",
@@ -86,7 +87,8 @@ def main():
             f"{column['reward'][:, 0].mean():.2f} -> {column['reward'][:, -3:].mean():.2f}",
         ])  # fmt: skip
     header = ["case", "largest loss at step 1", "loss, range", "largest difference from the prediction"]
-    header += ["gradient norm, range", "parameter change", "frac_reward_zero_std, last", "reward, first -> last 3 steps"]
+    header += ["gradient norm, range", "parameter change", "groups without signal, last"]
+    header += ["reward, first -> last 3 steps"]
     save(args, "why_loss_zero", figure, [header, *rows])
 
 
