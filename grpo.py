@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    sys.exit("grpo.py: needs Python 3.11 or newer")
+    print("grpo.py: error: needs Python 3.11 or newer", file=sys.stderr)
+    sys.exit(2)
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
 for name in {"reward", "view", "harness"} & set(sys.modules):
@@ -42,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
-from harness import flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
@@ -239,9 +240,9 @@ class Policy(nn.Module):
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.plain_head = kernels.head_is_plain(model)  # logits are head(hidden)
+        self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
         self.packs = True  # in one row: each prompt once, and its completions
-        kernels.settle(self)
+        check.settle(self)
 
     def forward(self, batch: dict):
         hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
@@ -319,7 +320,7 @@ class HFSampler:
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
-            with autocast(self.cfg, device), kernels.as_loaded(self.model):
+            with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
@@ -367,7 +368,7 @@ class VLLMSampler:
         self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
         length = longest_prompt + cfg.max_completion_length
         options = dict(
-            model=cfg.model, dtype=cfg.dtype, max_model_len=length, seed=cfg.seed,
+            model=cfg.model, dtype=self.dtype, max_model_len=length, seed=cfg.seed,
             skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # the first push brings the weights: none are read twice
@@ -743,18 +744,15 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         norms.append(norm)
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(
-            s.in_loss and s.advantage != 0 for s in minibatch
-        ):  # else Adam's momentum alone would move the weights
+        elif any(s.in_loss and s.advantage != 0 for s in minibatch):  # else only Adam's momentum would move the weights
             optimizer.step()
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
 
     tokens = max(1, totals.pop("tokens"))
-    metrics = dict(
-        loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)), learning_rate=lr, skipped_steps=skipped
-    )
-    return metrics | {name: value / tokens for name, value in totals.items()} | mismatch
+    means = dict(loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)))  # over the updates
+    means |= {name: value / tokens for name, value in totals.items()}
+    return means | dict(learning_rate=lr, skipped_steps=skipped) | mismatch
 
 
 def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
@@ -795,7 +793,8 @@ def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, w
             sums[name] = sums.get(name, 0.0) + value
         log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.nan).flatten())
     log_ratio = torch.cat(log_ratios)
-    return {name: value.item() for name, value in sums.items()}, log_ratio[log_ratio.isfinite()], notes
+    values = torch.stack(list(sums.values())).tolist()  # one wait for the device
+    return dict(zip(sums, values, strict=True)), log_ratio[log_ratio.isfinite()], notes
 
 
 def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
@@ -806,7 +805,8 @@ def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_
     """
     columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
     columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
-    columns = {k: (1000 * x.detach()).nan_to_num().round().long().cpu().numpy() for k, x in columns.items()}  # [N, T]
+    values = torch.stack([(1000 * x.detach()).nan_to_num().round().long() for x in columns.values()])
+    columns = dict(zip(columns, values.cpu().numpy(), strict=True))  # [N, T] each: one wait for the device
     return [
         (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
         for i, s in enumerate(micro)
@@ -899,7 +899,7 @@ def make_policy(model, cfg: Config, prompts=()) -> Policy:
         policy = Policy(model, cfg.temperature)
         if prompts:
             longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-            kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+            check.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
         return policy
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
@@ -923,6 +923,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     """The policy, from the checkpoint or --model, and the reference that its KL is measured from; the flags with what
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    models.freeze_unused(model)
     small = models.is_small(model)
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
@@ -934,7 +935,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
-        kernels.use_rows(reference, policy.packs)
+        check.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 

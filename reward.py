@@ -93,7 +93,7 @@ LAST = re.compile(rf"(?:^|(?<=[ =]))([-+]?) ?({NUMBER})(?! ?[+^!?\xb2\xb3])([^0-
 LABEL = re.compile(r"(?:[^0-9]*(?:[:=]|\b(?:is|are|US|USD|EUR|GBP|Rs\.?)))?")
 NOT_ALONE = re.compile(r"(?:\b(?:not|than|minus)|n't|[0-9][^ :=]*|[-+/^<>]|[0-9][^ ]* (?:and|or|to))$")
 LETTERS = "A-Za-z\xb5\u03bc\u03a9\xc0-\u024f"
-UNITS = re.compile(rf"(?: ?[-/]? ?[{LETTERS}][-{LETTERS}\xb2\xb3 ./,;:']*)?[.,;: ]*")
+UNITS = re.compile(rf" ?[-/]? ?[{LETTERS}][-{LETTERS}\xb2\xb3 ./,;:']*|[.,;: ]*")
 SCALE = dict(dozen=12, hundred=100, k=10**3, K=10**3, thousand=10**3, grand=10**3, lakh=10**5, M=10**6, mil=10**6)
 SCALE |= dict(million=10**6, crore=10**7, bn=10**9, billion=10**9, trillion=10**12)
 NO_UNIT = re.compile(  # words that make another number of the one before them, as most single letters do
@@ -492,7 +492,7 @@ class Worker:
             self.connection.send((os.getpid(), specs, texts, list(map(str, sys.path)), timeout, memory))
 
     def begin(self, job: list[int], message: bytes):
-        self.job, self.message, self.deadline = job, message, time.monotonic() + START_LIMIT
+        self.job, self.message, self.limit, self.deadline = job, message, START_LIMIT, time.monotonic() + START_LIMIT
 
     def proceed(self) -> Outcome | None:
         """The outcome of the job, None while it goes on. After "timeout" and "died" the worker is gone."""
@@ -502,14 +502,14 @@ class Worker:
                 if said != "ready":
                     return Outcome(*said)
                 self.connection.send_bytes(self.message)
-                self.deadline = time.monotonic() + self.timeout
+                self.limit, self.deadline = self.timeout, time.monotonic() + self.timeout
             elif time.monotonic() >= self.deadline:
                 raise TimeoutError
             return None
         except (OSError, EOFError) as error:
             code = self.kill()
             if isinstance(error, TimeoutError):
-                return Outcome(None, "timeout", f"no result after {self.timeout} s")
+                return Outcome(None, "timeout", f"no result after {self.limit} s")
             return Outcome(None, "died", f"the worker ended with exit code {code}")
 
     def gone(self) -> bool:

@@ -34,6 +34,7 @@ from tests.common import (
     REDUCTIONS,
     ids_of,
     in_bfloat16,
+    lines,
     logps_of,
     random_samples,
     read,
@@ -505,7 +506,7 @@ def test_logps_are_the_models_own(kind, options, temperature):
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
         ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
-        with harness.kernels.as_loaded(model):
+        with harness.check.as_loaded(model):
             logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
@@ -714,6 +715,43 @@ def test_gradient_is_clipped_once_and_logged_before_clipping():
     cut, cut_metrics = update_gradient(Config(max_grad_norm=0.01), samples)
     assert metrics["grad_norm"] == pytest.approx(free.norm().item(), rel=1e-5) == cut_metrics["grad_norm"]
     assert cut.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_what_is_noted_of_a_token(num_minibatches):
+    """Its push is minus the gradient by its log-probability, in units of an advantage: here the ratio and all weights
+    are 1, so it is the advantage itself, for each split into micro-batches. Only of the samples that are asked for."""
+    for budget in (10, 10**6):
+        samples, policy = random_samples(8, 4), Policy(tiny_model(), 1.0)
+        grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
+        for s in samples:
+            s.sampler_logps, s.ref_logps = s.old_logps, s.old_logps - np.float32(0.25)
+        cfg = Config(log_tokens=5, beta=0.1, kl_estimator="k1", learning_rate=0, num_minibatches=num_minibatches)
+        update_gradient(dataclasses.replace(cfg, micro_batch_tokens=budget), samples, policy=policy)
+        assert [s.tokens is not None for s in samples] == [True] * 5 + [False] * 3
+        for s in samples[:5]:
+            assert s.tokens["logp"] == np.round(1000 * s.old_logps).astype(int).tolist()
+            assert set(s.tokens["gap"]) == {0} and set(s.tokens["kl"]) == {250} and min(s.tokens["entropy"]) > 0
+            pushes = np.array(s.tokens["push"]) / 1000
+            assert pushes == pytest.approx(np.full(len(pushes), s.advantage - 0.1), abs=1e-3)
+
+
+def test_the_texts_of_tokens_join_to_the_completion(tmp_path):
+    """Bytes and the end included; the first group by default, at most 100 kB a step at 512 tokens."""
+    small_run(tmp_path / "out", num_minibatches=1, max_steps=1)
+    rows = lines(tmp_path / "out" / "completions.jsonl")
+    assert ["tokens" in row for row in rows] == [True] * 5 + [False] * 10
+    for row in rows[:5]:
+        assert "".join(row["tokens"]["text"]) == row["completion"]
+        assert {len(column) for column in row["tokens"].values()} == {row["length"]}
+    tokenizer, rng = harness.rows.load_tokenizer(BUNDLED), np.random.default_rng(0)
+    ids = rng.integers(3, len(tokenizer), 512)
+    sample = dataclasses.replace(random_samples(1, 1)[0], completion_ids=ids, finish_reason="length")
+    sample.text = grpo.decode(tokenizer, ids, [1])
+    nats = -rng.exponential(0.7, (5, 512))  # as of a language model at the start: entropy 0.7
+    sample.tokens = {name: (1000 * x).astype(int).tolist() for name, x in zip("abcde", nats, strict=True)}
+    [row] = grpo.completion_rows([sample], 1, tokenizer)
+    assert 8 * len(json.dumps(row["tokens"], separators=(",", ":"))) < 100_000
 
 
 def test_learning_rate_schedules():

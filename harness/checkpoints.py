@@ -25,10 +25,12 @@ UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ...
 
 def saved_config(path: str) -> dict:
     """The config.json of the run in this directory, {} where there is none. That of a model has no out_dir."""
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(path or os.devnull, "config.json")) as file:
-        saved = json.load(file)
+    try:
+        with open(os.path.join(path or os.devnull, "config.json")) as file:
+            saved = json.load(file)
         return saved if "out_dir" in saved else {}
-    return {}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def this_launch() -> str:
@@ -78,8 +80,9 @@ def claim_out_dir(cfg) -> tuple:
             raise ConfigError(f"--out_dir {out}: holds {os.path.basename(found[0])} of a run or a model; {why}")
         lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
         lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
-        for partial in glob.glob(os.path.join(glob.escape(out), "partial_[0-9]*")):  # a save that a kill cut short
-            shutil.rmtree(partial)
+        for name in os.listdir(out):
+            if re.fullmatch(r"partial_\d{6,}", name):  # a save that a kill cut short
+                shutil.rmtree(os.path.join(out, name))
         cfg, path = dataclasses.replace(cfg, out_dir=out), os.path.join(out, "config.json")
         with open(path + ".new", "w") as file:
             json.dump(dataclasses.asdict(cfg) | dict(process=os.getpid(), launch=this_launch()), file, indent=1)

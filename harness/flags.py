@@ -25,10 +25,6 @@ class TrainingError(Exception):
     """The run cannot go on: a message that says why. Exit code 1."""
 
 
-class Stopped(BaseException):
-    """A signal asked the run to end. No Exception, so that no library swallows it."""
-
-
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 

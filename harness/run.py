@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ class Run:
     optimiser step of a rollout until that step is recorded. On the command line a thread answers it, whatever the main
     thread does: it saves and ends the process. A caller in Python gets KeyboardInterrupt, after the save. SIGUSR1, or a
     file `save` in out_dir, saves after the step.
-
     For patches: parts {name: (save, load)} are what trainer_state.pt holds. save() is called on every rank, load() in
     track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
     """
@@ -67,6 +66,10 @@ class Run:
 
     def restore(self, state: dict) -> None:
         for name, (_, load) in self.parts.items():
+            if name not in state:
+                raise ConfigError(
+                    f"--resume {self.checkpoint.path}: it holds no {name}, which this trainer goes on from"
+                )
             load(state.pop(name))  # pop: nothing else keeps it in memory
         say(f"resumed from {self.checkpoint.path} at step {self.first}")
         for name, old in state["config"].items():
@@ -124,7 +127,7 @@ class Run:
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
         """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came
         through in the first step. And what they logged of their own: the mean over the ranks that did."""
-        failed, logged = sum(sum(s.failed) for s in scores), defaultdict(list)
+        failed, logged = sum(sum(s.failed) for s in scores), {}
         for kind in ("first_failure", "first_retry"):
             line = next(filter(None, (getattr(s, kind) for s in scores)), "")
             if line and kind not in self.said:
@@ -134,11 +137,10 @@ class Run:
             raise TrainingError("every reward of the first step failed; the line above says how the first one did")
         for name, value in (item for s in scores for item in s.metrics.items()):
             with contextlib.suppress(Exception):  # what is no number is left out
-                value = float(value)
-                logged[f"logged/{name}"].append(value)
+                logged[name] = [*logged.get(name, []), float(value)]
         causes = sum((Counter(s.failures) for s in scores), Counter())
         metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
-        return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
+        return metrics | {f"logged/{name}": sum(values) / len(values) for name, values in logged.items()}
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
@@ -156,7 +158,7 @@ class Run:
     def save(self) -> None:
         """Rank 0 writes the last whole step. A save that fails is said: the run goes on, the next save tries again."""
         cuda = self.world.device.type == "cuda"  # a stream of its own does not wait for what a lost rank never joins
-        with self.lock, torch.cuda.stream(torch.cuda.Stream() if cuda else None):
+        with self.lock, torch.cuda.stream(torch.cuda.Stream(self.world.device) if cuda else None):
             state = {name: save() for name, (save, _) in self.parts.items()}
             if not self.rank0 or self.saved == self.step:
                 return
@@ -188,8 +190,6 @@ class Run:
             self.save()
         stands = f"{self.path_of(self.saved)} is saved; go on with --resume" if self.saved else "nothing is saved"
         say(f"{why}stopped in step {self.step + 1}, {stands}")
-
-    # -- signals, and the end
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():  # only there signals can be had

@@ -102,7 +102,7 @@ class Recorder:
 def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
-    harness.kernels.use_rows(policy, packs)
+    harness.check.use_rows(policy, packs)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
@@ -120,7 +120,9 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     if nproc:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launch]
     script = (
-        args if args and (args[0] == "-c" or str(args[0]).endswith(".py")) else (os.path.join(HERE, "grpo.py"), *args)
+        args
+        if args and (args[0] in ("-c", "-m") or str(args[0]).endswith(".py"))
+        else (os.path.join(HERE, "grpo.py"), *args)
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE} | (env or {})
     return subprocess.run(
@@ -249,11 +251,11 @@ def small_run(out, command_line=False, **options):
 def logps_of(policy, samples, packs=None):
     """packs: in one row, or in padded ones, whatever the policy itself would do."""
     own = policy.packs
-    harness.kernels.use_rows(policy, own if packs is None else packs)
+    harness.check.use_rows(policy, own if packs is None else packs)
     try:
         return policy(grpo.collate(samples, CPU.device, policy.packs))
     finally:
-        harness.kernels.use_rows(policy, own)
+        harness.check.use_rows(policy, own)
 
 
 MODELS = [

@@ -406,8 +406,12 @@ OP = {"+": reward.ast.Add, "-": reward.ast.Sub, "*": reward.ast.Mult, "/": rewar
         "#### " + "$ " * 50_000,
         "#### 1" + "a" * 100_000,
         "x" * 100_000 + "=1",
+        "#### 1 a" + ".," * 50_000 + "@",
+        "#### " + "is: " * 30_000 + "1 @",
+        "1 a" + " - " * 40_000 + "@",
+        "1,\\ 000" * 20_000,
     ],
-    ids=range(30),
+    ids=range(34),
 )
 def test_long_texts_take_linear_time(text):
     def seconds(call):

@@ -13,7 +13,7 @@ import pytest
 import grpo
 from grpo import Config
 from harness.flags import ConfigError
-from tests.common import HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
+from tests.common import BUNDLED, HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
 
 pytest_plugins = "tests.common"
 
@@ -121,3 +121,23 @@ def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
     assert state_of(out)[0] == metrics[:2]
     assert state_of(out)[1] == [row for row in completions if row["step"] < 3]
     assert state_of(out)[2] == (two_ranks[0] / "step_000002" / "model.safetensors").read_bytes()
+
+
+def test_a_config_made_in_python_knows_what_was_given():
+    """A value that equals the default of a language model is no less given: the bundled task does not replace it."""
+    assert grpo.complete(Config()).max_steps == 20 and grpo.complete(Config(max_steps=100)).max_steps == 100
+    cfg = grpo.complete(Config(max_steps=100, learning_rate=1e-6))
+    assert (cfg.model, cfg.learning_rate, cfg.max_completion_length) == (BUNDLED.model, 1e-6, 40)
+    assert grpo.complete(Config(model="m", train_data="rows")).max_steps == 100
+    assert grpo.complete(Config(train_data="rows.jsonl")).eval_data == ""  # of one's own rows
+
+
+def test_a_users_own_reward_py_is_not_ours(tmp_path):
+    """A very common name: where we are started beside one, and where it was imported before us."""
+    for name in ("reward", "view", "harness"):
+        (tmp_path / f"{name}.py").write_text("mine = True\n")
+    done = run("-m", "grpo", "--show_prompt", cwd=tmp_path)
+    assert done.returncode == 0 and "=" in done.stdout, done.stderr
+    script = "import reward, view, harness, grpo; assert reward.mine and grpo.load_data(grpo.Config(**grpo.BUNDLED))"
+    done = run("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -89,8 +89,8 @@ def test_what_the_sampler_did_not_draw_is_no_gap():
 
 
 @pytest.fixture
-def dashboard(monkeypatch):
-    """Stands in for wandb or trackio, and for the pandas that their tables need."""
+def dashboard(monkeypatch, undisturbed):
+    """Stands in for wandb or trackio, and for the pandas that their tables need, after a run has looked for them."""
     sent = []
     run = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end"))
     package = types.SimpleNamespace(
@@ -113,6 +113,19 @@ def test_a_dashboard_gets_trls_names_and_table(dashboard, tmp_path, name):
     assert kind == "table" and len(rows) == 3
     assert set(rows[0]) >= {"step", "prompt", "completion", "overlong", "advantage"}
     assert all(isinstance(value, int | float | np.floating) for _, values in logged for value in values.values())
+
+
+def test_tensorboard_gets_the_same_names(tmp_path, monkeypatch):
+    sent, closed = {}, []
+    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: sent.update({(k, step): v}))
+    writer.close = lambda: closed.append(1)
+    tensorboard = types.SimpleNamespace(SummaryWriter=lambda folder, flush_secs: writer)
+    monkeypatch.setattr(harness.log, "installed", lambda name: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    small_run(tmp_path / "out", report_to="tensorboard", max_steps=1, eval_data=BUNDLED.eval_data)
+    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
+    assert {(f"train/{name}", 1) for name in names.split()} | {("eval/accuracy", 0), ("eval/accuracy", 1)} <= set(sent)
+    assert closed == [1]
 
 
 def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path, capsys):

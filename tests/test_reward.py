@@ -216,6 +216,17 @@ def test_workers_that_cannot_start(file):
     dead.close()
 
 
+def test_a_file_that_hangs_when_workers_import_it_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "START_LIMIT", 0.5)
+    (tmp_path / "hangs.py").write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}: time.sleep(9999)\ndef f(completion, row): return 1.0\n"
+    )
+    hangs = Scorer(load_rewards(f"{tmp_path}/hangs.py:f"), workers=4)
+    scores = hangs.score(["a"] * 20, [{}] * 20)
+    hangs.close()
+    assert scores.failures == {"timeout": 20} and "no result after 0.5 s" in scores.first_failure
+
+
 def test_none_means_that_a_reward_does_not_apply(scorer):
     scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
     assert str(scores.parts) == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"

@@ -69,9 +69,10 @@ def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, 
             again(out)
         assert sorted(out.rglob("*")) == files
         shutil.rmtree(out)
-    (out / "partial_results").mkdir(parents=True)  # the user's own files are no reason
+    for name in ("partial_results", "partial_2024"):  # the user's own files are no reason
+        (out / name).mkdir(parents=True)
     again(out, max_steps=1)
-    assert (out / "partial_results").is_dir()
+    assert (out / "partial_results").is_dir() and (out / "partial_2024").is_dir()
 
 
 def test_out_dir_may_be_a_link_or_where_one_stands(tmp_path, monkeypatch):
@@ -298,8 +299,10 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path):
         run.record(step, METRICS, [])
     run.file_lock.release()
     found = dict(adapters=None, reference=None)
-    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found)
+    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).file_lock.release()
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
+    with pytest.raises(ConfigError, match="step_000002: it holds no other"):
+        run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), dict(other=None))
 
 
 def test_the_users_generation_config_is_kept_as_it_is(tmp_path):

@@ -1,0 +1,156 @@
+"""How much memory does an update take, and which line of code owns its peak? Counted without a GPU.
+
+    python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: two minutes on one CPU core
+    python studies/memory.py --quick  # 0.5B, 2,048 tokens
+
+grpo.update() itself runs on the stand-in of a CUDA device of the tests: tensors that have sizes and no values, autocast
+and autograd as on CUDA, attention as the kernel that CUDA would choose, and a count of the bytes that live at once, by
+the line that asked for them. Not counted: CUDA's context (0.5 GB), workspaces of its kernels, what the allocator cannot
+use because it lies in pieces. No GPU has run this.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.append(os.path.join(os.path.dirname(HERE), "tests"))
+import cuda_standin
+
+cuda_standin.be_cuda(values=False)
+
+import collections
+import ctypes
+import linecache
+import threading
+import warnings
+
+import numpy as np
+import torch
+from common import arguments, save
+
+import grpo
+from grpo import Config, Policy, Sample
+from harness.ranks import World
+from harness.rows import Prompt
+
+# hidden, MLP, layers, heads, key-value heads; embeddings of 151,936 tokens, tied but for 7B
+SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2)}
+SHAPES |= {"7B": (3584, 18944, 28, 28, 4)}
+TOKENS = (2048, 8192, 16384)
+WORLD = World(0, 1, torch.device("cuda", 0))
+PROMPT, COMPLETION = 256, 256
+AUTOGRAD = "autograd: gradients, and what is computed again"
+labels = collections.defaultdict(lambda: len(labels))  # line of code -> number
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+def label_of(_bytes: int) -> int:
+    """Whose allocation it is: the innermost line of the trainer or of the model."""
+    if threading.current_thread() is not threading.main_thread():
+        return labels[AUTOGRAD]
+    frame = sys._getframe()
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if name in ("model_of", "reference_bytes"):
+            return labels["the weights, float32"]
+        if "/models/" in path or path.endswith(("grpo.py", "kernels.py", "sdpa_attention.py")):
+            line = linecache.getline(path, frame.f_lineno).strip()
+            return labels[f"{os.path.basename(path)} {name}: `{line}`"]
+        frame = frame.f_back
+    return labels["elsewhere"]
+
+
+def model_of(size: str):
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    tied = size != "7B"
+    sizes = dict(zip(names, SHAPES[size], strict=True)) | dict(vocab_size=151936 if tied else 152064)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=tied))
+    model = model.to_empty(device="cuda").eval()
+    model.tie_weights()
+    return model
+
+
+def reference_bytes(size: str) -> int:
+    """The frozen model of the KL term, as load_reference() casts it."""
+    before, model = torch.cuda.memory_allocated(), model_of(size)
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight is not tied:
+            module.to(torch.bfloat16)
+    return torch.cuda.memory_allocated() - before
+
+
+def samples_of(tokens: int) -> list[Sample]:
+    """Groups of 8 of equal lengths: some micro-batches of this many tokens."""
+    rng, samples = np.random.default_rng(0), []
+    while len(samples) * COMPLETION < 1.5 * tokens:
+        prompt = Prompt(rng.integers(0, 1000, PROMPT).astype(np.int32), "", {})
+        for _ in range(8):
+            ids = rng.integers(0, 1000, COMPLETION).astype(np.int32)
+            sample = Sample(len(samples) // 8, prompt, ids, np.zeros(COMPLETION, np.float32), "stop", advantage=1.0)
+            sample.ref_logps = np.zeros(COMPLETION, np.float32)
+            samples.append(sample)
+    return samples
+
+
+class Counted:
+    """A policy of one size: its updates, and the bytes of each at its peak, by line."""
+
+    def __init__(self, size: str):
+        self.model = model_of(size)
+        self.policy = Policy(self.model, 1.0)
+        self.optimizer = grpo.make_optimizer(self.policy, Config())
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.peak(TOKENS[0], True)  # makes the moments
+        self.stays = torch.cuda.memory_allocated()
+
+    def peak(self, tokens: int, checkpointing: bool) -> tuple[int, dict]:
+        options = dict(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        self.model.gradient_checkpointing_enable(
+            **options
+        ) if checkpointing else self.model.gradient_checkpointing_disable()
+        cfg = Config(micro_batch_tokens=tokens, dtype="bfloat16", max_sampler_gap=1e9, log_tokens=0)
+        torch.cuda.reset_peak_memory_stats()
+        grpo.update(self.policy, self.policy, self.optimizer, samples_of(tokens), 1, cfg, WORLD)
+        lines = {line: cuda_standin.native.standin_at_peak(number) for line, number in labels.items()}
+        return torch.cuda.max_memory_allocated(), lines
+
+
+def show(count: float) -> str:
+    return f"{count / 1e9:.1f}"
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    warnings.simplefilter("ignore")  # means over samples without values
+    cuda_standin.listen(label_of)
+    labels["freed before"]
+    table = [["model", "checkpointing", "stays: weights, moments", "reference", *(f"{t:,} tokens" for t in TOKENS)]]
+    table[0] += ["bytes a token", "the same / (layers x (6 hidden + 5 MLP))"]
+    owners = [["GB", "of the peak, by line", "model, tokens, checkpointing"]]
+    for size in list(SHAPES)[: 1 if args.quick else None]:
+        counted, reference = Counted(size), reference_bytes(size)
+        hidden, mlp, layers, *_ = SHAPES[size]
+        for checkpointing in (False, True):
+            peaks = [counted.peak(tokens, checkpointing) for tokens in (TOKENS[:1] if args.quick else TOKENS)]
+            row = [
+                size,
+                "yes" if checkpointing else "no",
+                show(counted.stays),
+                show(reference),
+                *(show(p) for p, _ in peaks),
+            ]
+            slope = (peaks[-1][0] - peaks[0][0]) / max(1, TOKENS[-1] - TOKENS[0])
+            table.append([*row, f"{slope:,.0f}", f"{slope / layers / (6 * hidden + 5 * mlp):.3f}"])
+            print(row, flush=True)
+            for line, count in sorted(peaks[-1][1].items(), key=lambda item: -item[1])[:10]:
+                owners.append([show(count), line, f"{size}, {TOKENS[-1]:,}, {row[1]}"])
+        del counted
+    save(args, "memory", None, table, owners)
+
+
+if __name__ == "__main__":
+    main()

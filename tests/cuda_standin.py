@@ -1,0 +1,181 @@
+"""A CUDA device without a GPU: torch's CPU build is made to believe in one, whose memory is the CPU's.
+
+    python tests/cuda_standin.py grpo.py --device cuda --rollout hf      # or module.function; also under torchrun
+    CUDA_STANDIN='{"name": "Tesla T4", "capability": [7, 5], "memory": 16e9}' python tests/cuda_standin.py ...
+
+Autocast follows CUDA's rules and its default of float16, tensors of both devices in one operator are an error, each
+rank has a device of its own, and what makes the host wait for the device is counted with the line that asked for it.
+Not there: streams, CUDA's own kernels and their speed, NCCL (gloo stands in), torch.compile. A GPU is not proven by it.
+
+In another process: `import cuda_standin` before torch, then `cuda_standin.be_cuda(...)` once, for good.
+"""
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SOURCE = os.path.join(HERE, "cuda_standin.cpp")
+waits, attention = collections.Counter(), collections.Counter()
+
+
+def build() -> str:
+    """Compiles cuda_standin.cpp once for each version of it and of torch."""
+    root = importlib.util.find_spec("torch").submodule_search_locations[0]
+    command = ["g++", "-O1", "-w", "-std=c++20", "-shared", "-fPIC", f"-I{root}/include", SOURCE]
+    command += [f"-L{root}/lib", "-lc10", "-ltorch_cpu", "-o"]
+    with open(SOURCE, "rb") as file:
+        key = file.read() + "".join([*command, importlib.metadata.version("torch")]).encode()
+    library = os.path.join(
+        tempfile.gettempdir(), f"cuda_standin_{os.getuid()}_{hashlib.sha256(key).hexdigest()[:16]}.so"
+    )
+    if not os.path.exists(library):
+        partial = f"{library}.{os.getpid()}"
+        subprocess.run([*command, partial], check=True)
+        os.replace(partial, library)
+    for path in (f"{root}/lib/libc10.so", f"{root}/lib/libtorch_cpu.so"):
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    return library
+
+
+native = ctypes.CDLL(build(), mode=ctypes.RTLD_GLOBAL)  # before torch, which asks for its hooks once
+for _name in ("standin_live", "standin_peak", "standin_at_peak"):
+    getattr(native, _name).restype = ctypes.c_int64
+
+import torch  # isort: skip
+
+
+def callers() -> list[str]:
+    """The project's lines on this thread's stack, innermost first."""
+    found, frame, root = [], sys._getframe(1), os.path.dirname(HERE) + os.sep
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(root) and path != __file__:
+            found.append(f"{path[len(root) :]}:{frame.f_lineno} {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return found
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
+def hear(what: bytes, which: bytes) -> None:
+    """Counts a wait as "operator, line, pass": backward is where autograd's own thread runs, forward is Policy's."""
+    if what == b"attention":
+        attention[which.decode()] += 1
+        return
+    lines = callers()
+    backward = threading.current_thread() is not threading.main_thread()
+    within = "backward" if backward else "forward" if any("Policy.forward" in line for line in lines) else "outside"
+    waits[f"{which.decode()}, {lines[0] if lines else 'no line of ours'}, {within}"] += 1
+
+
+NO_LABELS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)()
+
+
+def listen(label_of=NO_LABELS) -> None:
+    """label_of(bytes) -> int is asked at each allocation whose it is; see native.standin_at_peak(label)."""
+    native.standin_listen(hear, label_of)
+    listen.kept = label_of
+
+
+def be_cuda(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, devices=None, values=True) -> None:
+    """For the rest of the process. Without values, floating point tensors take no memory, only their size is counted:
+    each of their elements reads as 0, each comparison as true."""
+    devices = devices or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    native.standin_card(devices, capability[0], values)
+    listen()
+    if not values:
+        importlib.import_module("torch._meta_registrations")
+    patch_cuda(name, tuple(capability), int(memory), devices)
+    patch_collectives()
+    atexit.register(native.standin_listen, None, None)  # nobody hears when Python is gone
+
+
+def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
+    """What torch.cuda asks of the driver."""
+    from torch.cuda.amp import common
+
+    major, minor = capability
+    card = dict(name=name, major=major, minor=minor, total_memory=memory, multi_processor_count=132)
+    live, peak = (lambda *_: native.standin_live()), (lambda *_: native.standin_peak())
+    current = lambda *_: native.standin_device()  # noqa: E731
+
+    def set_device(device) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and not 0 <= index < devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {devices} are there")
+        native.standin_set_device(current() if index is None else index)
+
+    def bf16_supported(including_emulation=True) -> bool:
+        return major >= 8 or including_emulation  # emulated below 8.0, which torch calls supported
+
+    common.amp_definitely_not_available = lambda: False
+    answers = dict(is_available=True, device_count=devices, get_device_capability=capability, get_device_name=name)
+    answers |= dict(get_device_properties=types.SimpleNamespace(**card), is_initialized=True, _lazy_init=None)
+    answers |= dict(synchronize=None, empty_cache=None, manual_seed=None, manual_seed_all=None, ipc_collect=None)
+    for what, answer in answers.items():
+        setattr(torch.cuda, what, lambda *_, _answer=answer, **__: _answer)
+    torch.cuda._initialized, torch.cuda.is_bf16_supported = True, bf16_supported
+    torch.cuda.current_device, torch.cuda.set_device = current, set_device
+    torch.cuda.memory_allocated = torch.cuda.memory_reserved = live
+    torch.cuda.max_memory_allocated = torch.cuda.max_memory_reserved = peak
+    torch.cuda.reset_peak_memory_stats = lambda *_: native.standin_reset_peak()
+    torch.cuda.mem_get_info = lambda *_: (memory - live(), memory)
+    # its operators draw from the CPU's generator
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = (
+        lambda *_: torch.get_rng_state(),
+        lambda s, *_: torch.set_rng_state(s),
+    )
+    # all work is done when a call returns, whatever its stream
+    torch.cuda.Stream = torch.cuda.Event = types.SimpleNamespace
+    torch.cuda.stream = torch.cuda.device = contextlib.nullcontext
+    torch.cuda.current_stream = torch.cuda.default_stream = torch.cuda.Stream
+
+
+def patch_collectives() -> None:
+    """gloo in NCCL's place, on the device's memory."""
+    import torch.distributed as dist
+
+    init = dist.init_process_group
+
+    def init_process_group(backend=None, *args, **kwargs):
+        native.standin_collectives()
+        return init(backend and backend.replace("nccl", "gloo"), *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+
+
+def main() -> None:
+    """CUDA_STANDIN is JSON: the arguments of be_cuda, and `report`, a file that gets the counts of each rank."""
+    options = json.loads(os.environ.get("CUDA_STANDIN", "{}"))
+    report = options.pop("report", None)
+    be_cuda(**options)
+    what, *arguments = sys.argv[1:]
+    sys.argv, sys.path[0] = [what, *arguments], os.path.dirname(HERE)
+    try:
+        if what.endswith(".py"):
+            runpy.run_path(os.path.abspath(what), run_name="__main__")
+        else:
+            module, _, function = what.rpartition(".")
+            getattr(importlib.import_module(module), function)(*arguments)
+    finally:
+        if report:
+            with open(f"{report}.{os.environ.get('RANK', 0)}", "w") as file:
+                json.dump(dict(waits=waits, attention=attention, peak=native.standin_peak()), file, indent=1)
+
+
+if __name__ == "__main__":
+    sys.modules["cuda_standin"] = sys.modules["__main__"]
+    main()

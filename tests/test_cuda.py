@@ -1,0 +1,374 @@
+"""The trainer on a CUDA device that is not there (cuda_standin.py). What it cannot show: speed, CUDA's own kernels and
+rounding, streams, NCCL. No GPU has run any of this."""
+
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+import harness.kernels
+from grpo import Config, Policy
+from harness.ranks import World
+from tests.common import BUNDLED, HERE, PRIME, command_line, ids_of, lines, random_samples, relative, run, tiny_model
+
+STANDIN = os.path.join(HERE, "tests", "cuda_standin.py")
+CUDA = torch.device("cuda", 0)
+T4 = dict(name="Tesla T4", capability=[7, 5], memory=16e9)
+FEW = ["--max_steps", 2, "--eval_every", 0, "--eval_data", "", "--max_completion_length", 8, "--reward", "overlong"]
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to compile the stand-in of a CUDA device with"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch takes no stand-in"),
+]
+
+
+def on_cuda(what, *args, nproc=0, report=None, **card):
+    """A command line (first word grpo.py) or module.function in a process of its own that sees a CUDA card."""
+    options = card | (dict(report=str(report)) if report else {})
+    done = run(STANDIN, what, *args, nproc=nproc, env=dict(CUDA_STANDIN=json.dumps(options)))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (done.stdout[-1000:], done.stderr[-3000:])
+    return done.stdout
+
+
+def trained(out, *args, **options):
+    """grpo.py on the card: what it printed, and its metrics."""
+    shown = on_cuda("grpo.py", "--device", "cuda", "--rollout", "hf", "--out_dir", out, *args, **options)
+    return shown, [m for m in lines(out / "metrics.jsonl") if "reward" in m]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def test_the_bundled_task_learns_in_bfloat16(tmp_path):
+    options = ["--max_steps", 6, "--num_prompts", 16, "--eval_every", 0, "--eval_data", "", "--dtype", "bfloat16"]
+    shown, metrics = trained(tmp_path / "out", *options)
+    assert "parameters on cuda:0, 1 rank(s)" in shown and "peak memory of the first step" in shown
+    start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[:2], metrics[-2:]))
+    assert end - start > 5 * math.sqrt(2 * 0.25 / 256)
+    assert all(m["sampler_gap"] < 0.02 and m["skipped_steps"] == 0 for m in metrics)
+
+
+VARIANTS = {
+    "plain": ["--beta", 0],
+    "kl": ["--beta", 0.1],
+    "minibatches": ["--num_minibatches", 3, "--num_epochs", 2, "--micro_batch_tokens", 97],
+    "checkpointing": ["--gradient_checkpointing"],
+}
+
+
+def variants(out, device, dtype):
+    """Several runs of the command line in one process."""
+    for name, args in VARIANTS.items():
+        options = [*PRIME, *FEW, "--rollout", "hf", "--device", device, "--dtype", dtype, "--out_dir", f"{out}/{name}"]
+        with contextlib.suppress(SystemExit):
+            command_line(*map(str, [*options, *args]))
+
+
+@pytest.mark.slow
+def test_what_a_step_does_is_the_same_as_on_a_cpu(tmp_path):
+    """Several updates a rollout, the KL term, recomputed layers: in float32 with the CPU's numbers."""
+    for dtype in ("float32", "bfloat16"):
+        on_cuda("tests.test_cuda.variants", tmp_path / dtype, "cuda", dtype)
+    code = f"from tests import test_cuda; test_cuda.variants({str(tmp_path / 'cpu')!r}, 'cpu', 'float32')"
+    assert run("-c", code).returncode == 0
+    for name in VARIANTS:
+        half, ours, theirs = (lines(tmp_path / run / name / "metrics.jsonl") for run in ("bfloat16", "float32", "cpu"))
+        assert len(half) == len(ours) == len(theirs) == 2
+        assert all(m["grad_norm"] > 0 and m["sampler_gap"] < 0.02 for m in half)
+        for a, b in zip(ours, theirs, strict=True):
+            for key in ("reward", "loss", "grad_norm", "entropy", "sampler_gap"):
+                assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), (name, key)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_a_card_each(tmp_path):
+    args = [*PRIME, *FEW, "--dtype", "float32"]
+    shown, two = trained(tmp_path / "two", *args, nproc=2, report=tmp_path / "report")
+    assert "2 rank(s)" in shown
+    _, one = trained(tmp_path / "one", *args)
+    for a, b in zip(two, one, strict=True):
+        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    assert all(json.loads((tmp_path / f"report.{rank}").read_text())["waits"] for rank in (0, 1))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_cpu_and_back(tmp_path):
+    args = [*PRIME, *FEW, "--dtype", "float32", "--save_every", 1, "--keep", 0, "--max_steps", 3]
+    assert run(*args, "--device", "cpu", "--rollout", "hf", "--out_dir", tmp_path / "out").returncode == 0
+    whole = lines(tmp_path / "out" / "metrics.jsonl")
+    for device, step in (("cuda", 1), ("cpu", 2)):
+        checkpoint = tmp_path / "out" / f"step_{step:06d}"
+        if device == "cuda":
+            shown, _ = trained(tmp_path / "out", "--resume", checkpoint)
+        else:
+            shown = run("--resume", checkpoint, "--device", "cpu").stdout
+        assert f"at step {step}" in shown
+    for a, b in zip(lines(tmp_path / "out" / "metrics.jsonl"), whole, strict=True):
+        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What waits for the device
+
+
+def updates(path):
+    """Updates of the same samples in few and in many micro-batches: how many these were, and what waited."""
+    import cuda_standin
+
+    found, collate, policy = [], grpo.collate, Policy(tiny_model().to(CUDA), 1.0)
+    samples = random_samples(30, 5)
+    for step, (log_tokens, budget) in enumerate(itertools.product((0, 30), (4096, 4096, 100, 30)), 1):
+        optimizer, made = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True), []
+        cfg = Config(micro_batch_tokens=budget, dtype="bfloat16", max_sampler_gap=1e9, log_tokens=log_tokens)
+        grpo.collate = lambda *args, made=made: (made.append(1), collate(*args))[1]
+        cuda_standin.waits.clear()
+        grpo.update(policy, policy, optimizer, samples, step, cfg, World(0, 1, CUDA))
+        found.append((log_tokens, len(made), dict(cuda_standin.waits)))
+    with open(path, "w") as file:
+        json.dump(found, file)
+
+
+def test_an_update_waits_for_the_device_a_fixed_number_of_times(tmp_path):
+    """Never within a pass, and never for a micro-batch, but once where what is known of its tokens is logged."""
+    on_cuda("tests.test_cuda.updates", tmp_path / "waits")
+    found = json.loads((tmp_path / "waits").read_text())
+    assert {number for _, number, _ in found} >= {1, 3, 9}
+    for log_tokens, number, waits in found:
+        inside = {what: n for what, n in waits.items() if not what.endswith("outside")}
+        assert not inside, f"within a pass: {inside}"
+        limit = 7 + (number if log_tokens else 0)
+        assert sum(waits.values()) <= limit, f"{number} micro-batches, {sum(waits.values())} waits: {waits}"
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# bfloat16: a fault that a CPU does not have
+
+
+def head_gradients(path):
+    """The gradient that the head gives the body, [n, H], of a loss divided by a step's tokens: in float32, and in
+    bfloat16 as it is and with the fault that its backward asks for autocast's dtype, which outside of autocast is
+    float16 on CUDA."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (2000, 32)))
+    targets = (hidden @ weight.T).argmax(-1)  # likely tokens, as a policy samples them: small gradients
+    hidden, weight, targets = hidden.to(CUDA).requires_grad_(), weight.to(CUDA), targets.to(CUDA)
+    honest = harness.kernels.HeadLogps.backward
+
+    def planted(ctx, grad_logps, grad_entropy):
+        asked = torch.get_autocast_dtype("cuda")
+        saved = [x.to(asked) if x is not None and x.dtype == torch.bfloat16 else x for x in ctx.saved_tensors]
+        own = {name: getattr(ctx, name) for name in ("size", "kept", "temperature", "weight_dtype", "needs_input_grad")}
+        hidden, *rest = honest(types.SimpleNamespace(saved_tensors=saved, **own), grad_logps, grad_entropy)
+        return hidden, *rest
+
+    for name, dtype, backward in (
+        ("true", torch.float32, honest),
+        ("bfloat16", torch.bfloat16, honest),
+        ("planted", torch.bfloat16, planted),
+    ):
+        harness.kernels.HeadLogps.backward = staticmethod(backward)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logps, _ = harness.kernels.HeadLogps.apply(hidden, weight, None, targets, 1.0)
+        [gradient] = torch.autograd.grad(logps.sum() / 1e7, hidden)
+        found[name] = (1e7 * gradient.float()).cpu()
+    torch.save(found, path)
+
+
+def test_a_global_dtype_asked_for_in_backward_is_seen(tmp_path):
+    on_cuda("tests.test_cuda.head_gradients", tmp_path / "gradients")
+    found = torch.load(tmp_path / "gradients", weights_only=True)
+    assert relative(found["bfloat16"], found["true"]) < 0.02
+    assert relative(found["planted"], found["true"]) > 0.5
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# An engine that keeps vLLM's rules of order
+
+
+class Engine:
+    """vllm.LLM on a CUDA card, as far as the trainer uses it: a model of its own, which samples slowly, and an error
+    wherever vLLM's own order is not kept."""
+
+    def __init__(self, model, *, dtype, seed=0, enable_sleep_mode=False, load_format="auto", **options):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        assert enable_sleep_mode and load_format == "dummy" and options["logprobs_mode"] == "processed_logprobs"
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+        self.model.eval().to("cuda")
+        self.awake, self.loaded, self.fresh, self.calls = {"weights", "kv_cache"}, False, True, []
+        self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=lambda: None))
+
+    def rule(self, name, holds, why):
+        self.calls.append(name)
+        assert holds, f"{name}: {why} (after {self.calls[-6:-1]})"
+
+    def apply_model(self, func):
+        self.rule("apply_model", "weights" in self.awake, "the weights sleep")
+        return [func(self.model)]
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        assert method == "reload_weights" and list(kwargs) == ["weights_iterator"]
+        self.rule("reload", "weights" in self.awake, "writes into memory that was given away")
+        first = "reload" not in self.calls[:-1]
+        self.rule("reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache")
+        weights, own = dict(kwargs["weights_iterator"]), dict(self.model.named_parameters())
+        assert set(weights) == set(own)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                own[name].copy_(weight)
+        self.loaded, self.fresh = True, False
+        return [None]
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.rule("reset", self.loaded, "before the weights that it is for")
+        self.fresh = True
+        return True
+
+    def wake_up(self, tags=None):
+        tags = set(tags or ("weights", "kv_cache"))
+        self.rule(f"wake_up {tags}", not tags & self.awake, "is awake")
+        self.rule(f"wake_up {tags}", tags == {"weights"} or self.loaded, "the cache before the weights")
+        self.awake |= tags
+
+    def sleep(self, level=1, mode="abort"):
+        self.rule("sleep", level == 2 and self.awake == {"weights", "kv_cache"}, "is not wholly awake")
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(math.nan)  # level 2 drops them
+        self.awake, self.loaded = set(), False
+
+    @torch.no_grad()
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True, lora_request=None, priority=None,
+                 tokenization_kwargs=None, mm_processor_kwargs=None):  # fmt: skip
+        self.rule(
+            "generate", self.awake == {"weights", "kv_cache"}, "hangs for ever: the scheduler waits for a wake-up"
+        )
+        self.rule("generate", self.loaded and self.fresh, "samples from old weights or old keys")
+        return [self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)]
+
+    def answer(self, prompt, params):
+        outputs = []
+        for i in range(params.n):
+            generator, ids, logprobs = torch.Generator().manual_seed(params.seed % 2**63 + i), list(prompt), []
+            while len(logprobs) < params.max_tokens and (not logprobs or ids[-1] not in params.stop_token_ids):
+                logits = self.model(torch.tensor([ids], device="cuda")).logits[0, -1].float().cpu()
+                logps = (logits / (params.temperature or 1.0)).log_softmax(-1)
+                drawn = logps.argmax() if params.temperature == 0 else logps.exp().multinomial(1, generator=generator)
+                ids.append(int(drawn))
+                logprobs.append(float(logps[ids[-1]]))
+            completion, stopped = ids[len(prompt) :], ids[-1] in params.stop_token_ids
+            flat = types.SimpleNamespace(token_ids=completion, logprobs=logprobs)
+            reason = "stop" if stopped else "length"
+            outputs.append(types.SimpleNamespace(token_ids=completion, logprobs=flat, finish_reason=reason))
+        return types.SimpleNamespace(outputs=outputs)
+
+
+def with_engine(*args):
+    """The command line where `import vllm` finds the engine."""
+    made = []
+    vllm, platforms = types.ModuleType("vllm"), types.ModuleType("vllm.platforms")
+    vllm.LLM = lambda **options: made.append(Engine(**options)) or made[-1]
+    vllm.SamplingParams = types.SimpleNamespace
+    platforms.current_platform = types.SimpleNamespace(device_type="cuda")
+    sys.modules |= {"vllm": vllm, "vllm.platforms": platforms}
+    code = 1
+    try:
+        command_line(*args)
+    except SystemExit as stop:
+        code = stop.code
+    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
+    assert code == 0
+
+
+def test_the_engine_sleeps_wakes_and_is_loaded_in_the_order_of_vllm(tmp_path):
+    options = [*PRIME, *FEW, "--device", "cuda", "--rollout", "vllm", "--out_dir", tmp_path / "out"]
+    shown = on_cuda("tests.test_cuda.with_engine", *options)
+    calls = list(dict.fromkeys(shown.partition("calls:\n")[2].splitlines()))
+    assert calls == ["reload", "reset", "generate", "sleep", "wake_up {'weights'}", "wake_up {'kv_cache'}"]
+    metrics = lines(tmp_path / "out" / "metrics.jsonl")
+    assert len(metrics) == 2 and all(m["sampler_gap"] < 0.02 and m["grad_norm"] > 0 for m in metrics)
+
+
+WRONG = {
+    "generate": "hangs for ever",
+    "wake_up weights, wake_up kv_cache": "the cache before the weights",
+    "reload": "given away",
+    "wake_up weights, reload, wake_up kv_cache, generate": "old keys",
+    "wake_up weights, sleep": "not wholly awake",
+}
+
+
+@pytest.mark.parametrize("order", WRONG)
+def test_the_engine_refuses_another_order(order, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
+    options = dict(dtype="float32", enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
+    engine = Engine(model=BUNDLED.model, **options)
+    weights = [(name, p.detach().clone()) for name, p in engine.model.named_parameters()]
+
+    def reload():
+        engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights)))
+
+    reload()
+    engine.reset_prefix_cache()
+    engine.sleep(level=2)
+    with pytest.raises(AssertionError, match=WRONG[order]):
+        for call in order.split(", "):
+            name, _, tag = call.partition(" ")
+            dict(
+                generate=lambda: engine.generate([], []), reload=reload, sleep=lambda: engine.sleep(level=2),
+                wake_up=lambda tag=tag: engine.wake_up(tags=[tag]),
+            )[name]()  # fmt: skip
+
+
+def signatures(path):
+    """What the installed vllm says of itself."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    found = {name: names(getattr(vllm.LLM, name)) for name in CALLS}
+    found |= dict(LLM=names(vllm.LLM) + names(EngineArgs), SamplingParams=names(vllm.SamplingParams))
+    found |= dict(reload_weights=names(GPUModelRunner.reload_weights))
+    with open(path, "w") as file:
+        json.dump(found, file)
+
+
+CALLS = ("apply_model", "collective_rpc", "reset_prefix_cache", "wake_up", "sleep", "generate")
+
+
+@pytest.mark.slow
+def test_the_engine_has_the_signatures_of_vllm(tmp_path, monkeypatch):
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is not installed")
+    code = f"from tests import test_cuda; test_cuda.signatures({str(tmp_path / 'found')!r})"
+    assert run("-c", code).returncode == 0
+    found = json.loads((tmp_path / "found").read_text())
+    for name in CALLS:
+        assert list(inspect.signature(getattr(Engine, name)).parameters) == found[name]
+    assert "weights_iterator" in found["reload_weights"]
+    asked = {}  # by the trainer
+    vllm = types.ModuleType("vllm")
+    vllm.LLM = lambda **options: asked.update(LLM=options) or types.SimpleNamespace(apply_model=lambda _: None)
+    vllm.SamplingParams = lambda **options: asked.update(SamplingParams=options)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setenv("RANK", "0")
+    sampler = grpo.VLLMSampler([1], 9, Config(model="m", dtype="bfloat16"), World(0, 1, CUDA))
+    sampler.llm.generate = lambda *_, **__: []
+    sampler.generate([ids_of([2])], 1, [0], 1.0)
+    for name, options in asked.items():
+        assert set(options) <= set(found[name])
