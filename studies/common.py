@@ -28,7 +28,7 @@ import harness.rows
 import reward
 import view
 from grpo import Config
-from harness import World
+from harness.ranks import World
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
