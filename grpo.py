@@ -98,7 +98,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 16384 on cuda, else 2048", low=0)
+    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0)
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "optimiser steps; 0: the first step already learns at the full rate", low=0)
@@ -175,17 +175,16 @@ def validate(cfg: Config) -> Config:
     return cfg
 
 
-def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
+def resolved(cfg: Config, model, device: torch.device) -> Config:
     """The values that the flags leave to the model and the device; says what it took, and why."""
     if cfg.dtype == "auto":
-        fast = models.fast_bfloat16(device)
+        small, fast = models.is_small(model), models.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
         say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
-    tokens = cfg.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
-    return dataclasses.replace(cfg, micro_batch_tokens=tokens)
+    return models.fit_micro_batch(cfg, model, device)
 
 
 def autocast(cfg: Config, device: torch.device):
@@ -931,10 +930,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
     models.freeze_unused(model)
-    small = models.is_small(model)
-    if small and "OMP_NUM_THREADS" not in os.environ:
+    if models.is_small(model) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
-    cfg = resolved(cfg, small, device)
+    cfg = resolved(cfg, model, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
