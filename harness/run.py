@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness.checkpoints import Checkpoint, checkpoints, claim_out_dir, write_checkpoint
 from harness.flags import ConfigError, TrainingError, differing_flags, first_line, say
 from harness.log import Log
-from harness.ranks import World, seed_everything, seed_of
+from harness.ranks import World, leave_world, seed_everything, seed_of
 
 BAD_STEPS = 5  # steps in a row without a finite gradient that end a run
 
@@ -35,19 +35,23 @@ class Run:
     track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
     """
 
-    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float, command_line: bool = False):
+    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float, command_line=False, code=None):
+        """code: {path: SHA-256} of the files that rewards come from."""
         self.world, self.checkpoint, self.command_line, self.rank0 = world, checkpoint, command_line, world.rank == 0
         self.step = self.first = checkpoint.state["step"] if checkpoint else 0
         if len(set(world.gather([self.first]))) > 1:
             raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
-        cfg, self.file_lock = claim_out_dir(cfg) if self.rank0 else (cfg, None)
-        self.cfg = world.gather([cfg])[0]
-        self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
+        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
+        cfg = world.gather([claim_out_dir(cfg, code or {}, self.exits) if self.rank0 else cfg])[0]
+        self.exits.callback(leave_world)
+        self.cfg, self.saved = cfg, self.first if cfg.resume == "latest" else 0  # saved: in this directory
+        flags = {f"--{k}": v for k, v in dataclasses.asdict(cfg).items() if k not in ("resume", "out_dir")}
+        codes = {f"the code in {path}": value for path, value in (code or {}).items()}
+        self.made_of = flags | codes | {"the number of ranks, and so the last bits of sums": world.size}
         self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
         self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
-        self.parts, self.alone, self.bad, self.said = {}, True, 0, set()
-        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        self.log = Log(self.cfg, self.first, started, self.rank0)
+        self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, set()
+        self.log = Log(cfg, self.first, started, self.rank0)
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
         """What a checkpoint is made of. identity: the fingerprint of the weights before the first step."""
@@ -58,8 +62,8 @@ class Run:
             self.restore(self.checkpoint.state)
         elif self.rank0:  # that one can be written is proved now, not found out after hours
             try:
-                write_checkpoint(self.path_of(0), write_model, {})
-                shutil.rmtree(self.path_of(0))
+                write_checkpoint(trial := os.path.join(self.cfg.out_dir, ".trial"), write_model, {})
+                shutil.rmtree(trial)
             except Exception as error:
                 why = f"no checkpoint can be saved there ({first_line(error)})"
                 raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
@@ -67,16 +71,13 @@ class Run:
     def restore(self, state: dict) -> None:
         for name, (_, load) in self.parts.items():
             if name not in state:
-                raise ConfigError(
-                    f"--resume {self.checkpoint.path}: it holds no {name}, which this trainer goes on from"
-                )
+                why = f"it holds no {name}, which this trainer goes on from"
+                raise ConfigError(f"--resume {self.checkpoint.path}: {why}")
             load(state.pop(name))  # pop: nothing else keeps it in memory
         say(f"resumed from {self.checkpoint.path} at step {self.first}")
-        for name, old in state["config"].items():
-            if name not in ("resume", "out_dir") and getattr(self.cfg, name, None) != old:
-                say(f"  changed since then: --{name} {old} -> {getattr(self.cfg, name, 'gone')}")
-        if state["world_size"] != self.world.size:
-            say(f"  {state['world_size']} ranks before, {self.world.size} now: the sums round differently from here on")
+        changed = [name for name, old in state["made_of"].items() if self.made_of.get(name) != old]
+        if changed:
+            say(f"  changed since then: {', '.join(changed)}")
 
     def introduce(self, defaults, what: str) -> None:
         say(f"flags: {differing_flags(self.cfg, defaults)}")
@@ -90,11 +91,11 @@ class Run:
             yield step
             due = bool(self.cfg.save_every) and step % self.cfg.save_every == 0
             due = due or step in (self.log.best(), self.cfg.max_steps)
-            asked = os.path.join(self.cfg.out_dir, "save")
-            if self.rank0 and os.path.isfile(asked):
+            if self.rank0 and os.path.isfile(asked := os.path.join(self.cfg.out_dir, "save")):
                 os.remove(asked)
                 due = True
-            if self.world.gather([due])[0]:
+            if any(self.world.gather([due or self.due])):
+                self.due = False
                 self.save()
 
     def change(self) -> None:
@@ -115,8 +116,6 @@ class Run:
             self.lock.release()
         if self.asked and not self.command_line:
             raise KeyboardInterrupt
-        if step == self.first + 1:
-            self.clock.say_peaks()
         self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
         if self.bad == BAD_STEPS:
             raise TrainingError(
@@ -125,22 +124,23 @@ class Run:
             )
 
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
-        """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came
-        through in the first step. And what they logged of their own: the mean over the ranks that did."""
-        failed, logged = sum(sum(s.failed) for s in scores), {}
+        """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
+        first step got a reward. And what they logged of their own: the mean over the ranks that did."""
         for kind in ("first_failure", "first_retry"):
-            line = next(filter(None, (getattr(s, kind) for s in scores)), "")
-            if line and kind not in self.said:
+            lines = [getattr(s, kind) for s in scores if getattr(s, kind)]
+            if lines and kind not in self.said:
                 self.said.add(kind)
-                say(line)
-        if failed == n_samples and step == 1:
-            raise TrainingError("every reward of the first step failed; the line above says how the first one did")
-        for name, value in (item for s in scores for item in s.metrics.items()):
-            with contextlib.suppress(Exception):  # what is no number is left out
-                logged[name] = [*logged.get(name, []), float(value)]
+                say(lines[0])
+        failed = sum(sum(s.failed) for s in scores)
+        if step == 1 and failed + sum(s.without_reward for s in scores) == n_samples:
+            why = "failed; the line above says how the first one did" if failed else "returned None, for every sample"
+            raise TrainingError(f"every reward of the first step {why}")
         causes = sum((Counter(s.failures) for s in scores), Counter())
         metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
-        return metrics | {f"logged/{name}": sum(values) / len(values) for name, values in logged.items()}
+        for name in sorted({name for s in scores for name in s.metrics}):
+            values = [s.metrics[name] for s in scores if name in s.metrics]
+            metrics[f"logged/{name}"] = sum(values) / len(values)
+        return metrics
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
@@ -162,11 +162,11 @@ class Run:
             state = {name: save() for name, (save, _) in self.parts.items()}
             if not self.rank0 or self.saved == self.step:
                 return
-            state |= dict(step=self.step, config=dataclasses.asdict(self.cfg), identity=self.identity)
+            state |= dict(step=self.step, config=dataclasses.asdict(self.cfg), made_of=self.made_of)
             try:
                 if not torch.nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
                     raise ArithmeticError("some parameters are not finite")
-                write_checkpoint(self.path_of(self.step), self.write_model, state | dict(world_size=self.world.size))
+                write_checkpoint(self.path_of(self.step), self.write_model, state | dict(identity=self.identity))
                 self.saved = self.step
                 self.tidy()
             except Exception as error:  # a full disk has half a dozen types, too
@@ -175,13 +175,13 @@ class Run:
     def tidy(self) -> None:
         """Keeps the newest checkpoints and the best one, to which the link `best` points."""
         best, link = self.path_of(self.log.best()), os.path.join(self.cfg.out_dir, "best")
-        past = [path for path in checkpoints(self.cfg.out_dir) if int(path[path.rindex("_") + 1 :]) <= self.step]
+        past = [path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)]  # later: damaged
         for path in past[: -self.cfg.keep] if self.cfg.keep else []:
             if path != best:
                 shutil.rmtree(path)
-        if os.path.lexists(link):
-            os.remove(link)
         if os.path.isdir(best):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(link)
             os.symlink(os.path.basename(best), link)
 
     def save_last(self, why: str) -> None:
@@ -204,8 +204,10 @@ class Run:
         return self
 
     def on_signal(self, number, frame) -> None:
-        """In the main thread, where nothing but a caller in Python is told."""
-        if number != signal.SIGUSR1 and not self.command_line and not self.left:
+        """In the main thread. A stop on the command line is for watch()."""
+        if number == signal.SIGUSR1:
+            self.due = True
+        elif not self.command_line and not self.left:
             if self.asked or not self.changing:
                 raise KeyboardInterrupt
             self.asked = time.monotonic()
@@ -219,14 +221,11 @@ class Run:
                 return os.close(hear)  # the run has ended
             if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
                 os._exit(1)  # torchrun was killed: no orphan trains on beside a --resume
-            for number in heard or b"":
-                if number == signal.SIGUSR1:
-                    with contextlib.suppress(OSError), open(os.path.join(self.cfg.out_dir, "save"), "w"):
-                        pass
-                elif self.command_line and not self.asked:
+            for number in set(heard or b"") - {signal.SIGUSR1} if self.command_line else ():
+                if not self.asked:
                     self.asked = time.monotonic()
                     threading.Thread(target=self.stop, daemon=True).start()
-                elif self.command_line and time.monotonic() - self.asked > 1:  # sooner: the same Ctrl-C, by torchrun
+                elif time.monotonic() - self.asked > 1:  # sooner: the same Ctrl-C, by torchrun
                     os._exit(128 + number)
 
     def stop(self) -> None:
@@ -242,7 +241,8 @@ class Run:
             self.lock.release()
         while self.asked and self.command_line:  # until stop() ends the process
             time.sleep(1)
-        with self.lock, contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+        hidden = () if error is None else (Exception,)  # what follows from an error does not hide it
+        with contextlib.suppress(*hidden), self.exits, self.lock:
             self.left = True
             if error is not None:
                 self.save_last("")
@@ -250,51 +250,22 @@ class Run:
             if error is None and self.world.size > 1:
                 dist.barrier()  # nobody leaves while rank 0 still writes
                 gc.collect()  # what is left of DDP, before its group: later it can wait for ever for gloo
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.exits.close()
-            if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
-                dist.destroy_process_group()
-        if self.file_lock:
-            self.file_lock.release()
 
 
 class Clock:
-    """Seconds of each phase of a step, and in the first one the peak of memory."""
+    """Seconds of each phase of a step."""
 
     def __init__(self, device):
-        self.device, self.seconds, self.peaks, self.first = device, {}, {}, True
+        self.device, self.seconds = device, {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
-        self.peak()
         started = time.perf_counter()
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[f"time_{phase}"] = time.perf_counter() - started
-        self.peaks[phase] = self.peak()
 
     def take(self) -> dict:
         seconds, self.seconds = self.seconds, {}
         return seconds
-
-    def peak(self) -> float:
-        """The most bytes in use since the last call: of torch on a GPU, of the process elsewhere (Linux)."""
-        most = 0.0
-        if self.first and self.device.type == "cuda":
-            most = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        elif self.first:
-            with contextlib.suppress(OSError), open("/proc/self/status") as status:
-                most = 1024.0 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-                with open("/proc/self/clear_refs", "w") as reset:
-                    reset.write("5")
-        return most
-
-    def say_peaks(self) -> None:
-        self.first = False
-        flags = dict(rollout="--vllm_gpu_memory_utilization" if self.device.type == "cuda" else "--num_prompts")
-        flags |= dict(logps="--beta 0", update="--micro_batch_tokens, --gradient_checkpointing")
-        shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
-        if shown:
-            say(f"peak memory of the first step, GB, and what lowers it: {', '.join(shown)}")
