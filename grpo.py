@@ -731,8 +731,6 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
         ]
     numbers = {id(sample): i for i, sample in enumerate(noted)}
-    if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
-        mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
@@ -744,7 +742,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         for i, note in [note for _, notes in parts for note in notes]:
             samples[i].tokens = samples[i].tokens or note  # of the first pass
         losses.append(totals.pop("loss"))
-        if cfg.updates_per_step == 1:  # may stop the run: before the step
+        if number == 0:  # may stop the run: before anything changes
             mismatch = log.gap_metrics(log_ratio, cfg, world)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping

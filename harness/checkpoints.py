@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import glob
+import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,22 +18,20 @@ from filelock import FileLock, Timeout
 from harness.flags import ConfigError, first_line, say
 
 UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ... that does not exist
+# Names this start of torchrun; the same over its --max_restarts
+LAUNCH = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
 
 
 # -- The directory: each run has its own. What another one left is never moved, mixed or overwritten
 
 
 def saved_config(path: str) -> dict:
-    """The config.json of the run in this directory, {} where there is none. That of a model has no out_dir."""
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(path or os.devnull, "config.json")) as file:
-        saved = json.load(file)
-        return saved if "out_dir" in saved else {}
-    return {}
-
-
-def this_launch() -> str:
-    """Names this start of torchrun. It stays the same over its --max_restarts."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
+    """The config.json of the run in this directory, {} where there is none. That of a model has no launch."""
+    try:
+        saved = json.loads(Path(path or os.devnull, "config.json").read_text())
+        return saved if "launch" in saved else {}
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def with_run(config, given: dict) -> dict:
@@ -44,9 +42,9 @@ def with_run(config, given: dict) -> dict:
     if saved_config(resume) and (out_dir == UNNAMED or os.path.realpath(out_dir) == os.path.realpath(resume)):
         names, resume = [resume], "latest"  # a run's own folder
     runs = {name: saved for name in names if (saved := saved_config(name))}
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch and no other
-        own = {name: saved for name, saved in runs.items() if saved.get("launch") == this_launch()}
-        runs, resume = (own, "latest") if own else (runs, resume)
+    own = {name: saved for name, saved in runs.items() if saved["launch"] == LAUNCH}
+    if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch
+        runs, resume = own, "latest"
     saved = {}
     if resume == "latest" and runs:
         out_dir = max(runs, key=lambda name: os.path.getmtime(os.path.join(name, "config.json")))  # the last to start
@@ -72,21 +70,21 @@ def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
                 break
             out = f"{UNNAMED}.{number}"
         os.makedirs(out, exist_ok=True)
-        found = [*checkpoints(out), *glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))]
-        if found and not goes_on:
-            why = "not empty; --resume goes on with a run, for a new one name another directory"
-            raise ConfigError(f"--out_dir {out}: holds {os.path.basename(found[0])} of a run or a model; {why}")
+        if not goes_on and (checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))):
+            why = "--resume goes on with a run, for a new one name another directory"
+            raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
         lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
         lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
         exits.callback(lock.release)
-        cfg, path = dataclasses.replace(cfg, out_dir=out), os.path.join(out, "config.json")
-        notes = dict(process=os.getpid(), launch=this_launch(), code=code)
-        Path(path + ".new").write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
-        os.replace(path + ".new", path)
+        cfg = dataclasses.replace(cfg, out_dir=out)
+        new = Path(out, "config.json.new")  # with that ending until it is whole
+        notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code)
+        new.write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
+        new.replace(new.with_suffix(""))
         return cfg
     except Timeout:
-        process = f"process {saved_config(out).get('process')}"
-        raise ConfigError(f"--out_dir {out}: another run ({process}) is writing there") from None
+        process = saved_config(out).get("process")
+        raise ConfigError(f"--out_dir {out}: another run (process {process}) is writing there") from None
     except OSError as error:
         raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
 
@@ -115,12 +113,9 @@ def load_checkpoint(path: str) -> Checkpoint:
     return Checkpoint(path, torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True))
 
 
-def checksum(path: str) -> int:
-    value = 0
+def checksum(path: str) -> str:
     with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            value = zlib.crc32(part, value)
-    return value
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_checkpoint(cfg) -> Checkpoint | None:

@@ -43,13 +43,6 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
     return metrics
 
 
-def rollout_gap(samples: list, cfg, world: World) -> dict:
-    """The same of a whole rollout, whose samples every rank holds: each sums up its share of them."""
-    counted = [s for s in samples if s.in_loss and s.old_logps is not None][world.rank :: world.size]
-    log_ratio = np.concatenate([np.zeros(0, np.float32), *(s.old_logps - s.sampler_logps for s in counted)])
-    return gap_metrics(torch.from_numpy(log_ratio), cfg, world)
-
-
 def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
     """Unbiased 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), mean over prompts. correct [P]."""
     return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
@@ -89,9 +82,8 @@ class Log:
     """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step, curves.png, a dashboard."""
 
     def __init__(self, cfg, first: int, started: float, rank0: bool):
-        """first: the step that the run begins after."""
-        self.cfg, self.first, self.started, self.rank0 = cfg, first, started, rank0
-        self.history, self.loop_started = [], time.monotonic()
+        self.cfg, self.first, self.rank0 = cfg, first, rank0  # first: the step that the run begins after
+        self.history, self.started, self.loop_started = [], started, time.monotonic()
         if rank0:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
@@ -105,8 +97,8 @@ class Log:
         step, steps = metrics["step"], self.cfg.max_steps
         seconds = (time.monotonic() - self.loop_started) / (step - self.first)
         left = timedelta(seconds=round(seconds * (steps - step)))
-        values = metrics | dict(skipped_steps=metrics["skipped_steps"] or None)
-        shown = [f"{name} {values[key]:.3g}" for key, name in SHOWN.items() if view.is_number(values.get(key))]
+        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if view.is_number(metrics.get(key))]
+        shown += [f"SKIPPED {metrics['skipped_steps']} (gradient not finite)"] if metrics["skipped_steps"] else []
         line = f"step {step}/{steps} {' '.join(shown)} | {metrics['tokens_per_s']:.0f} tok/s, {left} left"
         self.add(metrics, rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions], line)
 
@@ -158,8 +150,7 @@ class Log:
 
 
 SHOWN = {"reward": "reward", "completions/mean_length": "length", "loss": "loss", "grad_norm": "grad"}
-SHOWN |= {"frac_reward_zero_std": "no-signal", "kl": "kl", "sampler_gap": "gap"}
-SHOWN |= {"failed_rewards": "FAILED REWARDS", "skipped_steps": "SKIPPED (gradient not finite)"}
+SHOWN |= {"frac_reward_zero_std": "no-signal", "kl": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
 
 
 def finite(values):

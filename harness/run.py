@@ -27,10 +27,9 @@ class Run:
     """A run between its first and its last step: it saves when that is due, on signals, and on the way out of an error.
 
     A step is a pure function of (seed, step): what the last whole step left can be saved while the next one is under
-    way, which --resume makes again. A stop (SIGTERM, SIGINT, SIGHUP) waits only while weights change: from the first
-    optimiser step of a rollout until that step is recorded. On the command line a thread answers it, whatever the main
-    thread does: it saves and ends the process. A caller in Python gets KeyboardInterrupt, after the save. SIGUSR1, or a
-    file `save` in out_dir, saves after the step.
+    way, which --resume makes again. So a stop waits only while weights change: from the first optimiser step of a
+    rollout until that step is recorded. On the command line a thread answers it: it saves and ends the process. Python
+    callers get KeyboardInterrupt, after the save. SIGUSR1, or a file `save` in out_dir, saves after the step.
     For patches: parts {name: (save, load)} are what trainer_state.pt holds. save() is called on every rank, load() in
     track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
     """
@@ -42,12 +41,10 @@ class Run:
         if len(set(world.gather([self.first]))) > 1:
             raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        cfg = world.gather([claim_out_dir(cfg, code or {}, self.exits) if self.rank0 else cfg])[0]
+        self.cfg = cfg = world.gather([claim_out_dir(cfg, code, self.exits) if self.rank0 else cfg])[0]
         self.exits.callback(leave_world)
-        self.cfg, self.saved = cfg, self.first if cfg.resume == "latest" else 0  # saved: in this directory
-        flags = {f"--{k}": v for k, v in dataclasses.asdict(cfg).items() if k not in ("resume", "out_dir")}
-        codes = {f"the code in {path}": value for path, value in (code or {}).items()}
-        self.made_of = flags | codes | {"the number of ranks, and so the last bits of sums": world.size}
+        self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
+        self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
         self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
         self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
         self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, set()
@@ -59,25 +56,24 @@ class Run:
         self.parts.setdefault("optimizer", (optimizer.state_dict, optimizer.load_state_dict))
         optimizer.register_step_pre_hook(lambda *_: self.change())
         if self.checkpoint:
-            self.restore(self.checkpoint.state)
-        elif self.rank0:  # that one can be written is proved now, not found out after hours
-            try:
-                write_checkpoint(trial := os.path.join(self.cfg.out_dir, ".trial"), write_model, {})
+            return self.restore(self.checkpoint.state)
+        trial = os.path.join(self.cfg.out_dir, ".trial")
+        try:  # that one can be written is proved now, not found out after hours
+            if self.rank0:
+                write_checkpoint(trial, write_model, {})
                 shutil.rmtree(trial)
-            except Exception as error:
-                why = f"no checkpoint can be saved there ({first_line(error)})"
-                raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
+        except Exception as error:
+            why = f"no checkpoint can be saved there ({first_line(error)})"
+            raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
 
     def restore(self, state: dict) -> None:
         for name, (_, load) in self.parts.items():
             if name not in state:
-                why = f"it holds no {name}, which this trainer goes on from"
-                raise ConfigError(f"--resume {self.checkpoint.path}: {why}")
+                raise ConfigError(f"--resume {self.checkpoint.path}: it holds no {name}, which is needed here")
             load(state.pop(name))  # pop: nothing else keeps it in memory
-        say(f"resumed from {self.checkpoint.path} at step {self.first}")
-        changed = [name for name, old in state["made_of"].items() if self.made_of.get(name) != old]
-        if changed:
-            say(f"  changed since then: {', '.join(changed)}")
+        changed = [name for name, old in state["config"].items() if self.config.get(name) != old]
+        changed = ", ".join(name for name in changed if name not in ("resume", "out_dir")) or "nothing"
+        say(f"resumed from {self.checkpoint.path} at step {self.first}; changed since then: {changed}")
 
     def introduce(self, defaults, what: str) -> None:
         say(f"flags: {differing_flags(self.cfg, defaults)}")
@@ -89,13 +85,14 @@ class Run:
         for step in range(self.first + 1, self.cfg.max_steps + 1):
             seed_everything(seed_of(self.cfg.seed, 2, step, self.world.rank))
             yield step
-            due = bool(self.cfg.save_every) and step % self.cfg.save_every == 0
-            due = due or step in (self.log.best(), self.cfg.max_steps)
-            if self.rank0 and os.path.isfile(asked := os.path.join(self.cfg.out_dir, "save")):
-                os.remove(asked)
-                due = True
-            if any(self.world.gather([due or self.due])):
+            every, asked = self.cfg.save_every, os.path.join(self.cfg.out_dir, "save")
+            due = [self.due, step == self.cfg.max_steps, bool(every) and step % every == 0]
+            if self.rank0:
+                due += [step == self.log.best(), os.path.isfile(asked)]
+            if any(self.world.gather(due)):
                 self.due = False
+                with contextlib.suppress(OSError):
+                    os.remove(asked)
                 self.save()
 
     def change(self) -> None:
@@ -108,29 +105,27 @@ class Run:
         """The step is whole: from here on a stop saves it. rows: of its samples, for completions.jsonl."""
         self.change()
         seconds = self.clock.take()
-        metrics = dict(step=step) | metrics | seconds | dict(step_time=sum(seconds.values()))
+        total = sum(seconds.values())
+        speed = dict(step_time=total, tokens_per_s=metrics["tokens"] / max(1e-9, total))
         self.step, self.changing = step, False
         try:
-            self.log.step(metrics | dict(tokens_per_s=metrics["tokens"] / max(1e-9, metrics["step_time"])), rows)
+            self.log.step(dict(step=step) | metrics | seconds | speed, rows)
         finally:
             self.lock.release()
         if self.asked and not self.command_line:
             raise KeyboardInterrupt
         self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
         if self.bad == BAD_STEPS:
-            raise TrainingError(
-                f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
-                "at the rewards and at completions.jsonl, and go on with --resume"
-            )
+            why = "lower --learning_rate, look at the rewards and at completions.jsonl, and go on with --resume"
+            raise TrainingError(f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}")
 
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
         """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
         first step got a reward. And what they logged of their own: the mean over the ranks that did."""
         for kind in ("first_failure", "first_retry"):
-            lines = [getattr(s, kind) for s in scores if getattr(s, kind)]
-            if lines and kind not in self.said:
+            for line in [getattr(s, kind) for s in scores if getattr(s, kind) and kind not in self.said][:1]:
                 self.said.add(kind)
-                say(lines[0])
+                say(line)
         failed = sum(sum(s.failed) for s in scores)
         if step == 1 and failed + sum(s.without_reward for s in scores) == n_samples:
             why = "failed; the line above says how the first one did" if failed else "returned None, for every sample"
@@ -162,11 +157,11 @@ class Run:
             state = {name: save() for name, (save, _) in self.parts.items()}
             if not self.rank0 or self.saved == self.step:
                 return
-            state |= dict(step=self.step, config=dataclasses.asdict(self.cfg), made_of=self.made_of)
+            state |= dict(step=self.step, identity=self.identity, config=self.config)
             try:
                 if not torch.nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
                     raise ArithmeticError("some parameters are not finite")
-                write_checkpoint(self.path_of(self.step), self.write_model, state | dict(identity=self.identity))
+                write_checkpoint(self.path_of(self.step), self.write_model, state)
                 self.saved = self.step
                 self.tidy()
             except Exception as error:  # a full disk has half a dozen types, too
@@ -176,9 +171,8 @@ class Run:
         """Keeps the newest checkpoints and the best one, to which the link `best` points."""
         best, link = self.path_of(self.log.best()), os.path.join(self.cfg.out_dir, "best")
         past = [path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)]  # later: damaged
-        for path in past[: -self.cfg.keep] if self.cfg.keep else []:
-            if path != best:
-                shutil.rmtree(path)
+        for path in set(past[: -self.cfg.keep] if self.cfg.keep else []) - {best}:
+            shutil.rmtree(path)
         if os.path.isdir(best):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(link)
