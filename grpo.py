@@ -705,21 +705,19 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
         ]
     numbers = {id(sample): i for i, sample in enumerate(noted)}
-    if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
-        mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
         sums, log_ratio, notes = backward(policy, ddp, minibatch, numbers, cfg, world)
-        parts = world.gather([(sums, log.gap_sums(log_ratio, cfg), notes)])
+        parts = world.gather([(sums, notes)])
         for name in sums:  # sums and counts over the ranks, never means of means
-            totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, *_ in parts)
-        for i, note in [note for *_, notes in parts for note in notes]:
+            totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
+        for i, note in [note for _, notes in parts for note in notes]:
             samples[i].tokens = samples[i].tokens or note  # of the first pass
         losses.append(totals.pop("loss"))
-        if cfg.updates_per_step == 1:  # may stop the run: before the step
-            mismatch = log.gap_metrics([gap for _, gap, _ in parts], cfg)
+        if number == 0:  # may stop the run: before anything changes
+            mismatch = log.gap_metrics(log_ratio, cfg, world)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
@@ -948,7 +946,7 @@ def set_up(cfg: Config, command_line: bool):
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started, command_line) as run:
+    with Run(cfg, world, checkpoint, started, command_line, reward_module.sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)

@@ -61,6 +61,11 @@ def join_world(device: torch.device) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
+def leave_world() -> None:
+    if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
+        dist.destroy_process_group()
+
+
 def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 2)
 
