@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import harness.log
-from grpo import Config
 from harness import ranks
 from harness.flags import ConfigError
-from harness.ranks import World
 from tests.common import CPU, random_samples
 
 pytest_plugins = "tests.common"
@@ -34,23 +31,6 @@ def gathered():
 def test_what_ranks_send_each_other_arrives_in_their_order(fork):
     done = fork("tests.test_ranks.gathered", ranks=2)[1]()
     assert done.returncode == 0, done.stderr
-
-
-def test_the_gap_of_a_rollout_is_summed_up_by_the_ranks_together():
-    samples, cfg, sums = random_samples(6, 4), Config(max_sampler_gap=1e9), []
-    for s in samples:
-        s.old_logps = s.sampler_logps + 0.01
-
-    class Rank(World):
-        def gather(self, items):
-            sums.extend(items)
-            return list(sums)
-
-    for rank in range(3):
-        metrics = harness.log.rollout_gap(samples, cfg, Rank(rank, 3, CPU.device))
-    counts = [part["n"] for part, _ in sums]
-    assert sum(counts) == sum(len(s.completion_ids) for s in samples) and max(counts) < 0.6 * sum(counts)
-    assert metrics["sampler_gap"] == pytest.approx(harness.log.rollout_gap(samples, cfg, CPU)["sampler_gap"])
 
 
 def test_auto_is_never_a_silent_run_beside_a_gpu(monkeypatch, tmp_path):
