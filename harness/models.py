@@ -83,8 +83,7 @@ def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
     ends = [tokenizer.convert_ids_to_tokens(i) or "" for i in eos]
     written = any(end in str(tokenizer.chat_template) for end in [*ends, "eos_token"])
     if any(p.messages for p in prompts) and not written:
-        why = f"the chat template writes none of the tokens that end a completion ({', '.join(ends)})"
-        say(f"warning: {why}: add the one that ends a turn to eos_token_id in the model's generation_config.json")
+        say(f"warning: no token that ends a completion ({', '.join(ends)}) is in the chat template: see eos_token_id")
     return eos, tokenizer.pad_token_id if tokenizer.pad_token_id in known else eos[0]
 
 

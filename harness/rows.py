@@ -28,10 +28,9 @@ def read_rows(path: str, name: str) -> list[dict]:
         for row in source:  # it is parsed here, so an error is that of the row after the last
             if not isinstance(row, dict) or None in row:  # None: csv's name for fields that the header does not name
                 raise ValueError("must be a JSON object, or fields of a CSV, no more than its header has")
-            # it can travel to a reward's process and into completions.jsonl; NaN, as of a DataFrame, becomes None
             row = {str(k): None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
-            pickle.dumps(row)
-            json.dumps(row, default=str, allow_nan=False)
+            pickle.dumps(row)  # it travels to a reward's process
+            json.dumps(row, default=str, allow_nan=False)  # and into completions.jsonl
             rows.append(row)
     except (Exception, SystemExit) as error:
         where = "" if source is None else f" row {len(rows) + 1}"
