@@ -66,7 +66,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", low=1e-6)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -78,9 +78,9 @@ class Config:
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
     num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", low=1e-6)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", above=0, high=1)
+    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", low=1e-3, high=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
@@ -159,7 +159,7 @@ def complete(cfg: Config) -> Config:
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    cfg = flags.check_flags(cfg)
+    flags.check_flags(cfg)
     try:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
@@ -353,8 +353,7 @@ class VLLMSampler:
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
         else:  # chunked prefill: a seeded request whose prompt is divided crashes on a CPU
-            cache = models.cache_bytes(cfg, length, self.dtype, world)
-            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK, kv_cache_memory_bytes=cache)
+            options |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=models.CACHE_BYTES)
             options |= dict(enable_chunked_prefill=False)
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
