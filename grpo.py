@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import reward as reward_module
-from harness import flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
@@ -52,6 +52,7 @@ from harness.rows import Prompt
 from harness.run import Run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
+LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -118,7 +119,9 @@ class Config:
     resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    log_tokens: int = flag(-1, "of these, samples with all that is known of each token; -1: the first group", low=-1)
+    log_tokens: int = flag(
+        -1, "of these, samples with all that is known of each token; -1: the first group, 3072 tokens", low=-1
+    )
     report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
 
     def __new__(cls, *values, **named):
@@ -239,9 +242,9 @@ class Policy(nn.Module):
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.plain_head = kernels.head_is_plain(model)  # logits are head(hidden)
+        self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
         self.packs = True  # in one row: each prompt once, and its completions
-        kernels.settle(self)
+        check.settle(self)
 
     def forward(self, batch: dict):
         hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
@@ -318,8 +321,8 @@ class HFSampler:
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
-            sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
-            with autocast(self.cfg, device), kernels.as_loaded(self.model):
+            sampling = kernels.SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
+            with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
@@ -328,31 +331,6 @@ class HFSampler:
                 length = end.argmax() + 1 if end.any() else len(t)
                 completions[row] = Completion(t[:length], lp[:length], "stop" if end.any() else "length")
         return [[completions[p, i] for i in range(n)] for p in range(len(prompts))]
-
-
-class SeededSampling:
-    """Inverse-CDF sampling with one random number per (sample, token): a sample does not depend on its neighbours.
-
-    Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
-    """
-
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
-        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
-        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
-        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
-        self.temperature, self.logps = temperature, []
-
-    def __call__(self, input_ids, logits):
-        logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
-        if self.temperature == 0:
-            token = logits.argmax(-1, keepdim=True)  # [N, 1]
-        else:
-            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
-            point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
-            token = token.to(logits.device)
-        self.logps.append(logps.gather(-1, token).squeeze(-1))
-        return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)
 
 
 class VLLMSampler:
@@ -367,7 +345,7 @@ class VLLMSampler:
         self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
         length = longest_prompt + cfg.max_completion_length
         options = dict(
-            model=cfg.model, dtype=cfg.dtype, max_model_len=length, seed=cfg.seed,
+            model=cfg.model, dtype=self.dtype, max_model_len=length, seed=cfg.seed,
             skip_tokenizer_init=True, generation_config="vllm", use_tqdm_on_load=False,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # the first push brings the weights: none are read twice
@@ -721,8 +699,12 @@ def make_optimizer(policy: Policy, cfg: Config):
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     totals, losses, norms, skipped = {}, [], [], 0
-    logged = cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens
-    numbers = {id(sample): i for i, sample in enumerate(samples[:logged])}
+    noted = samples[: cfg.log_tokens if cfg.log_tokens >= 0 else cfg.num_generations]
+    if cfg.log_tokens < 0:
+        noted = [
+            s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
+        ]
+    numbers = {id(sample): i for i, sample in enumerate(noted)}
     if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
         mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
@@ -743,18 +725,15 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         norms.append(norm)
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(
-            s.in_loss and s.advantage != 0 for s in minibatch
-        ):  # else Adam's momentum alone would move the weights
+        elif any(s.in_loss and s.advantage != 0 for s in minibatch):  # else only Adam's momentum would move the weights
             optimizer.step()
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
 
     tokens = max(1, totals.pop("tokens"))
-    metrics = dict(
-        loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)), learning_rate=lr, skipped_steps=skipped
-    )
-    return metrics | {name: value / tokens for name, value in totals.items()} | mismatch
+    means = dict(loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)))  # over the updates
+    means |= {name: value / tokens for name, value in totals.items()}
+    return means | dict(learning_rate=lr, skipped_steps=skipped) | mismatch
 
 
 def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
@@ -876,7 +855,7 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
+        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
 
@@ -901,7 +880,7 @@ def make_policy(model, cfg: Config, prompts=()) -> Policy:
         policy = Policy(model, cfg.temperature)
         if prompts:
             longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-            kernels.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+            check.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
         return policy
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
@@ -936,7 +915,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     if reference:
-        kernels.use_rows(reference, policy.packs)
+        check.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 

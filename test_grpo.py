@@ -34,6 +34,7 @@ from tests.common import (
     REDUCTIONS,
     ids_of,
     in_bfloat16,
+    lines,
     logps_of,
     random_samples,
     read,
@@ -75,19 +76,20 @@ def gradients_of_ranks(out):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
 def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
     samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
     once = dataclasses.replace(cfg, micro_batch_tokens=10**6)
     whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
-    splits = itertools.product((1, 45, 100, 140), (True, False))  # one sample; a few; groups of 5 split in the middle
+    policy = Policy(tiny_model(dtype=dtype), 1.0)
+    splits = itertools.product((1, 45, 100), (True, False))  # one sample; a few; groups of 5 split in the middle
     for budget, packs in splits:
         split = dataclasses.replace(cfg, micro_batch_tokens=budget)
-        part, m = update_gradient(split, samples, dtype, packs=packs)
+        part, m = update_gradient(split, samples, dtype, policy=policy, packs=packs)
         assert relative(part, whole) < tolerance
         assert m["loss"] == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
         assert m["kl"] == pytest.approx(metrics["kl"], rel=1e-6)
@@ -505,7 +507,7 @@ def test_logps_are_the_models_own(kind, options, temperature):
     together, entropy = logps_of(policy, samples)
     for i, s in enumerate(samples):
         ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
-        with harness.kernels.as_loaded(model):
+        with harness.check.as_loaded(model):
             logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
@@ -716,6 +718,46 @@ def test_gradient_is_clipped_once_and_logged_before_clipping():
     assert cut.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_what_is_noted_of_a_token(num_minibatches):
+    """Its push is minus the gradient by its log-probability, in units of an advantage: here the ratio and all weights
+    are 1, so it is the advantage itself, for each split into micro-batches. Only of the samples that are asked for."""
+    for budget in (10, 10**6):
+        samples, policy = random_samples(8, 4), Policy(tiny_model(), 1.0)
+        grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
+        for s in samples:
+            s.sampler_logps, s.ref_logps = s.old_logps, s.old_logps - np.float32(0.25)
+        cfg = Config(log_tokens=5, beta=0.1, kl_estimator="k1", learning_rate=0, num_minibatches=num_minibatches)
+        update_gradient(dataclasses.replace(cfg, micro_batch_tokens=budget), samples, policy=policy)
+        assert [s.tokens is not None for s in samples] == [True] * 5 + [False] * 3
+        for s in samples[:5]:
+            assert s.tokens["logp"] == np.round(1000 * s.old_logps).astype(int).tolist()
+            assert set(s.tokens["gap"]) == {0} and set(s.tokens["kl"]) == {250} and min(s.tokens["entropy"]) > 0
+            pushes = np.array(s.tokens["push"]) / 1000
+            assert pushes == pytest.approx(np.full(len(pushes), s.advantage - 0.1), abs=1e-3)
+
+
+def test_the_texts_of_tokens_join_to_the_completion(tmp_path):
+    """Bytes and the end included; the first group by default, at most 100 kB a step at 512 tokens."""
+    small_run(tmp_path / "out", num_minibatches=1, max_steps=1)
+    rows = lines(tmp_path / "out" / "completions.jsonl")
+    assert ["tokens" in row for row in rows] == [True] * 5 + [False] * 10
+    for row in rows[:5]:
+        assert "".join(row["tokens"]["text"]) == row["completion"]
+        assert {len(column) for column in row["tokens"].values()} == {row["length"]}
+    samples, rng = random_samples(16, 8, longest=512), np.random.default_rng(0)
+    policy = Policy(tiny_model(max_position_embeddings=1024), 1.0)
+    for s in samples:
+        s.completion_ids = ids_of(rng.integers(2, 32, 512))
+    grpo.compute_logps(policy, samples, "ref_logps", Config(micro_batch_tokens=4096), CPU)
+    for s in samples:  # as bfloat16 rounds, and as a policy moves
+        s.sampler_logps, s.ref_logps = (s.ref_logps + rng.normal(0, 0.02, (2, 512))).astype(np.float32)
+    update_gradient(Config(beta=0.1), samples, policy=policy)
+    assert [s.tokens is not None for s in samples] == [True] * 6 + [False] * 10
+    size = len(json.dumps([s.tokens | dict(text=["token"] * 512) for s in samples[:6]], separators=(",", ":")))
+    assert 50_000 < size < 100_000
+
+
 def test_learning_rate_schedules():
     def rates(**options):
         cfg = Config(learning_rate=1.0, max_steps=10, **options)
@@ -784,6 +826,7 @@ def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
     assert json.loads(read(tmp_path / "out")) == [True] * 3
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_in_the_process():
     """A tensor made again takes the pages of the one before: the kernel gives, and fills with zeros, none."""
     code = """

@@ -1,24 +1,45 @@
 """
 Look at what a run left in its out_dir. Pictures need matplotlib, tables rich.
 
-python view.py out                              # curves of a run: writes out/curves.png
+python view.py                                  # curves of the newest run here (out, out.1, ...): curves.png in it
 python view.py out_a out_b --out picture.png    # several runs in one picture
-python view.py out --step 40                    # the completions of step 40 (no number: the last step)
-python view.py out --step 40 --html page.html   # the same with the full text, in one web page
+python view.py out --step 40                    # the completions of step 40 by group (no number: the last step)
+python view.py out --html run.html              # a page to look at curves, steps, groups and tokens; several runs, too
 """
 
 import argparse
 import base64
-import html
-import io
+import glob
 import json
 import math
 import os
 import signal
 import sys
+import zlib
 
-# -----------------------------------------------------------------------------
-# reading
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only evals have
+    ("Reward", "mean of the samples", [("reward", "", "-")]),
+    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "o-")]),
+    ("Length", "tokens a completion", [("completions/mean_length", "train", "-"), ("eval_length", "eval", "o:")]),
+    ("KL to reference", "nats per token", [("kl_k1", "k1", "-"), ("kl", "k3", "--")]),
+    ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
+    ("Signal", "mean |A|, share of groups", [("advantage_abs", "|A|", "-"), ("frac_reward_zero_std", "A = 0", "--")]),
+]
+STYLE = {"font.size": 15, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "legend.frameon": False}
+STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 18, "axes.titleweight": "bold", "text.parse_math": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.w_pad": 0.12}
+STYLE |= {"legend.borderpad": 0, "legend.handlelength": 1.6, "legend.handletextpad": 0.4, "legend.columnspacing": 0.9}
+NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
+MEASURES = {  # of a token, in the page: the kind of its scale, what it is
+    "push": ("signed", "weight in the gradient, in units of an advantage: blue is made likelier, red less likely"),
+    "probability": ("inverse", "before the update"),
+    "entropy": ("level", "nats, of the distribution that the token was drawn from"),
+    "KL to the reference": ("signed", "nats, log p - log p of the reference"),
+    "gap to the sampler": ("signed", "nats, log p - log p of the sampler"),
+}
+MOST_BYTES = 9_850_000  # of the steps in a page; of a longer run it shows some, evenly spread
+OLD_NAMES = {"completions/mean_length": "completion_length", "kl": "kl_k3", "frac_reward_zero_std": "frac_zero_std"}
 
 
 def read_jsonl(path):
@@ -28,7 +49,7 @@ def read_jsonl(path):
         for line in f:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
                 rows.append(row)  # beyond 2**53 a float, and so an axis, cannot tell two steps apart
@@ -36,38 +57,34 @@ def read_jsonl(path):
 
 
 def is_number(value):
-    """Not NaN, not infinite, and no integer that is too large for a float."""
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    """Not NaN, not infinite, and of a size whose sums matplotlib can hold."""
+    return isinstance(value, (int, float)) and (value == 0 or 1e-100 < abs(value) < 1e100)
 
 
 def series(rows, key):
-    """{step: value} of one key, by step, without the steps that do not have it. Of two lines of a step the later one
-    holds. Beyond 1e100 matplotlib's own sums overflow: what is larger is drawn there, what is tiny as 0."""
-    points = {row["step"]: max(-1e100, min(1e100, float(row[key]))) for row in rows if is_number(row.get(key))}
-    return {step: value if abs(value) > 1e-100 else 0.0 for step, value in sorted(points.items())}
+    """{step: value} of one key, without the steps that do not have it. Of two lines of a step the later one holds."""
+    found = [(row["step"], row.get(key, row.get(OLD_NAMES.get(key)))) for row in rows]
+    return dict(sorted({step: float(value) for step, value in found if is_number(value)}.items()))
 
 
-def run_name(out_dir, out_dirs):
-    """The directory's base name, with as much of the path in front as it takes to tell it from the others."""
-    path, *others = [os.path.abspath(d).split(os.sep) for d in [out_dir, *out_dirs]]
-    n = next((n for n in range(1, len(path)) if sum(o[-n:] == path[-n:] for o in others) == 1), 1)
-    name = visible("/".join(path[-n:]))
-    return name if len(name) <= 40 else name[:12] + "…" + name[-27:]
+def read_metrics(out_dir):
+    """The rows of a run's metrics; there must be one that a panel shows."""
+    path = os.path.join(out_dir, "metrics.jsonl")
+    rows = read_jsonl(path)
+    if not any(series(rows, key) for *_, curves in PANELS for key, _, _ in curves):
+        raise ValueError(f"{path} has no metrics of this version: is the run of another one, or at its first step?")
+    return rows
 
 
-# -----------------------------------------------------------------------------
-# curves
+def run_names(out_dirs):
+    """Their paths, from the directory that they share."""
+    parent = os.path.commonpath([os.path.dirname(os.path.abspath(d)) for d in out_dirs])
+    return [visible(os.path.relpath(d, parent))[-40:] for d in out_dirs]
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only eval steps have
-    ("Reward", "mean of the samples", [("reward", "", "-")]),
-    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "o-")]),
-    ("Length", "tokens a completion", [("completion_length", "train", "-"), ("eval_length", "eval", "o:")]),
-    ("KL to reference", "nats per token", [("kl_k1", "k1", "-"), ("kl_k3", "k3", "--")]),
-    ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
-    ("Signal", "mean |A|, share of groups", [("advantage_abs", "|A|", "-"), ("frac_zero_std", "A = 0", "--")]),
-]
-NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
+
+def visible(text):
+    """Completions are hostile: what would move the cursor, turn the text or not encode is shown as its escape."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def smooth(values):
@@ -78,117 +95,136 @@ def smooth(values):
 
 
 def draw(out_dirs, path):
-    """One picture of six panels, a colour for each run. path may also be a binary file, to write a PNG to."""
+    """One picture of six panels, a colour for each run."""
     # Figure and not pyplot: no backend to choose, no window, no state left behind in the trainer
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    runs = [read_jsonl(os.path.join(d, "metrics.jsonl")) for d in out_dirs]
-    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 15, "text.parse_math": False}):
+    runs = [read_metrics(d) for d in out_dirs]
+    with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(16, 9), dpi=100, layout="constrained")
-        fig.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
         for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3, sharex=True).flat, PANELS, strict=True):
-            drawn = []  # every value in the panel
-            for rows, color in zip(runs, colors, strict=True):
-                for key, _, line in curves:
-                    points = series(rows, key)
-                    x, y = list(points), list(points.values())
-                    drawn += y
-                    if key == "eval_accuracy":
-                        stderr = series(rows, "eval_stderr")
-                        ax.errorbar(x, y, [abs(stderr.get(step, 0)) for step in x], color=color, capsize=4)
-                    if line == "-":
-                        ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
-                    if "o" in line:
-                        ax.plot(x, y, line, color=color, lw=2, ms=7)
-                    else:
-                        ax.plot(x, smooth(y), line, color=color, lw=2.5, marker="o" if len(x) == 1 else None)
-
-            size = sorted(abs(y) for y in drawn if y)
-            median = size[len(size) // 2] if size else 0
-            least = 0  # of a tick's label
-            ax.locator_params(nbins=6)
-            ax.xaxis.get_major_locator().set_params(integer=True)
-            if not drawn:
-                text = "not logged" + "\n(beta 0: no reference model)" * ("KL" in title)
-                ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="#666666")
-                ax.set_yticks([])
-            elif title == "Eval accuracy" and 0 <= min(drawn) <= max(drawn) <= 1:
-                ax.set_ylim(-0.02, 1.02)
-            elif size and size[-1] > 30 * median:  # one spike must not flatten the rest
-                least, linear = median, max(1, math.log10(size[-1] / median) / 4)  # decades: labels keep apart
-                ax.set_yscale("symlog", linthresh=median, linscale=linear)
-                ax.yaxis.get_major_locator().set_params(numticks=6)
-                ylabel += f"\nlog above {median:.1g}"
-            elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
-                ax.set_ylim(bottom=0)
-            ax.yaxis.set_major_formatter(lambda y, _, least=least: f"{y:g}" if y == 0 or abs(y) >= least else "")
-            ax.set_title(title, fontsize=18, fontweight="bold", loc="left")
-            ax.set(xlabel="step", ylabel=ylabel)
-            ax.tick_params(labelbottom=True)
-            ax.grid(color="#e6e6e6")
-            ax.set_axisbelow(True)
-            ax.spines[["top", "right"]].set_visible(False)
+            ax.set(title=title, xlabel="step", ylabel=ylabel)
+            draw_panel(ax, curves, runs)
             if len(curves) > 1:  # beside the title, where no curve can be
                 keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], lw=2, c="#444444") for *_, s in curves]
-                labels = [label for _, label, _ in curves]
-                place = dict(loc="lower right", bbox_to_anchor=(1, 0.99), borderpad=0, frameon=False)
-                ax.legend(keys, labels, ncols=2, handlelength=1.7, handletextpad=0.5, columnspacing=1, **place)
-
-        names = [run_name(d, out_dirs) for d in out_dirs]
-        columns = min(len(runs), max(1, 110 // (max(map(len, names)) + 8)))
-        keys = [Line2D([], [], color=color, lw=4) for color in colors]
-        fig.legend(keys, names, loc="outside upper center", ncols=columns, fontsize=16, frameon=False)
+                ax.legend(keys, [label for _, label, _ in curves], loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
+        keys = [Line2D([], [], color=COLORS[i % len(COLORS)], lw=4) for i in range(len(runs))]
+        fig.legend(keys, run_names(out_dirs), loc="outside upper center", ncols=min(len(runs), 3), fontsize=16)
         fig.supxlabel(NOTE, fontsize=14, color="#666666")
-        file_format = os.path.splitext(path)[1][1:] if isinstance(path, str) else ""
-        fig.savefig(path, dpi=100, format=file_format or "png")
+        fig.savefig(path)
 
 
-# -----------------------------------------------------------------------------
-# completions as a table in the terminal
-
-COLUMNS = ["group", "prompt", "completion", "reward", "parts", "advantage", "length"]
-
-
-def select(rows, step):
-    """The samples of a step, highest advantage first; step -1 is the last one that was logged."""
-    known = sorted({row["step"] for row in rows})
-    step = known[-1] if step == -1 and known else step
-    if step not in known:
-        fail(f"no completions of step {step}; logged steps: {f'{known[0]} to {known[-1]}' if known else 'none'}")
-    rows = [row for row in rows if row["step"] == step]
-    return step, sorted(rows, key=lambda r: -r["advantage"] if is_number(r.get("advantage")) else math.inf)
-
-
-def cells(row):
-    """What stands in the columns: for each a list of strings, one below the other."""
-
-    def number(value, spec):
-        return format(value + 0.0, spec) if is_number(value) else "-" if value is None else str(value)
-
-    parts = row.get("parts") if isinstance(row.get("parts"), dict) else {}
-    return {
-        "group": [str(row.get("group", "-"))],
-        "prompt": [str(row.get("prompt", ""))],
-        "completion": [str(row.get("completion", ""))],
-        "reward": [number(row.get("reward"), ".4g")],
-        "parts": [f"{name} {number(value, '.4g')}" for name, value in parts.items()],
-        "advantage": [number(row.get("advantage"), "+.3f")],
-        "length": [number(row.get("length"), "g")] + ["cut off"] * (row.get("finish_reason") == "length"),
-    }
-
-
-def visible(text, keep=""):
-    """Completions are hostile data: what would move the cursor, turn the direction of the text or not encode
-    (newlines, escapes, marks without width, lone surrogates) is shown as its escape."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+def draw_panel(ax, curves, runs):
+    drawn = []  # every value in the panel
+    for i, rows in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        for key, _, line in curves:
+            points = series(rows, key)
+            x, y = list(points), list(points.values())
+            drawn += y
+            if key == "eval_accuracy":
+                error = series(rows, "eval_stderr")
+                ax.errorbar(x, y, [abs(error.get(step, 0)) for step in x], color=color, capsize=4)
+            if line == "-":
+                ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
+            marker = "o" if "o" in line or len(x) == 1 else ""
+            ax.plot(x, y if "o" in line else smooth(y), line.strip("o"), color=color, lw=2.5, marker=marker)
+    size = sorted(abs(y) for y in drawn if y)
+    ax.locator_params(nbins=6)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    if not drawn:
+        ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", va="center", color="#666666")
+        ax.set_yticks([])
+    elif curves[0][0] == "eval_accuracy" and 0 <= min(drawn) <= max(drawn) <= 1:
+        ax.set_ylim(-0.02, 1.02)
+    elif size and size[-1] > 30 * size[len(size) // 2]:  # one spike must not flatten the rest
+        median = size[len(size) // 2]
+        ax.set_yscale("symlog", linthresh=median, linscale=max(1, math.log10(size[-1] / median) / 4))
+        ax.yaxis.get_major_locator().set_params(numticks=6)
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y == 0 or abs(y) >= median else "")
+        ax.set_ylabel(f"{ax.get_ylabel()}\nlog above {median:.1g}")
+    elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
+        ax.set_ylim(bottom=0)
+    ax.tick_params(labelbottom=True)
 
 
-def print_table(rows):
+def read_steps(out_dir):
+    """{step: its rows}"""
+    path, steps = os.path.join(out_dir, "completions.jsonl"), {}
+    for row in read_jsonl(path):
+        if {"group", "prompt", "completion", "reward"} <= set(row):
+            steps.setdefault(row["step"], []).append(row)
+    if not steps:
+        raise ValueError(f"{path} has no row with group, prompt, completion and reward: too early, or another version?")
+    return steps
+
+
+def choose(step, logs):
+    """The step that the user named, -1 for the last one, and of each run its rows."""
+    steps = sorted(set().union(*logs))
+    step = steps[-1] if step == -1 else step
+    if step not in steps:
+        raise ValueError(f"no completions of step {step}; logged steps: {steps[0]} to {steps[-1]}")
+    return step, [log.get(step, []) for log in logs]
+
+
+def cards(runs):
+    """The groups of a step, those with the most signal first. Of runs that share their prompts (by the seed) a card
+    holds the group of each. runs: of each the rows of the step."""
+    found = {}
+    for i, rows in enumerate(runs):
+        for row in rows:
+            data_row = json.dumps(row.get("row"), indent=1, ensure_ascii=False)
+            card = dict(group=str(row["group"]), prompt=str(row["prompt"]), row=data_row, runs={})
+            card = found.setdefault((card["group"], card["prompt"]), card)
+            card["runs"].setdefault(i, []).append(row)
+    for card in found.values():
+        card["runs"] = [group_of(i, rows) for i, rows in card["runs"].items()]
+    return sorted(found.values(), key=lambda card: -max(group["signal"] for group in card["runs"]))
+
+
+def group_of(run, rows):
+    """A group of a run, its samples by reward; equal ones stand there once, with their count."""
+    samples = {}
+    for row in rows:
+        sample = {key: row[key] if is_number(row.get(key)) else None for key in ("reward", "advantage", "length")}
+        parts = row["parts"].items() if isinstance(row.get("parts"), dict) else []
+        parts = [(name, value if is_number(value) else None) for name, value in parts]
+        first = parts[0][1] if parts else sample["reward"]  # right: by the first reward function, as in pass@k
+        verdicts = [] if first is None else ["right" if first > 0.5 else "wrong"]
+        verdicts += ["cut off" if row.get("finish_reason") == "length" else "ended"]
+        sample |= dict(completion=str(row["completion"]), parts=parts, verdicts=verdicts)
+        sample = samples.setdefault(str(sample), sample | dict(count=0, tokens=None))
+        sample["count"] += 1
+        sample["tokens"] = sample["tokens"] or measures(row.get("tokens"))
+    samples = sorted(samples.values(), key=lambda s: math.inf if s["reward"] is None else -s["reward"])
+    sizes = [abs(s["advantage"] or 0) for s in samples for _ in range(s["count"])]
+    right = sum(s["count"] for s in samples if "right" in s["verdicts"])
+    return dict(run=run, n=len(rows), right=right, signal=sum(sizes) / len(rows), most=max(sizes), samples=samples)
+
+
+def measures(tokens):
+    """{measure: a value for each token}, and the tokens' text. The log holds thousandths. Null: not logged."""
+    text = tokens.get("text") if isinstance(tokens, dict) else None
+    if not isinstance(text, list) or not text:
+        return None
+
+    def logged(name):
+        values = tokens.get(name)
+        whole = isinstance(values, list) and len(values) == len(text)
+        return [value / 1000 if is_number(value) else math.nan for value in values] if whole else [math.nan] * len(text)
+
+    found = dict(push=logged("push"), probability=[math.exp(min(logp, 0)) for logp in logged("logp")])
+    found |= {"entropy": logged("entropy"), "KL to the reference": logged("kl"), "gap to the sampler": logged("gap")}
+    found = {name: [None if math.isnan(v) else float(f"{v:.2g}") for v in values] for name, values in found.items()}
+    return found | dict(text=[str(piece) for piece in text])
+
+
+def print_step(cards, names):
     """As wide as the terminal, 80 columns where there is none. Of a long text the middle goes: the answer stands at
-    the end."""
+    the end. Below the reward stand its parts, which leaves more room for the texts."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -197,100 +233,81 @@ def print_table(rows):
     console = Console()
     room = 3 * console.width  # characters of a text
 
-    def text(lines):
-        lines = [visible(line).encode(console.encoding, "backslashreplace").decode(console.encoding) for line in lines]
-        return Text("\n".join(s if len(s) <= room else f"{s[: room // 2]} ... {s[-room // 2 :]}" for s in lines))
+    def text(value):
+        shown = visible(str(value)).encode(console.encoding, "backslashreplace").decode(console.encoding)
+        return shown if len(shown) <= room else f"{shown[: room // 2]} ... {shown[-room // 2 :]}"
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), leading=1)
-    for name in COLUMNS:
-        if name != "parts":  # they stand below the reward, which leaves more room for the texts
-            style = {} if name in ("prompt", "completion") else dict(max_width=20, justify="right")
-            table.add_column(name, overflow="fold", **style)
-    for row in rows:
-        columns = cells(row)
-        columns["reward"] += columns.pop("parts")
-        table.add_row(*map(text, columns.values()))
-    console.print(table)
+    def number(value, spec=".4g"):
+        return "-" if value is None else format(value + 0.0, spec)
 
-
-# -----------------------------------------------------------------------------
-# completions as a page
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2em }}
-h1, h2 {{ font-size: 1.3em }}
-img {{ width: 100%; max-width: 1200px }}
-table {{ border-collapse: collapse; width: 100%; margin-bottom: 3em }}
-th, td {{ padding: .5em .7em; vertical-align: top; text-align: left; border-bottom: 1px solid #ddd }}
-th {{ position: sticky; top: 0; background: #f2f2f2; cursor: pointer; white-space: nowrap }}
-th[data-sorted]::after {{ content: " " attr(data-sorted) }}
-.prompt {{ width: 30% }} .completion {{ width: 50% }}
-.group, .reward, .advantage, .length {{ text-align: right }}
-td {{ white-space: pre; font-variant-numeric: tabular-nums }}
-div {{ font: 13px/1.45 monospace; white-space: pre-wrap; overflow-wrap: anywhere }}
-div {{ max-height: 24em; overflow: auto }}
-details {{ color: #666; font-size: 13px }}
-</style></head><body>
-<h1>{title}</h1>
-<p>{count} samples, highest advantage first. Click on a heading to sort by it.</p>
-<table><thead><tr>{head}</tr></thead><tbody>
-{body}
-</tbody></table>
-<h2>Curves of the run</h2>
-<img alt="Curves of the run" src="data:image/png;base64,{picture}">
-<script>
-for (const th of document.querySelectorAll("th")) th.onclick = () => {{
-  const sign = th.dataset.sorted === "▼" ? 1 : -1, body = document.querySelector("tbody");
-  const text = tr => tr.cells[th.cellIndex].textContent;
-  const compare = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
-  document.querySelectorAll("th").forEach(other => delete other.dataset.sorted);
-  th.dataset.sorted = sign > 0 ? "▲" : "▼";
-  body.append(...[...body.rows].sort((a, b) => sign * compare(text(a), text(b))));
-}};
-</script></body></html>
-"""
+    for card in cards:
+        console.print("", Text(text(f"group {card['group']}: {card['prompt']}"), "bold"), sep="\n")
+        for group in card["runs"]:
+            name = f"{names[group['run']]}: " * (len(names) > 1)
+            print(f"{text(name)}{group['right']} of {group['n']} right, mean |advantage| {group['signal']:.3g}\n")
+            table = Table("times", "completion", "reward", "advantage", "length", box=box.SIMPLE_HEAD, show_edge=False)
+            for s in group["samples"]:
+                rewards = [number(s["reward"]), *(f"{text(name)} {number(value)}" for name, value in s["parts"])]
+                length = number(s["length"], "g") + "\ncut off" * ("cut off" in s["verdicts"])
+                columns = [str(s["count"]), text(s["completion"]), "\n".join(rewards)]
+                columns += [number(s["advantage"], "+.3f"), length]
+                table.add_row(*(Text(column, overflow="fold") for column in columns))
+            console.print(table)
 
 
-def page(out_dir, step, rows):
-    """The table with the full texts, and the curves, in one page that loads nothing from anywhere."""
-
-    def escape(text):
-        return html.escape(visible(text, keep="\n\t"))
-
-    advantages = [r["advantage"] if is_number(r.get("advantage")) else 0 for r in rows]
-    largest = max(map(abs, advantages)) or 1
-    body = []
-    for row, advantage in zip(rows, advantages, strict=True):
-        body.append("<tr>")
-        for name, lines in cells(row).items():
-            text, style = "\n".join(map(escape, lines)), ""
-            if name in ("prompt", "completion"):
-                text = f"<div>{text}</div>"
-            if name == "prompt" and row.get("row"):
-                data = escape(json.dumps(row["row"], ensure_ascii=False, indent=1))
-                text += f"<details><summary>row</summary><div>{data}</div></details>"
-            if name == "advantage":
-                color = "0,114,178" if advantage > 0 else "213,94,0"
-                style = f' style="background: rgba({color},{0.6 * abs(advantage) / largest:.3f})"'
-            body.append(f'<td class="{name}"{style}>{text}</td>')
-        body.append("</tr>\n")
-    sorted_by = {"advantage": ' data-sorted="▼"'}
-    head = "".join(f'<th class="{name}"{sorted_by.get(name, "")}>{name}</th>' for name in COLUMNS)
-    picture = io.BytesIO()
-    draw([out_dir], picture)
-    return PAGE.format(
-        title=escape(f"{run_name(out_dir, [out_dir])}, step {step}"),
-        count=len(rows),
-        head=head,
-        body="".join(body),
-        picture=base64.b64encode(picture.getvalue()).decode(),
-    )
+def panel_data(runs, title, unit, keys):
+    """What the page draws of a panel of PANELS: its curves, and their range."""
+    curves, drawn = [], [0.0]
+    for i, rows in enumerate(runs):
+        for key, label, line in keys:
+            points = series(rows, key)
+            values, error = list(points.values()), series(rows, "eval_stderr") if key == "eval_accuracy" else {}
+            drawn += values
+            curve = dict(run=i, label=label, steps=list(points), values=values, smooth=smooth(values))
+            curve |= dict(style={"--": "dashed", "o:": "dotted"}.get(line, "solid"), dots="o" in line)
+            curves += [curve | dict(errors=[abs(error.get(step, 0)) for step in points])] if points else []
+    size = sorted(abs(value) for value in drawn if value) or [0]
+    median = size[len(size) // 2]  # one spike must not flatten the rest
+    log_above = median if size[-1] > 30 * median else 0
+    return dict(title=title, unit=unit, curves=curves, low=min(drawn), high=max(drawn), log_above=log_above)
 
 
-# -----------------------------------------------------------------------------
-# command line
+def pack(cards):
+    """A step as the page reads it: base64 of compressed JSON, with the end of each measure's scale. That is the 99 %
+    quantile of its absolute values, so that one outlier does not fade the others."""
+    samples = [sample for card in cards for run in card["runs"] for sample in run["samples"] if sample["tokens"]]
+    for sample in samples:
+        text = sample["tokens"]["text"]  # of how many of them the completion is made: that EOS has a text, too
+        made_of = {"".join(text[:n]): n for n in (len(text) - 1, len(text))}
+        sample["completion"] = made_of.get(sample["completion"], sample["completion"])
+    ends = {}
+    for name in MEASURES:
+        values = sorted(abs(value) for s in samples for value in s["tokens"][name] if value is not None)
+        ends[name] = 1 if name == "probability" else values[len(values) * 99 // 100] if values else None
+    text = json.dumps(dict(cards=cards, ends=ends), separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def write_page(out_dirs, step, path):
+    """One file that loads nothing."""
+    runs = [read_metrics(d) for d in out_dirs]
+    logs = [read_steps(d) for d in out_dirs]
+    step, _ = choose(step, logs)
+    packed = {n: pack(cards([log.get(n, []) for log in logs])) for n in sorted(set().union(*logs))}
+    steps, share = list(packed), sum(map(len, packed.values())) / MOST_BYTES
+    if share > 1:
+        steps = sorted({step, *(steps[-1 - int(i * share)] for i in range(int(len(steps) / share)))})
+    logged = {row["step"] for rows in runs for row in rows}
+    data = dict(panels=[panel_data(runs, *panel) for panel in PANELS], measures=MEASURES, step=step, steps=steps)
+    data |= dict(logged=sorted(logged.union(steps)), packed={n: packed[n] for n in steps})
+    colors = ["currentColor" if color == "#000000" else color for color in COLORS]  # black is not seen in dark mode
+    data["runs"] = [dict(name=n, color=colors[i % len(colors)]) for i, n in enumerate(run_names(out_dirs))]
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "harness", "page.html"), encoding="utf-8") as f:
+        page = f.read().replace('"DATA"', json.dumps(data).replace("<", "\\u003c"))  # no text can end the script
+    with open(path + ".new", "w", encoding="utf-8") as f:
+        f.write(page)
+    os.replace(path + ".new", path)  # who loads it while it is made again sees a whole one
+    print(path if share <= 1 else f"{path} (of {len(packed)} steps {len(steps)}: all would be too large)")
 
 
 def fail(message):
@@ -299,35 +316,28 @@ def fail(message):
 
 
 def main(argv=None):
-    as_it_stands = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_stands)
-    parser.add_argument("out_dirs", nargs="+", metavar="out_dir")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dirs", nargs="*", metavar="out_dir", help="default: the newest run here")
     parser.add_argument("--out", help="the picture's file; default: curves.png, in out_dir if it is only one")
-    parser.add_argument("--step", type=int, nargs="?", const=-1, help="show the completions of this step")
-    parser.add_argument("--html", help="write the completions to this page")
+    parser.add_argument("--step", type=int, nargs="?", const=-1, help="print this step, or open the page there")
+    parser.add_argument("--html", help="write the page to this file")
     parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)
-    for d in args.out_dirs:
-        if not os.path.isdir(d):
-            fail(f"no such directory: {d}")
+    here = sorted(glob.glob("out/metrics.jsonl") + glob.glob("out.*/metrics.jsonl"), key=os.path.getmtime)
+    out_dirs = args.out_dirs or [os.path.dirname(log) for log in here[-1:]] or fail("no run here (out, out.1, ...)")
     try:
-        if args.step is None and args.html is None:
-            path = args.out or os.path.join(args.out_dirs[0] if len(args.out_dirs) == 1 else "", "curves.png")
-            draw(args.out_dirs, path)
-            print(path)
-            return
-        if len(args.out_dirs) > 1 or args.out:
-            fail("--step and --html show one run, and take no --out")
-        step = -1 if args.step is None else args.step
-        step, rows = select(read_jsonl(os.path.join(args.out_dirs[0], "completions.jsonl")), step)
+        if args.out and (args.html or args.step is not None):
+            fail("--out is the picture's file: not with --step or --html")
         if args.html:
-            text = page(args.out_dirs[0], step, rows)
-            with open(args.html, "w", encoding="utf-8") as f:
-                f.write(text)
-            print(args.html)
+            write_page(out_dirs, -1 if args.step is None else args.step, args.html)
+        elif args.step is None:
+            path = args.out or os.path.join(out_dirs[0] if len(out_dirs) == 1 else "", "curves.png")
+            draw(out_dirs, path)
+            print(path)
         else:
-            print(f"step {step}, {len(rows)} samples, highest advantage first\n")
-            print_table(rows)
+            step, rows = choose(args.step, [read_steps(d) for d in out_dirs])
+            print(f"step {step}, {sum(map(len, rows))} samples, groups with the most signal first")
+            print_step(cards(rows), run_names(out_dirs))
     except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
         fail(str(e))
 

@@ -1,5 +1,5 @@
-"""What makes the policy fast, and what a first reader can skip: the output head in chunks with its own backward, rows
-without padding and their attention, and the check that both give the model's own numbers.
+"""What makes the policy fast, and what a first reader can skip: the output head in chunks with its own backward, and
+rows without padding with their attention.
 
 N = samples, T = completion tokens (padded), n = real completion tokens, S = tokens of a row, V = vocabulary, H = hidden
 units.
@@ -7,8 +7,6 @@ units.
 
 import contextlib
 import functools
-import inspect
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -246,118 +244,37 @@ def attention_by_products(module, query, key, value, bias, scaling=None, softcap
     return out.view(N, heads, T, -1).transpose(1, 2), None
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Whether all this gives the model's own numbers: measured, never guessed from its architecture
-
-ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4 of it, one wrong key 0.01 to 1
-
-
-@torch.no_grad()
-def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
-    """Chooses packed rows if they give the log-probabilities of the model as transformers loaded it, else padded ones.
-
-    When a policy is made, on three short texts; at the start of a run once more, on tokens of its prompts `ids`, with
-    texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
-    the neighbours' lengths. ValueError if padded rows are off, too.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("packed", packed_attention)
-    few, ids = (
-        min(8, longest // 2),
-        np.resize(np.array(ids) % policy.model.config.get_text_config().vocab_size, longest + 24),
-    )
-    prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
-    texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
-    others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
-    if not hasattr(policy.model, "loaded_attention"):
-        policy.model.loaded_attention = own_attention(policy, texts)
-    with as_loaded(policy.model):
-        expected = own_logps(policy, texts)
-    for packs in (True, False) if policy.packs else (False,):
-        use_rows(policy, packs)
-        with contextlib.suppress(Exception) if packs else contextlib.nullcontext():  # as of bodies without positions
-            logps = policy(to_device(rows_of(others + texts, packs), policy.model.device))[0][-3:]
-            # in long rows the median: rounding may send a token to another expert
-            distance = far(logps, expected, share=0.5 if budget else 1.0)
-            if distance <= ROUNDING:
-                return
-    raise ValueError(
-        f"its log-probabilities are off by {distance:.2g} of their spread here. A longer row beside it may change "
-        "a text (RoPE of kind longrope, dynamic): keep prompt and completion within the original positions"
-    )
-
-
-def text(group: int, prompt, completion):
-    return SimpleNamespace(group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion)
-
-
-def own_logps(policy, texts) -> list:
-    """For each text, alone: the model's own log-probabilities of its completion and the spread of their logits, [T]."""
-    model, results = policy.model, []
-    for sample in texts:
-        T, ids = len(sample.completion_ids), np.concatenate([sample.prompt.ids, sample.completion_ids]).astype(np.int64)
-        few = dict(logits_to_keep=T + 1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits = model(input_ids=to_device(ids[None], model.device), use_cache=False, **few).logits[0, -T - 1 : -1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / policy.temperature  # [T, V]
-        targets = to_device(ids[-T:, None], model.device)  # [T, 1]
-        results.append((logits.log_softmax(-1).gather(-1, targets)[:, 0], logits.std(-1)))
-    return results
-
-
-def far(logps, expected, share=1.0) -> float:
-    """How far log-probabilities are off, in spreads of their logits: in the worst text, what this share of its tokens
-    does not exceed."""
-    distances = [
-        ((a[: len(b)] - b).abs() / spread).nan_to_num(nan=torch.inf)
-        for a, (b, spread) in zip(logps, expected, strict=True)
-    ]
-    return max(x.quantile(share, interpolation="lower").item() for x in distances)
-
-
-def own_attention(policy, texts) -> str:
-    """As loaded; but eager, where that is another function: sdpa leaves out what no fused kernel has, such as the cap
-    on Gemma 2's scores. ValueError if two forwards of the same differ."""
-    config, found = policy.model.config.get_text_config(), own_logps(policy, texts)
-    loaded = config._attn_implementation
-    if far([logps for logps, _ in own_logps(policy, texts)], found) > 0:
-        raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
-    if loaded != "sdpa":
-        return loaded
-    config._attn_implementation = "eager"
-    return "eager" if far([logps for logps, _ in own_logps(policy, texts)], found) > ROUNDING else loaded
-
-
-def use_rows(policy, packs: bool) -> None:
-    policy.packs = packs
-    policy.model.config.get_text_config()._attn_implementation = "packed" if packs else policy.model.loaded_attention
-
-
-@contextlib.contextmanager
-def as_loaded(model):
-    """Within it the model attends as transformers loaded it, for sampling."""
-    config = model.config.get_text_config()
-    settled = config._attn_implementation
-    config._attn_implementation = getattr(model, "loaded_attention", settled)
-    try:
-        yield
-    finally:
-        config._attn_implementation = settled
-
-
-@torch.no_grad()
-def head_is_plain(model) -> bool:
-    """Some architectures scale or soft-cap after the head: there the model's own logits are to be used."""
-    ids = torch.arange(1, 9, device=model.device)[None]
-    head, body = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, nn.Linear) or body is model:
-        return False
-    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-    return torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-5)
-
-
 def recompute(model, on: bool) -> None:
     """Layers with gradient checkpointing ask whether they train, which nothing else is to hear."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = on
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sampling with Hugging Face's generate
+
+
+class SeededSampling:
+    """Inverse-CDF sampling with one random number per (sample, token): a sample does not depend on its neighbours.
+
+    Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
+    """
+
+    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
+        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
+        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
+        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
+        self.temperature, self.logps = temperature, []
+
+    def __call__(self, input_ids, logits):
+        logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
+        if self.temperature == 0:
+            token = logits.argmax(-1, keepdim=True)  # [N, 1]
+        else:
+            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
+            point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
+            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
+            token = token.to(logits.device)
+        self.logps.append(logps.gather(-1, token).squeeze(-1))
+        return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)

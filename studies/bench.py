@@ -213,14 +213,10 @@ def run_ours(files, spec, extra) -> dict:
             yield
         self.seconds[f"time_{phase}"] = 1.0  # shown, not used
 
-    def counted(self, ids, prompts, completions, groups=None):
+    def counted(self, batch):
         policies.append(self)
-        computed = ids.numel()
-        if groups is not None:  # one row of every prompt once and of every completion but its last token
-            computed = sum(dict(zip(groups.tolist(), prompts.tolist(), strict=True)).values())
-            computed += int((completions - 1).sum())
-        record.count(computed, 0)
-        return forward(self, ids, prompts, completions, groups)
+        record.count(batch["ids"].numel(), 0)
+        return forward(self, batch)
 
     def logged(self, metrics, rows):
         log(self, metrics, rows)
@@ -346,7 +342,7 @@ def run_floor(files, spec) -> dict:
         if cfg.beta:
             with record.phase("logps"), torch.no_grad():
                 list(bare_losses(model, ids, P, cfg))
-        record.count(ids.numel(), sum(map(len, samples)))
+        record.count(ids.numel(), sum(s.n_tokens for s in samples))
         with record.phase("update"):
             for loss in bare_losses(model, ids, P, cfg):
                 loss.backward()

@@ -102,7 +102,7 @@ class Recorder:
 def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
-    harness.kernels.use_rows(policy, packs)
+    harness.check.use_rows(policy, packs)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
@@ -251,11 +251,11 @@ def small_run(out, command_line=False, **options):
 def logps_of(policy, samples, packs=None):
     """packs: in one row, or in padded ones, whatever the policy itself would do."""
     own = policy.packs
-    harness.kernels.use_rows(policy, own if packs is None else packs)
+    harness.check.use_rows(policy, own if packs is None else packs)
     try:
         return policy(grpo.collate(samples, CPU.device, policy.packs))
     finally:
-        harness.kernels.use_rows(policy, own)
+        harness.check.use_rows(policy, own)
 
 
 MODELS = [
@@ -368,10 +368,10 @@ def stuck_run(out, how, marker, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "rollout":
-            honest = grpo.SeededSampling.__call__
+            honest = harness.kernels.SeededSampling.__call__
             steps = itertools.count()
             patch.setattr(
-                grpo.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
+                harness.kernels.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
             )
         elif how == "save":  # of the state after step 2
             honest = harness.run.write_checkpoint

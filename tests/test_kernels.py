@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import grpo
+import harness.check
 import harness.kernels
 import harness.models
 from grpo import Config, Policy, Prompt, Sample
@@ -113,7 +114,7 @@ def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longes
     import transformers
 
     policy = Policy(made(name, options), 0.7)
-    settle = functools.partial(harness.kernels.settle, policy, np.arange(300), longest, budget=400)
+    settle = functools.partial(harness.check.settle, policy, np.arange(300), longest, budget=400)
     if packs is None:
         with pytest.raises(ValueError, match="longrope, dynamic"):
             settle()
@@ -266,6 +267,7 @@ def test_the_entropy_is_computed_in_float32():
     assert (entropy - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
     """Those of one layer serve all layers, packed rows, padded rows and all lengths."""
     import torch._dynamo

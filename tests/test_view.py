@@ -1,6 +1,6 @@
-"""TODO."""
+"""Tests of view.py: the curves of a run, and a step in the terminal."""
 
-import html.parser
+import glob
 import json
 import os
 import random
@@ -35,12 +35,12 @@ def write_run(out_dir, steps=30, beta=0.001, **changes):
     with open(os.path.join(out_dir, "metrics.jsonl"), "w") as f:
         f.write(json.dumps(dict(step=0, eval_accuracy=0.1, eval_stderr=0.02, eval_length=9.0)) + "\n")
         for step in range(1, steps + 1):
-            row = dict(step=step, reward=step / steps, grad_norm=1.0, completion_length=40 + step)
-            row |= dict(advantage_abs=0.5, frac_zero_std=0.25)
-            row |= dict(kl_k1=0.01 if beta else None, kl_k3=0.01 if beta else None)
-            if step % 10 == 0:
-                row |= dict(eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)
+            row = {"step": step, "reward": step / steps, "grad_norm": 1.0, "completions/mean_length": 40 + step}
+            row |= {"advantage_abs": 0.5, "frac_reward_zero_std": 0.25}
+            row |= dict(kl_k1=0.01 if beta else None, kl=0.01 if beta else None)
             f.write(json.dumps(row | changes) + "\n")
+            if step % 10 == 0:  # an eval is a line of its own
+                f.write(json.dumps(dict(step=step, eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)) + "\n")
         f.write('{"step": 31, "rew')  # killed here
     with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
         for step in (10, 20):
@@ -66,13 +66,14 @@ def test_view_draws(tmp_path):
         warnings.simplefilter("error")
         a = write_run(tmp_path / "a")
         b = write_run(tmp_path / "x" / "run", steps=1, grad_norm=None)
-        c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl_k3=1e30)
+        c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl=1e30)
         d = write_run(tmp_path / "_$a$", steps=0, beta=0)  # nothing but the eval before the first step
         view.draw([a, b, c, d], str(tmp_path / "all.png"))
         view.draw([d], os.path.join(d, "curves.png"))
     assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
 
 
+@pytest.mark.slow
 def test_view_draws_any_numbers(tmp_path):
     largest, least = sys.float_info.max, 5e-324
     odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
@@ -93,7 +94,8 @@ def test_view_draws_any_numbers(tmp_path):
 
 def test_view_reads_what_is_whole(tmp_path):
     rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(31))
+    assert sorted({row["step"] for row in rows}) == list(range(31)) and len(rows) == 34
+    assert list(view.series(rows, "reward")) == list(range(1, 31))
     assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
     assert list(view.series(rows, "eval_stderr")) == [0]
     resumed = [dict(step=2, loss=1), dict(step=1, loss=2), dict(step=2, loss=3, reward=0), dict(step=2)]
@@ -102,10 +104,30 @@ def test_view_reads_what_is_whole(tmp_path):
     assert view.smooth([2.0] * 100) == [2.0] * 100
 
 
-def test_view_names_tell_runs_apart():
-    dirs = ["/r/a/out", "/r/b/out", "/r/c"]
-    assert [view.run_name(d, dirs) for d in dirs] == ["a/out", "b/out", "c"]
-    assert view.run_name("/r/c", ["/r/c", "/r/c"]) == "c"
+def test_view_reads_the_names_of_the_last_release():
+    """There an eval stood on the line of its step, too."""
+    row = dict(step=3, completion_length=40, kl_k3=0.1, frac_zero_std=0.5, eval_accuracy=0.2, reward=1)
+    for key, value in {
+        "completions/mean_length": 40,
+        "kl": 0.1,
+        "frac_reward_zero_std": 0.5,
+        "eval_accuracy": 0.2,
+    }.items():
+        assert view.series([row], key) == {3: value}
+
+
+def test_view_finds_the_newest_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(view, "draw", lambda out_dirs, path: None)
+    for i, name in enumerate(("out", "out.2", "out.1", "mine", "out.3")):
+        write_run(name)
+        os.utime(f"{name}/metrics.jsonl", (i, i))
+    os.remove("out.3/metrics.jsonl")  # it has not begun to write
+    view.main([])
+    assert capsys.readouterr().out == os.path.join("out.1", "curves.png") + "\n"
+    os.utime("out/metrics.jsonl", (9, 9))  # a run that was resumed
+    view.main([])
+    assert capsys.readouterr().out == os.path.join("out", "curves.png") + "\n"
 
 
 def columns(line):
@@ -115,28 +137,24 @@ def columns(line):
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_view_table(tmp_path, monkeypatch, capsys, width):
+def test_view_step(tmp_path, monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
     lines = capsys.readouterr().out.split("\n")
     assert lines[0].startswith("step 20, 7 samples")
     assert max(map(columns, lines)) <= width
     assert all(line.isprintable() for line in lines)  # nor a lone surrogate
-    words = [word for line in lines for word in line.split()]
-    advantages = [float(word) for word in words if word[0] in "+-" and word[1:].replace(".", "").isdigit()]
-    assert advantages == [3, 2, 1, 0, -1.5, -2]  # and the one without stands last
-    whole = "".join(words)  # whatever the lines were broken at
+    whole = "".join(word for line in lines for word in line.split())  # whatever the lines were broken at
     for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy1", "cutoff", "..."):
         assert shown in whole
     view.main([str(tmp_path / "a"), "--step", "10"])
     assert capsys.readouterr().out.startswith("step 10, 7 samples")
 
 
-def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
+def test_view_step_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     texts = ["[red]no markup[/red] [/] [link=x]", ":smile: &lt; 50 %", "e\u0301" * 3, "漢字", "a" * 4000 + " so 42"]
-    rows = [dict(step=1, group=0, prompt="p", completion=text, reward=1, advantage=1, length=5) for text in texts]
-    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path, [dict(completion=text, advantage=1) for text in texts])
     view.main([str(tmp_path), "--step"])
     out = capsys.readouterr().out
     assert all(text in out for text in texts[:4]) and "so 42" in out  # the answer stands at the end
@@ -144,33 +162,54 @@ def test_view_table_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
     assert len({columns(line[: line.index("+1.000")]) for line in samples}) == 1  # under each other
 
 
-def test_view_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(view, "draw", lambda out_dirs, file: file.write(b"picture"))
+def write_rows(out_dir, rows):
+    whole = dict(step=1, group=0, prompt="p", completion="c", reward=1, advantage=0, length=5, finish_reason="stop")
+    with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
+        f.writelines(json.dumps(whole | row) + "\n" for row in rows)
 
-    class Page(html.parser.HTMLParser):
-        def __init__(self):
-            super().__init__()
-            self.tags, self.links, self.text = [], [], ""
 
-        def handle_starttag(self, tag, attributes):
-            self.tags.append(tag)
-            self.links += [value for name, value in attributes if name in ("src", "href")]
+def test_view_step_is_by_group(tmp_path, capsys):
+    """Groups by signal, samples by reward, the prompt and equal samples once; a sample without a reward is last."""
+    rows = [
+        dict(group=0, prompt="weak", completion=f"w{i}", reward=r, advantage=0.1) for i, r in enumerate((0, None, 2))
+    ]
+    rows += [dict(group=1, prompt="strong", completion=c, reward=r, advantage=a) for c, r, a in [("no", 0, -1)] * 3]
+    rows += [dict(group=1, prompt="strong", completion="yes", reward=1, advantage=3)]
+    rows += [dict(group=1, prompt="strong", completion="no", reward=0, advantage=-1, finish_reason="length")]
+    write_rows(tmp_path, rows)
+    view.main([str(tmp_path), "--step"])
+    out = capsys.readouterr().out
+    places = [
+        out.index(text)
+        for text in ("group 1: strong", "yes", " 3 ", "no", "cut off", "group 0: weak", "w2", "w0", "w1")
+    ]
+    assert places == sorted(places) and out.count("strong") == 1 and out.count("no ") == 2
+    assert "1 of 5 right, mean |advantage| 1.4" in out and "1 of 3 right, mean |advantage| 0.1" in out
 
-        def handle_data(self, data):
-            self.text += data
 
-    path = str(tmp_path / "page.html")
-    view.main([write_run(tmp_path / "<b>a"), "--step", "20", "--html", path])
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
-    page = Page()
-    page.feed(source)
-    assert page.tags.count("script") == 1 and page.tags.count("table") == 1 and page.tags.count("b") == 0
-    assert page.tags.count("tr") == 1 + len(HOSTILE)
-    assert [link[:22] for link in page.links] == ["data:image/png;base64,"]
-    assert all(c.isprintable() or c in "\n\t" for c in source)
-    for text in (HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[6], r"\u202eright to left", r"\ud800"):
-        assert text in page.text
+def test_view_step_of_several_runs(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name, [dict(completion=f"of {name}")])
+    view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--step"])
+    out = capsys.readouterr().out
+    places = [
+        out.index(text) for text in ("step 1, 2 samples", "group 0: p", "a: 1 of 1 right", "of a", "b: 1 of", "of b")
+    ]
+    assert places == sorted(places) and out.count("group 0") == 1
+
+
+def test_right_is_what_the_first_reward_function_says(tmp_path):
+    """As pass@k counts it; without one, the reward. Neither, where it has failed."""
+    cases = {
+        (("a", 1), ("b", -5)): "right",
+        (("a", 0.5), ("b", 9)): "wrong",
+        (): "right",
+        (("a", None), ("b", 1)): None,
+    }
+    for parts, verdict in cases.items():
+        row = dict(completion="c", reward=1, parts=dict(parts), finish_reason="length")
+        assert view.group_of(0, [row])["samples"][0]["verdicts"] == [v for v in (verdict, "cut off") if v]
 
 
 @pytest.mark.parametrize(
@@ -179,22 +218,37 @@ def test_view_page(tmp_path, monkeypatch):
         (["no_such_dir"], "no_such_dir"),
         (["empty"], "metrics.jsonl"),
         (["empty", "--step"], "completions.jsonl"),
+        (["half"], "half/metrics.jsonl has no metrics"),
+        (["half", "--step"], "half/completions.jsonl has no row with group, prompt"),
+        (["old"], "old/metrics.jsonl has no metrics of this version"),
+        (["old", "--step"], "another version"),
+        (["a", "old", "--html", "x.html"], "old/metrics.jsonl has no metrics"),
+        (["empty", "--html", "x.html"], "metrics.jsonl"),
+        (["a", "--html", "x.html", "--step", "15"], "logged steps: 10 to 20"),
+        (["a", "--html", "no/where.html"], "no/where.html"),
+        (["a", "--html", "x.html", "--out", "x.png"], "--out"),
         (["a", "--step", "15"], "logged steps: 10 to 20"),
         (["a", "--step", "many"], "many"),
         (["a", "--stepp", "1"], "--stepp"),
-        (["a", "b", "--step", "1"], "one run"),
+        (["a", "b", "--step", "1"], "logged steps: 10 to 20"),
+        (["a", "--step", "10", "--out", "x.png"], "--out"),
         (["a", "--out", "x.unknown"], "unknown"),
-        ([], "out_dir"),
+        ([], "no run here (out, out.1, ...)"),
     ],
 )
 def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(tmp_path)
     write_run("a"), write_run("b"), os.mkdir("empty")
+    for name, text in dict(half='{"step": 1, "rew', old='{"step": 1, "text": "a completion"}\n').items():
+        os.mkdir(name)
+        for log in ("metrics", "completions"):
+            with open(f"{name}/{log}.jsonl", "w") as f:
+                f.write(text)
     with pytest.raises(SystemExit) as stop:
         view.main(flags)
     assert stop.value.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and says in err
+    assert out == "" and err.count("\n") == 1 and says in err and not glob.glob("x.*")
 
 
 def test_view_command_line(tmp_path):

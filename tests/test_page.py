@@ -1,0 +1,396 @@
+"""Tests of the page that view.py writes: what is in the file, and what Chromium makes of it."""
+
+import base64
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+import zlib
+
+import pytest
+
+import view
+from tests.test_view import HOSTILE, write_run
+
+TOKENS = dict(  # in thousandths
+    text=["4", "+", "4", "<eos>"],
+    logp=[-500, -3000, 0, -100],
+    gap=[0, -500, 0, None],
+    kl=[1000, -1000, 0, 0],
+    entropy=[250, 2000, 0, 500],
+    push=[1000, -2000, 0, 500],
+)
+
+
+def write_groups(out_dir, steps=(1, 2, 3), groups=3, prompts="prompt {group} of step {step}"):
+    """A run whose group 2 has the most signal, then 1, then 0 with none; in each an equal pair and one cut off."""
+    write_run(out_dir, steps=max(steps))
+    with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
+        for step in steps:
+            for group in range(groups):
+                for i, text in enumerate(("4+4", "wrong", "wrong", "cut")):
+                    row = dict(step=step, group=group, prompt=prompts.format(group=group, step=step), completion=text)
+                    row |= dict(reward=float(i == 0), parts={"answer": float(i == 0)}, length=4 + i, row={"answer": 8})
+                    row |= dict(advantage=group * (1.5 if i == 0 else -0.5), length=3)
+                    row |= dict(finish_reason="length" if i == 3 else "stop", tokens=TOKENS if i == 0 else None)
+                    f.write(json.dumps(row) + "\n")
+        f.write('{"step": 3, "group": 0, "prom')  # the run goes on
+    return str(out_dir)
+
+
+def write_page(tmp_path, *out_dirs, flags=()):
+    path = str(tmp_path / "page.html")
+    view.main([*out_dirs, *flags, "--html", path])
+    return path
+
+
+def data_of(path):
+    """What the script of the page reads, with the steps unpacked."""
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', source)[1])
+    data["unpacked"] = {int(s): json.loads(zlib.decompress(base64.b64decode(p))) for s, p in data["packed"].items()}
+    return data
+
+
+def test_page_is_one_file_that_loads_nothing(tmp_path, capsys):
+    path = write_page(tmp_path, write_groups(tmp_path / "a"))
+    assert capsys.readouterr().out == path + "\n"
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    with open(os.path.join(os.path.dirname(view.__file__), "harness", "page.html"), encoding="utf-8") as f:
+        assert f.read().split('"DATA"')[0] == source[: source.index('id="data">') + len('id="data">')]
+    assert not re.search(r"""\b(src|href)\s*=|url\(|@import|\bfetch\(|https?://(?!www\.w3\.org)""", source)
+    assert "innerHTML" not in source and "insertAdjacentHTML" not in source  # text goes in as text
+
+
+def test_page_holds_hostile_text(tmp_path):
+    path = write_page(tmp_path, write_run(tmp_path / "<b><script>"))
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    assert source.count("<script") == source.count("</script>") == 2
+    data = data_of(path)
+    assert data["runs"][0]["name"] == "<b><script>"
+    samples = [s for card in data["unpacked"][20]["cards"] for run in card["runs"] for s in run["samples"]]
+    assert sorted(s["completion"] for s in samples) == sorted(HOSTILE)
+
+
+def test_page_has_groups_samples_and_measures(tmp_path):
+    data = data_of(write_page(tmp_path, write_groups(tmp_path / "a"), flags=["--step", "2"]))
+    assert (data["step"], data["steps"], data["logged"]) == (2, [1, 2, 3], [0, 1, 2, 3])
+    cards = data["unpacked"][2]["cards"]
+    assert [card["prompt"] for card in cards] == [f"prompt {group} of step 2" for group in (2, 1, 0)]
+    (run,) = cards[0]["runs"]
+    assert (run["n"], run["right"], run["signal"], run["most"]) == (4, 1, 1.5, 3)
+    assert [(s["completion"], s["count"]) for s in run["samples"]] == [(3, 1), ("wrong", 2), ("cut", 1)]
+    tokens = run["samples"][0]["tokens"]
+    assert tokens.pop("text") == ["4", "+", "4", "<eos>"]
+    assert tokens == {
+        "push": [1, -2, 0, 0.5],
+        "probability": [0.61, 0.05, 1, 0.9],
+        "entropy": [0.25, 2, 0, 0.5],
+        "KL to the reference": [1, -1, 0, 0],
+        "gap to the sampler": [0, -0.5, 0, None],
+    }
+    assert data["unpacked"][2]["ends"]["KL to the reference"] == 1
+
+
+@pytest.mark.parametrize("tokens", [None, [], {}, dict(text=[]), dict(text="abc"), dict(logp=[1])])
+def test_tokens_that_are_not_there(tokens):
+    assert view.measures(tokens) is None
+
+
+def test_lists_of_tokens_that_are_not_there():
+    found = view.measures(dict(text=["a", "b"], logp=[-1], entropy=None, push=[float("nan"), 1], kl=["x", None]))
+    assert found.pop("text") == ["a", "b"] and found.pop("push") == [None, 0.001]
+    assert list(found.values()) == [[None, None]] * 4
+
+
+def test_page_of_a_long_run_leaves_out_steps(tmp_path, monkeypatch, capsys):
+    out = write_groups(tmp_path / "a", steps=range(1, 41))
+    size = len(next(iter(data_of(write_page(tmp_path, out))["packed"].values())))
+    monkeypatch.setattr(view, "MOST_BYTES", 14 * size)
+    capsys.readouterr()
+    steps = data_of(write_page(tmp_path, out, flags=["--step", "6"]))["steps"]
+    assert 12 <= len(steps) <= 15 and 6 in steps and steps[-1] == 40
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 4
+    assert f"of 40 steps {len(steps)}" in capsys.readouterr().out
+
+
+def test_page_of_any_numbers(tmp_path):
+    out, odd = (
+        write_run(tmp_path / "a"),
+        [1e300, -1e300, 5e-324, 10**400, float("nan"), float("inf"), "1", None, [], True],
+    )
+    rng = random.Random(0)
+    for name, keys in (
+        ("metrics", ["reward", "kl", "eval_accuracy"]),
+        ("completions", ["reward", "advantage", "length"]),
+    ):
+        with open(f"{out}/{name}.jsonl", "a") as f:
+            for _ in range(50):
+                row = dict(step=20, group=rng.choice(odd), prompt=rng.choice(odd), completion=rng.choice(odd))
+                row |= {key: rng.choice(odd) for key in keys} | dict(parts={"a": rng.choice(odd)}, row=rng.choice(odd))
+                row |= dict(tokens=dict(text=[rng.choice(odd)] * 2, logp=[rng.choice(odd), rng.choice(odd)]))
+                f.write("\n" + json.dumps(row))
+    data = data_of(write_page(tmp_path, out))
+    json.dumps(data, allow_nan=False)  # JavaScript's JSON knows no NaN
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+class Browser:
+    """Chromium, driven by the WebDriver protocol."""
+
+    def __init__(self):
+        self.driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        started = (re.search(r"successfully on port (\d+)", line) for line in self.driver.stdout)
+        self.url = f"http://127.0.0.1:{next(filter(None, started))[1]}/session"
+        arguments = "headless no-sandbox disable-gpu disable-background-networking disable-dev-shm-usage"
+        options = dict(binary=shutil.which("chromium"), args=["--" + name for name in arguments.split()])
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
+
+    def call(self, path, method="POST", **body):
+        data = json.dumps(body).encode() if method == "POST" else None
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["value"]
+
+    def close(self):
+        self.call("", method="DELETE")
+        self.driver.terminate()
+        self.driver.communicate()
+
+    def run(self, script, *arguments):
+        return self.call("/execute/sync", script=script, args=arguments)
+
+    def devtools(self, command, **parameters):
+        return self.call("/goog/cdp/execute", cmd=command, params=parameters)
+
+    def until(self, script, value):
+        """Waits for the script to give the value, and fails with what it gives instead."""
+        end = time.monotonic() + 30
+        while (found := self.run(f"return {script}")) != value and time.monotonic() < end:
+            time.sleep(0.02)
+        assert found == value
+
+    def open(self, path, step):
+        self.call("/url", url="about:blank")  # else only the step after the # would change
+        self.call("/url", url=f"file://{path}")
+        self.until("document.getElementById('step').textContent", step)
+        self.until("document.querySelectorAll('.sample').length > 0", True)
+
+    def texts(self, selector):
+        """Of what is seen."""
+        every = "return [...document.querySelectorAll(arguments[0])]"
+        return self.run(every + ".filter(e => e.checkVisibility()).map(e => e.innerText)", selector)
+
+    def set(self, name, value):
+        """What a user does with a field."""
+        script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
+        script += "for (const type of ['input', 'change']) e.dispatchEvent(new Event(type, {bubbles: true}))"
+        self.run(script, name, value)
+
+    def press(self, key):
+        for kind in ("rawKeyDown", "keyUp"):
+            code = dict(ArrowLeft=37, ArrowRight=39)[key]
+            self.devtools("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def mouse(self, selector, click=False, along=0.5):
+        """To a point of the first such element, along its width."""
+        script = "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'}); "
+        script += "const r = e.getBoundingClientRect(); return [r.left + arguments[1] * r.width, r.top + r.height / 2]"
+        x, y = self.run(script, selector, along)
+        self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for kind in ("mousePressed", "mouseReleased") if click else ():
+            self.devtools("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def errors(self):
+        return [entry["message"] for entry in self.call("/se/log", type="browser")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
+        pytest.skip("needs Chromium and its driver")
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def window(browser, width=1280, scheme="light"):
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    browser.devtools("Emulation.setDeviceMetricsOverride", **size)
+    browser.devtools("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=scheme)])
+
+
+@pytest.mark.slow
+def test_browser_steps(tmp_path, browser):
+    path = write_page(tmp_path, write_groups(tmp_path / "a", steps=(2, 5, 10)))
+    browser.open(path, "step 10 of 10")
+    for act, step in [
+        (lambda: browser.press("ArrowLeft"), 5),
+        (lambda: browser.press("ArrowRight"), 10),
+        (lambda: browser.press("ArrowRight"), 10),  # there is no further one
+        (lambda: browser.mouse("#back", click=True), 5),
+        (lambda: browser.set("slider", 0), 2),
+        (lambda: browser.mouse(".plot", click=True, along=0.52), 5),  # the curve begins at step 0
+    ]:
+        act()
+        browser.until("document.querySelector('.card pre').textContent", f"prompt 2 of step {step}")
+        slider = "document.getElementById('slider').value"
+        assert browser.run(f"return [location.hash, {slider}]") == [f"#{step}", str([2, 5, 10].index(step))]
+    browser.call("/refresh")  # the page was made again
+    browser.until("document.querySelector('.card pre')?.textContent", "prompt 2 of step 5")
+    assert browser.errors() == []
+
+
+@pytest.mark.slow
+def test_browser_curves(tmp_path, browser):
+    """The values of the chosen step, and while the mouse is there, of the step under it."""
+    browser.open(write_page(tmp_path, write_groups(tmp_path / "a", steps=(5, 10))), "step 10 of 10")
+    assert [text.split("\n")[0] for text in browser.texts("#curves h3")] == [panel[0] for panel in view.PANELS]
+    assert [text.strip() for text in browser.texts(".value")][:4] == ["1", "0.5", "train 50", "eval 40"]
+    browser.mouse(".plot", along=0.31)
+    assert [text.strip() for text in browser.texts(".value")][:4] == ["0.3", "–", "train 43", "eval –"]
+    assert browser.texts("#step") == ["step 3 of 10"]
+    browser.mouse("#note")
+    assert browser.texts("#step") == ["step 10 of 10"] and browser.texts(".value")[0].strip() == "1"
+    assert browser.run("return document.querySelectorAll('#curves path.dots').length") == 2
+
+
+@pytest.mark.slow
+def test_browser_groups_and_filters(tmp_path, browser):
+    browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
+    assert browser.texts(".card h2") == ["group 2", "group 1", "group 0"]
+    assert browser.texts(".card:first-child .sample > :first-child") == [
+        "reward 1, right, ended\nanswer 1\n+3\n3 tokens",
+        "2 × reward 0, wrong, ended\nanswer 0\n−1\n3 tokens",
+        "reward 0, wrong, cut off\nanswer 0\n−1\n3 tokens",
+    ]
+    bars = browser.run("return [...document.querySelectorAll('.bar i')].map(i => [i.style.left, i.style.width])")
+    assert bars[0] == ["50%", "50%"] and bars[1][0].startswith("33.3") and bars[1][1].startswith("16.6")
+    for field, value, samples, cards in [
+        ("find", "CUT", 3, 3), ("find", "prompt 1", 4, 1), ("find", "(", 0, 0), ("find", "", 12, 3),
+        ("verdict", "right", 3, 3), ("verdict", "wrong", 9, 3), ("verdict", "cut off", 3, 3), ("group", "1", 1, 1),
+        ("verdict", "", 4, 1), ("group", "", 12, 3),
+    ]:  # fmt: skip
+        browser.set(field, value)
+        assert browser.texts("#note") == [f"{samples} of 12 samples"] and len(browser.texts(".card")) == cards
+    browser.set("verdict", "right")
+    browser.press("ArrowLeft")
+    browser.until("document.querySelector('.card pre').textContent", "prompt 2 of step 2")
+    assert browser.texts("#note") == ["3 of 12 samples"]  # the filter stays
+
+
+@pytest.mark.slow
+def test_browser_tokens(tmp_path, browser):
+    window(browser)
+    browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
+    assert browser.texts("button.more") == ["tokens"] * 3
+    browser.mouse("button.more", click=True)
+    assert browser.texts(".text span") == ["4", "+", "4", "<eos>"] and browser.texts("button.more")[0] == "close"
+    script = "return [...document.querySelectorAll('.text span')].map(e => getComputedStyle(e).backgroundColor)"
+    legends, colors = {}, {}
+    for measure in view.MEASURES:
+        browser.set("measure", measure)
+        legends[measure], colors[measure] = browser.texts("#legend small"), browser.run(script)
+    assert [legend[:2] for legend in legends.values()] == [
+        ["−2", "2"], ["0", "1"], ["0", "2"], ["−1", "1"], ["−0.5", "0.5"]
+    ]  # fmt: skip
+    assert all("nats" in legend[2] for legend in list(legends.values())[2:])
+    up, down, level = "rgba(0, 114, 178, %s)", "rgba(213, 94, 0, %s)", "rgba(230, 159, 0, %s)"
+    assert colors["push"] == [up % 0.325, down % 0.65, up % 0, up % 0.16]
+    assert colors["entropy"] == [level % 0.082, level % 0.65, level % 0, level % 0.16]
+    assert colors["probability"][2] == level % 0 and colors["gap to the sampler"][3] == "rgba(0, 0, 0, 0)"  # not logged
+    browser.mouse(".text span:nth-child(2)")
+    values = ["push", "−2", "probability", "0.05", "entropy", "2", "KL to the reference", "−1"]
+    assert browser.texts("#tip")[0].split("\n") == ['"+"', *values, "gap to the sampler", "−0.5"]
+    browser.mouse("#note")
+    assert browser.texts("#tip") == []
+    browser.mouse("button.more", click=True)
+    assert browser.texts(".text span") == [] and browser.texts(".text")[0] == "4+4"
+
+
+@pytest.mark.slow
+def test_browser_shows_hostile_text_as_text(tmp_path, browser):
+    out = write_run(tmp_path / "<img src=x onerror=alert(1)>")
+    with open(f"{out}/completions.jsonl", "a") as f:
+        for i, text in enumerate(HOSTILE):
+            row = dict(step=20, group=f"<i>{text}", prompt=f"<img src=x>{text}", completion=text, reward=1, row=[text])
+            row |= dict(parts={f"<script>alert(3)</script>{text}": 1}, advantage=i)
+            row |= dict(tokens=dict(text=["<b>", text, "", "\u202e</script>"], push=[1, 2, 3, 4]))
+            f.write("\n" + json.dumps(row))
+    browser.open(write_page(tmp_path, out), "step 20 of 30")
+    browser.run("document.querySelectorAll('button.more').forEach(button => button.click())")
+    assert browser.run("return document.querySelectorAll('img, .card :is(b, script, i:not(.bar > i))').length") == 0
+    whole = "\n".join(browser.texts("body"))
+    for text in (
+        HOSTILE[0],
+        HOSTILE[2],
+        "∅",
+        r"\u202eright to left\u200f",
+        r"\u1b[31mred",
+        "<img src=x onerror=alert(1)>",
+    ):
+        assert text in whole
+    assert browser.errors() == []
+
+
+@pytest.mark.slow
+def test_browser_shows_several_runs_side_by_side(tmp_path, browser):
+    a, b = write_groups(tmp_path / "a"), write_groups(tmp_path / "b", steps=(2, 3), groups=2)
+    browser.open(write_page(tmp_path, a, b), "step 3 of 3")
+    assert browser.texts("h1 span") == ["a", "b"] and len(browser.texts(".card")) == 3
+    columns = "return [...document.querySelectorAll('.card')].map(c => c.querySelectorAll('section').length)"
+    assert browser.run(columns) == [1, 2, 2]
+    browser.set("slider", 0)
+    browser.until("document.querySelector('.card pre').textContent", "prompt 2 of step 1")
+    assert browser.run(columns) == [1, 1, 1]  # b has not logged this step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_is_readable(tmp_path, browser, width, scheme):
+    """Nothing is wider than the window, and text stands out against what is behind it."""
+    window(browser, width, scheme)
+    runs = [write_groups(tmp_path / "a", prompts="x" * 3000 + "{group}"), write_groups(tmp_path / "b")]
+    browser.open(write_page(tmp_path, *runs), "step 3 of 3")
+    browser.run("document.querySelectorAll('button.more').forEach(button => button.click())")
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    style = browser.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    ink, paper = (sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in style)
+    assert abs(ink - paper) > 0.8 and (ink < paper) == (scheme == "light")
+
+
+@pytest.mark.slow
+def test_browser_opens_a_hundred_steps_at_once(tmp_path, browser):
+    """64 samples of 512 tokens a step, the numbers of the first group's tokens: at most 10 MB."""
+    rng = random.Random(0)
+    words = [f" {a}{b}" for a in "bcdfghklmnprstw" for b in ("an", "er", "ing", "out", "ial")]
+    out = write_run(tmp_path / "a", steps=100)
+    with open(os.path.join(out, "completions.jsonl"), "w") as f:
+        for i in range(64):
+            text = rng.choices(words, k=512)
+            row = dict(group=i // 8, prompt=f"question {i // 8}", completion="".join(text), reward=i % 2)
+            row |= dict(advantage=rng.gauss(0, 1), length=512, finish_reason="length")
+            if i < 8:
+                lists = {name: [round(rng.gauss(0, 1000)) for _ in text] for name in TOKENS if name != "text"}
+                row |= dict(tokens=dict(text=text) | lists)
+            f.writelines(json.dumps(dict(step=step) | row) + "\n" for step in range(1, 101))
+    path = write_page(tmp_path, out)
+    assert os.path.getsize(path) < 1e7 and len(data_of(path)["steps"]) > 95
+    browser.open(path, "step 100 of 100")
+    assert len(browser.texts(".sample")) == 64
+    assert browser.run("return performance.getEntriesByType('navigation')[0].domComplete") < 3000  # 1 s, left alone
+    start = time.monotonic()
+    browser.press("ArrowLeft")
+    browser.until("document.getElementById('step').textContent", "step 99 of 100")
+    assert time.monotonic() - start < 2
