@@ -49,24 +49,27 @@ def fit_micro_batch(cfg, model, device: torch.device):
     if cfg.micro_batch_tokens or device.type != "cuda":
         return dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     text, half = model.config.get_text_config(), cfg.dtype == "bfloat16"
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    hidden, layers, mlp = text.hidden_size, text.num_hidden_layers, getattr(text, "intermediate_size", None)
     parameters, head = sum(p.numel() for p in model.parameters()), model.get_input_embeddings().weight.numel()
-    reference = 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters
-    card, least = torch.cuda.get_device_properties(device).total_memory, 16 * parameters + reference
-    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {least / 1e9:.0f}"
-    need(least < card, cfg, "model", f"{sizes}: --beta 0, a smaller model, or LoRA (variants/lora.patch)")
-    room = 0.95 * card - 2e9 - least - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
-    layer = (13 if half else 26) * (hidden + mlp)  # bytes that a token leaves in a layer; recomputed, only its input
+    kept = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
+    kept += 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters  # the reference
+    card = torch.cuda.get_device_properties(device).total_memory
+    room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
+    layer = (13 if half else 26) * (
+        hidden + (mlp or 4 * hidden)
+    )  # bytes that a token leaves in a layer; recomputed, only its input
     for recompute in sorted({cfg.gradient_checkpointing, True}):
         token = 4 * hidden * layers + layer if recompute else layers * layer
         tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
         if tokens:
             break
+    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.0f}"
+    why = f"{sizes}, an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
+    need(tokens, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
     if recompute and not cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    say(f"--micro_batch_tokens {tokens or 2048}{' --gradient_checkpointing' * recompute} ({sizes})")
-    return dataclasses.replace(cfg, micro_batch_tokens=tokens or 2048, gradient_checkpointing=recompute)
+    say(f"--micro_batch_tokens {tokens}{' --gradient_checkpointing' * recompute} ({sizes})")
+    return dataclasses.replace(cfg, micro_batch_tokens=tokens, gradient_checkpointing=recompute)
 
 
 def compile_layers(model, cfg) -> None:
