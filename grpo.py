@@ -52,6 +52,7 @@ from harness.rows import Prompt
 from harness.run import Run
 
 GENERATE_ROWS = 256  # rows of one HF generate call
+LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 16384 on cuda, else 2048", low=0)
+    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0)
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "optimiser steps; 0: the first step already learns at the full rate", low=0)
@@ -118,7 +119,9 @@ class Config:
     resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    log_tokens: int = flag(-1, "of these, samples with all that is known of each token; -1: the first group", low=-1)
+    log_tokens: int = flag(
+        -1, "of these, samples with all that is known of each token; -1: the first group, 3072 tokens", low=-1
+    )
     report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
 
     def __new__(cls, *values, **named):
@@ -172,17 +175,16 @@ def validate(cfg: Config) -> Config:
     return cfg
 
 
-def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
+def resolved(cfg: Config, model, device: torch.device) -> Config:
     """The values that the flags leave to the model and the device; says what it took, and why."""
     if cfg.dtype == "auto":
-        fast = models.fast_bfloat16(device)
+        small, fast = models.is_small(model), models.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
         say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
-    tokens = cfg.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
-    return dataclasses.replace(cfg, micro_batch_tokens=tokens)
+    return models.fit_micro_batch(cfg, model, device)
 
 
 def autocast(cfg: Config, device: torch.device):
@@ -319,7 +321,7 @@ class HFSampler:
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
-            sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
+            sampling = kernels.SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
@@ -329,31 +331,6 @@ class HFSampler:
                 length = end.argmax() + 1 if end.any() else len(t)
                 completions[row] = Completion(t[:length], lp[:length], "stop" if end.any() else "length")
         return [[completions[p, i] for i in range(n)] for p in range(len(prompts))]
-
-
-class SeededSampling:
-    """Inverse-CDF sampling with one random number per (sample, token): a sample does not depend on its neighbours.
-
-    Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
-    """
-
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
-        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
-        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
-        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
-        self.temperature, self.logps = temperature, []
-
-    def __call__(self, input_ids, logits):
-        logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
-        if self.temperature == 0:
-            token = logits.argmax(-1, keepdim=True)  # [N, 1]
-        else:
-            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
-            point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
-            token = token.to(logits.device)
-        self.logps.append(logps.gather(-1, token).squeeze(-1))
-        return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)
 
 
 class VLLMSampler:
@@ -722,8 +699,12 @@ def make_optimizer(policy: Policy, cfg: Config):
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     totals, losses, norms, skipped = {}, [], [], 0
-    logged = cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens
-    numbers = {id(sample): i for i, sample in enumerate(samples[:logged])}
+    noted = samples[: cfg.log_tokens if cfg.log_tokens >= 0 else cfg.num_generations]
+    if cfg.log_tokens < 0:
+        noted = [
+            s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
+        ]
+    numbers = {id(sample): i for i, sample in enumerate(noted)}
     if cfg.updates_per_step > 1:  # the whole rollout's, before its first update: a stop then loses nothing
         mismatch = log.rollout_gap(samples, cfg, world)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
@@ -874,7 +855,7 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
         | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids)) | s.tokens) if s.tokens else {})
+        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
         for s in samples
     ]
 
@@ -924,10 +905,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
     models.freeze_unused(model)
-    small = models.is_small(model)
-    if small and "OMP_NUM_THREADS" not in os.environ:
+    if models.is_small(model) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
-    cfg = resolved(cfg, small, device)
+    cfg = resolved(cfg, model, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import os
 import re
@@ -46,6 +47,32 @@ def fast_bfloat16(device: torch.device) -> bool:
     asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
     cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
     return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def fit_micro_batch(cfg, model, device: torch.device):
+    """The flags with a micro-batch that fits the card, by bytes that studies/memory.py counted for dense models; layers
+    are recomputed where not even 2,048 tokens fit. 16 bytes of a parameter: weight, gradient, Adam's two moments."""
+    if cfg.micro_batch_tokens or device.type != "cuda":
+        return dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
+    text, half = model.config.get_text_config(), cfg.dtype == "bfloat16"
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    parameters, head = sum(p.numel() for p in model.parameters()), model.get_input_embeddings().weight.numel()
+    reference = 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters
+    card, least = torch.cuda.get_device_properties(device).total_memory, 16 * parameters + reference
+    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {least / 1e9:.0f}"
+    need(least < card, cfg, "model", f"{sizes}: --beta 0, a smaller model, or LoRA (variants/lora.patch)")
+    room = 0.95 * card - 2e9 - least - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
+    layer = (13 if half else 26) * (hidden + mlp)  # bytes that a token leaves in a layer; recomputed, only its input
+    for recompute in sorted({cfg.gradient_checkpointing, True}):
+        token = 4 * hidden * layers + layer if recompute else layers * layer
+        tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
+        if tokens:
+            break
+    if recompute and not cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    say(f"--micro_batch_tokens {tokens or 2048}{' --gradient_checkpointing' * recompute} ({sizes})")
+    return dataclasses.replace(cfg, micro_batch_tokens=tokens or 2048, gradient_checkpointing=recompute)
 
 
 def compile_layers(model, cfg) -> None:

@@ -42,13 +42,14 @@ def pick_device(kind: str) -> torch.device:
         kind = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
     if kind == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch sees no GPU")
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":  # the current one from here on: else the model's checks would open a context on card 0, too
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
 
 
 def join_world(device: torch.device) -> World:
     """Under torchrun, meet the other ranks. Objects travel over gloo, gradients over NCCL where there is a GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if not dist.is_initialized():

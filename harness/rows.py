@@ -193,9 +193,14 @@ def template_options(cfg) -> dict:
     return json.loads(cfg.chat_template_kwargs or "{}")
 
 
-def pieces(tokenizer, ids: np.ndarray) -> list[str]:
-    """The text of each token. That of a character in several tokens stands at the last of them."""
+def pieces(tokenizer, ids: np.ndarray, text: str) -> list[str]:
+    """The text of each token; their join is `text`. That of a character in several tokens stands at the last of them;
+    the token that ended it has none."""
     from tokenizers.decoders import DecodeStream
 
-    stream, known = DecodeStream(skip_special_tokens=False), len(tokenizer)
-    return [(stream.step(tokenizer.backend_tokenizer, int(i)) or "") if i < known else "" for i in ids]
+    stream, known, found = DecodeStream(skip_special_tokens=False), len(tokenizer), []
+    for i in ids.tolist():
+        piece = (stream.step(tokenizer.backend_tokenizer, i) if i < known else "") or ""
+        found.append(piece if text.startswith(piece) else "")
+        text = text[len(found[-1]) :]
+    return [*found[:-1], found[-1] + text]

@@ -259,7 +259,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
         harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
-        cfg = grpo.resolved(cfg, harness.models.is_small(trainer.model), world.device)
+        cfg = grpo.resolved(cfg, trainer.model, world.device)
         harness.models.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
@@ -326,7 +326,7 @@ def run_floor(files, spec) -> dict:
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = grpo.resolved(cfg, harness.models.is_small(model), world.device)
+    cfg = grpo.resolved(cfg, model, world.device)
     harness.models.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)

@@ -393,7 +393,7 @@ def main() -> int:
         size, small = m.model.num_parameters(), harness.models.is_small(m.model)
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        m.cfg = grpo.resolved(cfg, small, device)
+        m.cfg = grpo.resolved(cfg, m.model, device)
         name = torch.cuda.get_device_name(device) if m.cuda else device.type
         m.peak = 1e12 * (args.peak_tflops or PEAKS.get(max((p for p in PEAKS if p in name), key=len, default=""), 0))
         title = f"{args.random or os.path.basename(args.model)}, {size / 1e6:.3g} M parameters, {m.cfg.dtype}, "

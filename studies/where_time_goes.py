@@ -53,7 +53,7 @@ def sides(files: dict, spec: dict) -> dict:
     cfg = grpo.parse_args(flags(files, spec, "hf") + ["--max_sampler_gap", "1e9"])
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
-    cfg = grpo.resolved(cfg, harness.models.is_small(model), CPU.device)
+    cfg = grpo.resolved(cfg, model, CPU.device)
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)

@@ -368,10 +368,10 @@ def stuck_run(out, how, marker, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "rollout":
-            honest = grpo.SeededSampling.__call__
+            honest = harness.kernels.SeededSampling.__call__
             steps = itertools.count()
             patch.setattr(
-                grpo.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
+                harness.kernels.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
             )
         elif how == "save":  # of the state after step 2
             honest = harness.run.write_checkpoint

@@ -220,7 +220,7 @@ def vllm_worker(folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
         history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
-        keys = ("sampler_gap", TIS, "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
+        keys = ("sampler_gap", TIS, TIS.replace("mean", "max"), "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
         results["half"] = [{key: m[key] for key in keys} for m in history]
     sampler.close()
     results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}

@@ -174,7 +174,7 @@ def test_rank_0_says_it_and_terminals_get_what_they_can_show(monkeypatch, capsys
 
 def test_k1_as_a_loss_warns(capsys):
     for options, warned in ((dict(kl_estimator="k1"), True), (dict(), False), (dict(kl_estimator="k1", beta=0), False)):
-        grpo.resolved(dataclasses.replace(BUNDLED, **options), True, CPU.device)
+        grpo.resolved(dataclasses.replace(BUNDLED, **options), torch.nn.Linear(1, 1), CPU.device)
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
 
