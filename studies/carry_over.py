@@ -28,7 +28,7 @@ import grpo
 import harness.kernels
 import harness.models
 import harness.rows
-import reward
+import harness.workers
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
@@ -59,7 +59,7 @@ class Real:
     def __init__(self, path: str, cfg: grpo.Config):
         self.cfg, self.tokenizer, rewards = cfg, harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
         self.prompts = harness.rows.load_prompts("train_data", rewards, self.tokenizer, cfg)
-        self.scorer, self.model = reward.Scorer(rewards), grpo.load_model(path, cfg)
+        self.scorer, self.model = harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 import grpo
 import harness.models
 import harness.rows
-import reward
+import harness.workers
 import view
 from grpo import Config
 from harness import World
@@ -84,7 +84,7 @@ class Run:
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
         self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = reward.Scorer(grpo.load_rewards(cfg))
+        self.scorer = harness.workers.Scorer(grpo.load_rewards(cfg))
 
     def rollout(self, step: int, prompts=None) -> list:
         """Scored samples with advantages, groups consecutive."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import harness.log
 import harness.run
-import reward
+import harness.workers
 from grpo import Completion, Config, Sample
 from harness import Prompt, World
 
@@ -217,7 +217,7 @@ class Host:
             for c, text in zip(group, texts, strict=True):
                 self.samples.append(Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, text))
         self.tokens = sum(map(len, self.samples))
-        self.scorer = reward.Scorer(grpo.load_rewards(self.cfg))
+        self.scorer = harness.workers.Scorer(grpo.load_rewards(self.cfg))
         grpo.score(self.samples, self.scorer, 1, self.cfg)
 
     def peers(self, size: int) -> dict:

@@ -31,7 +31,7 @@ from common import CPU, HERE, legend, plt, save
 
 import grpo
 import harness.rows
-import reward
+import harness.workers
 from view import COLORS, read_jsonl
 
 ROOT = os.path.dirname(HERE)
@@ -155,7 +155,7 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
     tokenizer, rewards = harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
     train, held_out = (harness.rows.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
-    scorer = reward.Scorer(rewards)
+    scorer = harness.workers.Scorer(rewards)
     with tempfile.TemporaryDirectory() as files:
         with open(os.path.join(files, "rows.jsonl"), "w") as rows:
             system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []

@@ -35,7 +35,8 @@ import reward
 import view
 from grpo import Config, Policy, Prompt, Sample
 from harness.ranks import World
-from reward import Scorer, load_rewards
+from harness.workers import Scorer
+from reward import load_rewards
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CPU = World(0, 1, torch.device("cpu"))
