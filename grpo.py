@@ -42,14 +42,14 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-import reward as reward_module
-from harness import check, flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows, workers
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
+from reward import load_rewards, sources
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
@@ -463,7 +463,7 @@ def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
 # Rewards and advantages
 
 
-def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
+def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scores:
     """Fills in the rewards: NaN where none applies, or where one failed and --reward_failure says exclude."""
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     rows = [
@@ -919,9 +919,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
 def load_data(cfg: Config) -> tuple:
     """Rewards, tokenizer, train and eval prompts."""
     try:
-        rewards = reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        rewards = load_rewards(cfg.reward)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"--reward: {error}") from None
     tokenizer = rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
@@ -945,11 +945,11 @@ def set_up(cfg: Config, command_line: bool):
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started, command_line, reward_module.sources(rewards)) as run:
+    with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
-        scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
+        scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)
