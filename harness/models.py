@@ -55,9 +55,8 @@ def fit_micro_batch(cfg, model, device: torch.device):
     kept += 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters  # the reference
     card = torch.cuda.get_device_properties(device).total_memory
     room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
-    layer = (13 if half else 26) * (
-        hidden + (mlp or 4 * hidden)
-    )  # bytes that a token leaves in a layer; recomputed, only its input
+    # bytes that a token leaves in a layer; where that is recomputed, only its input
+    layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
     for recompute in sorted({cfg.gradient_checkpointing, True}):
         token = 4 * hidden * layers + layer if recompute else layers * layer
         tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
