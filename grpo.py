@@ -42,14 +42,14 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-import reward as reward_module
-from harness import check, flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows, workers
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
+from reward import load_rewards, sources
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
@@ -66,7 +66,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", low=1e-6)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -78,9 +78,9 @@ class Config:
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
     num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", low=1e-6)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", above=0, high=1)
+    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", low=1e-3, high=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
@@ -98,7 +98,7 @@ class Config:
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 16384 on cuda, else 2048", low=0)
+    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0)
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "optimiser steps; 0: the first step already learns at the full rate", low=0)
@@ -159,7 +159,7 @@ def complete(cfg: Config) -> Config:
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    cfg = flags.check_flags(cfg)
+    flags.check_flags(cfg)
     try:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
@@ -175,17 +175,16 @@ def validate(cfg: Config) -> Config:
     return cfg
 
 
-def resolved(cfg: Config, small: bool, device: torch.device) -> Config:
+def resolved(cfg: Config, model, device: torch.device) -> Config:
     """The values that the flags leave to the model and the device; says what it took, and why."""
     if cfg.dtype == "auto":
-        fast = models.fast_bfloat16(device)
+        small, fast = models.is_small(model), models.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
         why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
         say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
-    tokens = cfg.micro_batch_tokens or (16384 if device.type == "cuda" else 2048)
-    return dataclasses.replace(cfg, micro_batch_tokens=tokens)
+    return models.fit_micro_batch(cfg, model, device)
 
 
 def autocast(cfg: Config, device: torch.device):
@@ -322,7 +321,7 @@ class HFSampler:
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
-            sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
+            sampling = kernels.SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
@@ -332,31 +331,6 @@ class HFSampler:
                 length = end.argmax() + 1 if end.any() else len(t)
                 completions[row] = Completion(t[:length], lp[:length], "stop" if end.any() else "length")
         return [[completions[p, i] for i in range(n)] for p in range(len(prompts))]
-
-
-class SeededSampling:
-    """Inverse-CDF sampling with one random number per (sample, token): a sample does not depend on its neighbours.
-
-    Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
-    """
-
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
-        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
-        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
-        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
-        self.temperature, self.logps = temperature, []
-
-    def __call__(self, input_ids, logits):
-        logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
-        if self.temperature == 0:
-            token = logits.argmax(-1, keepdim=True)  # [N, 1]
-        else:
-            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
-            point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
-            token = token.to(logits.device)
-        self.logps.append(logps.gather(-1, token).squeeze(-1))
-        return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)
 
 
 class VLLMSampler:
@@ -379,8 +353,7 @@ class VLLMSampler:
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
         else:  # chunked prefill: a seeded request whose prompt is divided crashes on a CPU
-            cache = models.cache_bytes(cfg, length, self.dtype, world)
-            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK, kv_cache_memory_bytes=cache)
+            options |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=models.CACHE_BYTES)
             options |= dict(enable_chunked_prefill=False)
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
@@ -490,7 +463,7 @@ def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
 # Rewards and advantages
 
 
-def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
+def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scores:
     """Fills in the rewards: NaN where none applies, or where one failed and --reward_failure says exclude."""
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     rows = [
@@ -929,10 +902,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     these decide; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
     models.freeze_unused(model)
-    small = models.is_small(model)
-    if small and "OMP_NUM_THREADS" not in os.environ:
+    if models.is_small(model) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # on small matrices threads cost more than they bring
-    cfg = resolved(cfg, small, device)
+    cfg = resolved(cfg, model, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
@@ -947,9 +919,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
 def load_data(cfg: Config) -> tuple:
     """Rewards, tokenizer, train and eval prompts."""
     try:
-        rewards = reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        rewards = load_rewards(cfg.reward)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"--reward: {error}") from None
     tokenizer = rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
@@ -973,11 +945,11 @@ def set_up(cfg: Config, command_line: bool):
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started, command_line, reward_module.sources(rewards)) as run:
+    with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
-        scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
+        scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)

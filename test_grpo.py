@@ -76,19 +76,20 @@ def gradients_of_ranks(out):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
 def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
     samples = random_samples(15, 5, np.float64 if dtype == F64 else np.float32)
     once = dataclasses.replace(cfg, micro_batch_tokens=10**6)
     whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
-    splits = itertools.product((1, 45, 100, 140), (True, False))  # one sample; a few; groups of 5 split in the middle
+    policy = Policy(tiny_model(dtype=dtype), 1.0)
+    splits = itertools.product((1, 45, 100), (True, False))  # one sample; a few; groups of 5 split in the middle
     for budget, packs in splits:
         split = dataclasses.replace(cfg, micro_batch_tokens=budget)
-        part, m = update_gradient(split, samples, dtype, packs=packs)
+        part, m = update_gradient(split, samples, dtype, policy=policy, packs=packs)
         assert relative(part, whole) < tolerance
         assert m["loss"] == pytest.approx(metrics["loss"], rel=tolerance, abs=tolerance)
         assert m["kl"] == pytest.approx(metrics["kl"], rel=1e-6)
@@ -825,6 +826,7 @@ def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
     assert json.loads(read(tmp_path / "out")) == [True] * 3
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_in_the_process():
     """A tensor made again takes the pages of the one before: the kernel gives, and fills with zeros, none."""
     code = """

@@ -213,14 +213,10 @@ def run_ours(files, spec, extra) -> dict:
             yield
         self.seconds[f"time_{phase}"] = 1.0  # shown, not used
 
-    def counted(self, ids, prompts, completions, groups=None):
+    def counted(self, batch):
         policies.append(self)
-        computed = ids.numel()
-        if groups is not None:  # one row of every prompt once and of every completion but its last token
-            computed = sum(dict(zip(groups.tolist(), prompts.tolist(), strict=True)).values())
-            computed += int((completions - 1).sum())
-        record.count(computed, 0)
-        return forward(self, ids, prompts, completions, groups)
+        record.count(batch["ids"].numel(), 0)
+        return forward(self, batch)
 
     def logged(self, metrics, rows):
         log(self, metrics, rows)
@@ -263,7 +259,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
         trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
         harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
-        cfg = grpo.resolved(cfg, harness.models.is_small(trainer.model), world.device)
+        cfg = grpo.resolved(cfg, trainer.model, world.device)
         harness.models.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
 
@@ -330,7 +326,7 @@ def run_floor(files, spec) -> dict:
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = grpo.resolved(cfg, harness.models.is_small(model), world.device)
+    cfg = grpo.resolved(cfg, model, world.device)
     harness.models.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
@@ -346,7 +342,7 @@ def run_floor(files, spec) -> dict:
         if cfg.beta:
             with record.phase("logps"), torch.no_grad():
                 list(bare_losses(model, ids, P, cfg))
-        record.count(ids.numel(), sum(map(len, samples)))
+        record.count(ids.numel(), sum(s.n_tokens for s in samples))
         with record.phase("update"):
             for loss in bare_losses(model, ids, P, cfg):
                 loss.backward()
@@ -450,7 +446,7 @@ def publish(table, ratios, args) -> None:
     axis.set_yticks(range(len(shown)), names)
     axis.axvline(1, color="black", lw=1)
     axis.set(xlabel="CPU seconds a real token of the whole step, TRL's over ours", ylim=(len(shown) - 0.5, -0.5))
-    axis.set_xlim(0, 0.6 + max(row[5] for row in shown))
+    axis.set_xlim(0, 0.6 + max((row[5] for row in shown), default=1))
     axis.set_title("bars: median of the rounds;  whiskers: least and most", fontsize=9, loc="left")
     save(args, "bench", figure, [header, *table], [["setting", "pair", "of", "min", "median", "max"], *ratios])
 

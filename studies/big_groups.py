@@ -37,7 +37,7 @@ class Held:
 def split(G, seed, budget):
     """Peak bytes with the budget and with everything at once, and the relative difference of the gradients."""
     run = Run(seed=seed, num_prompts=1, num_generations=G)
-    step = next(step for step in range(1, 100) if run.rollout(step) and run.frac_zero_std < 1)
+    step = next(step for step in range(1, 100) if run.rollout(step) and run.no_signal < 1)
     samples, peaks, gradients = run.rollout(step), [], []
     for tokens in (budget, 10**7):
         Held.now = Held.peak = 0

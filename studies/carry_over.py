@@ -19,7 +19,7 @@ import time
 import kl_estimators
 import numpy as np
 import torch
-from common import CPU, HERE, Recorder, Run, plt, save
+from common import CPU, HERE, Recorder, Run, next_tokens, plt, save
 from mean_of_means import weights
 from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
@@ -27,8 +27,7 @@ from torch import nn
 import grpo
 import harness.kernels
 import harness.models
-import harness.rows
-import reward
+import harness.workers
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
@@ -57,9 +56,8 @@ class Real:
     """A model directory with what common.Run gives to the bundled model."""
 
     def __init__(self, path: str, cfg: grpo.Config):
-        self.cfg, self.tokenizer, rewards = cfg, harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
-        self.prompts = harness.rows.load_prompts("train_data", rewards, self.tokenizer, cfg)
-        self.scorer, self.model = reward.Scorer(rewards), grpo.load_model(path, cfg)
+        rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
+        self.cfg, self.scorer, self.model = cfg, harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:
@@ -180,11 +178,11 @@ def kl_gradients(policy, reference, samples: list, group_size: int) -> tuple:
     signs, parameters = random_signs(policy), list(policy.parameters())
     found, kl = {name: [] for name in ("exact", "k1", "k2", "k3")}, 0.0
     for start in range(0, len(samples), group_size):
-        where, targets = places(samples[start : start + group_size])
+        batch = grpo.collate(samples[start : start + group_size], CPU.device, policy.packs)
         with torch.no_grad():
-            q = reference.head[0](reference.hidden(*where)).log_softmax(-1)  # [n, V]
-        p = policy.head[0](policy.hidden(*where)).log_softmax(-1)
-        logps, ref = p.gather(1, targets)[:, 0], q.gather(1, targets)[:, 0]  # [n]
+            q = next_tokens(reference, batch)  # [n, V]
+        p = next_tokens(policy, batch)
+        logps, ref = (x.gather(1, batch["targets"][:, None])[:, 0] for x in (p, q))  # [n]
         leaf, slopes = logps.detach().requires_grad_(), {}
         for name in kl_estimators.ESTIMATORS:
             value = grpo.kl_estimate(leaf, ref, leaf.detach(), name).sum()
@@ -295,24 +293,17 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         grpo.compute_logps(policy, copies, "old_logps", cfg, CPU)
         return np.concatenate([s.old_logps for s in copies])
     parts = {}
-    for micro in grpo.plan(samples, policy, cfg, CPU)[0][0]:
-        where, targets = places(micro)
+    for micro in grpo.plan(samples, policy.packs, cfg, CPU)[0]:
+        batch = grpo.collate(micro, CPU.device, policy.packs)
         with rounded(policy, operators):
             with grpo.autocast(cfg, CPU.device):
-                hidden = policy.hidden(*where)
-            logits = hidden.float() @ policy.head[0].weight.float().T  # [n, V]
+                hidden = policy.hidden(batch)
+            logits = hidden.float() @ policy.model.get_output_embeddings().weight.float().T  # [n, V]
         logits = logits.bfloat16().float() if "logits" in operators else logits
-        logps = logits.log_softmax(-1).gather(1, targets)[:, 0].split([len(s.completion_ids) for s in micro])
+        logps = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]  # [n]
+        logps = logps.split([len(s.completion_ids) for s in micro])
         parts |= {id(s): part.numpy() for s, part in zip(micro, logps, strict=True)}
     return np.concatenate([parts[id(s)] for s in samples])
-
-
-def places(samples: list) -> tuple:
-    """What Policy.hidden takes, and the tokens [n, 1] that follow."""
-    batch = grpo.collate(samples, CPU.device)
-    row, t = batch["mask"].nonzero(as_tuple=True)
-    targets = batch["input_ids"][row, batch["prompt_lengths"][row] + t][:, None]
-    return [batch[name] for name in ("input_ids", "prompt_lengths", "mask", "groups")], targets
 
 
 def sampler_logps(samples: list) -> np.ndarray:

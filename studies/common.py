@@ -24,11 +24,11 @@ from transformers.utils import logging
 
 import grpo
 import harness.models
-import harness.rows
+import harness.workers
 import reward
 import view
 from grpo import Config
-from harness import World
+from harness.ranks import World
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
@@ -84,7 +84,7 @@ class Run:
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
         self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = reward.Scorer(grpo.load_rewards(cfg))
+        self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
 
     def rollout(self, step: int, prompts=None) -> list:
         """Scored samples with advantages, groups consecutive."""
@@ -94,7 +94,7 @@ class Run:
             *(self.sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, self.tokenizer, cfg, CPU)
         )
         grpo.score(samples, self.scorer, step, cfg)
-        self.frac_zero_std = grpo.assign_advantages(samples, step, cfg)
+        self.no_signal = grpo.assign_advantages(samples, step, cfg)
         return samples
 
     def update(self, samples: list, step: int) -> dict:
@@ -112,27 +112,21 @@ class Run:
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion: at every position of the samples the exact KL of the
         next-token distributions, over the full vocabulary."""
-        batch = grpo.collate(samples, CPU.device)
-        row, t = batch["mask"].nonzero(as_tuple=True)  # [n], [n]
-        at = batch["prompt_lengths"][row] + t - 1
+        batch = grpo.collate(samples, CPU.device, self.policy.packs)
         with torch.no_grad():
-            p, q = (
-                (
-                    m.model(input_ids=batch["input_ids"], use_cache=False).logits[row, at].double()
-                    / self.cfg.temperature
-                ).log_softmax(-1)  # [n, V]
-                for m in (self.policy, self.reference)
-            )
+            p, q = (next_tokens(m, batch) for m in (self.policy, self.reference))  # [n, V]
         return ((p.exp() * (p - q)).sum() / len(samples)).item()
+
+
+def next_tokens(policy, batch: dict):
+    """[n, V]: all log-probabilities at the place of each real completion token."""
+    logits = policy.model.get_output_embeddings()(policy.hidden(batch))
+    return (logits.double() / policy.temperature).log_softmax(-1)
 
 
 @functools.cache
 def data():
-    cfg = Config(**grpo.BUNDLED)
-    tokenizer, rewards = harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    return tokenizer, *(
-        harness.rows.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data")
-    )
+    return grpo.load_data(Config(**grpo.BUNDLED))[1:]
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
@@ -142,7 +136,7 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
     for step in range(1, run.cfg.max_steps + 1):
         samples = run.rollout(step)
         metrics = dict(step=step) | (before(run, step, samples) or {} if before else {})
-        metrics |= dict(frac_zero_std=run.frac_zero_std) | grpo.sample_metrics(samples, run.cfg)
+        metrics |= dict(frac_reward_zero_std=run.no_signal) | grpo.sample_metrics(samples, run.cfg)
         metrics |= run.update(samples, step)
         if after:
             metrics |= after(run, step, samples)

@@ -2,8 +2,8 @@
 
 CPU seconds of one rank, one thread: grpo.py's own functions in the order of its step, on made-up samples. One process
 stands for rank r of W. The collectives are played: what the others send is what grpo.py would send there, to the byte,
-and stands in the receive buffer when the collective returns. Left out: the wire itself, sampling, the model, loss and
-optimiser. Of the first and the last rank the slower one counts, of three steps the median.
+and stands in the receive buffer when the collective returns. Left out: the wire itself, sampling, the model, the loss,
+notes of tokens, the optimiser. Of the first and the last rank the slower one counts, of three steps the median.
 """
 
 import contextlib
@@ -25,9 +25,11 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import harness.log
 import harness.run
+import harness.workers
 import reward
 from grpo import Completion, Config, Sample
-from harness import Prompt, World
+from harness.ranks import World
+from harness.rows import Prompt
 
 G, PROMPT, COMPLETION, LONGEST = 8, 150, 2300, 8192  # samples of a prompt; tokens, on average and at most
 WORDS = 150_000  # of the tokenizer, as large ones have today
@@ -148,15 +150,15 @@ class Asked(World):
 class NoPolicy(nn.Module):
     """Log-probabilities of 0; stands in for the optimiser, too."""
 
-    can_share, param_groups = True, [{}]
+    packs, param_groups = True, [{}]
 
     def __init__(self, meter: Meter):
         super().__init__()
         self.meter, self.one = meter, nn.Parameter(torch.zeros(1))
 
-    def forward(self, input_ids, prompt_lengths, completion_lengths, groups=None):
+    def forward(self, batch):
         with self.meter("left out"):
-            logps = torch.zeros(len(input_ids), int(completion_lengths.max()))
+            logps = torch.zeros(batch["shape"])
             return logps, logps
 
     def no_sync(self):
@@ -207,23 +209,23 @@ class Host:
         prompts, groups = rollout(tokens, len(tokenizer))
         self.cfg = Config(
             model="none", train_data="none", num_prompts=len(prompts), num_generations=G, max_sampler_gap=1e9,
-            max_completion_length=LONGEST, micro_batch_tokens=16384, out_dir=folder,
+            max_completion_length=LONGEST, micro_batch_tokens=16384, log_tokens=0, out_dir=folder,
         )  # fmt: skip
         self.samples, self.decode = [], []  # CPU seconds of each group's decode
         for g, group in enumerate(groups):
             started = time.process_time()
-            texts = [grpo.decode(tokenizer, c.ids) for c in group]
+            texts = [grpo.decode(tokenizer, c.ids, []) for c in group]
             self.decode.append(time.process_time() - started)
             for c, text in zip(group, texts, strict=True):
                 self.samples.append(Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, text))
-        self.tokens = sum(map(len, self.samples))
-        self.scorer = reward.Scorer(grpo.load_rewards(self.cfg))
+        self.tokens, self.tokenizer = sum(s.n_tokens for s in self.samples), tokenizer
+        self.scorer = harness.workers.Scorer(reward.load_rewards(self.cfg.reward))
         grpo.score(self.samples, self.scorer, 1, self.cfg)
 
     def peers(self, size: int) -> dict:
         """What the ranks send, by phase and rank."""
         policy, found = NoPolicy(Meter()), {"exchange": [], "log-probabilities": []}
-        planned = grpo.plan(self.samples, policy, self.cfg, World(0, size, torch.device("cuda")))
+        planned = grpo.plan(self.samples, policy.packs, self.cfg, World(0, size, CPU))
         for rank in range(size) if size > 1 else []:
             found["exchange"].append(sent_by(rank, size, [s for s in self.samples if s.group % size == rank]))
             with replaced(grpo, plan=lambda *_: planned):
@@ -236,36 +238,33 @@ class Host:
     def step(self, rank: int, size: int, peers: dict, flags: dict) -> tuple[Counter, Counter]:
         """CPU seconds of a rank by part, and the bytes that it received by phase."""
         cfg, meter = dataclasses.replace(self.cfg, **flags), Meter()
-        world, policy, plan = Rank(rank, size, peers, meter), NoPolicy(meter), grpo.plan
-        log, on_gpu = harness.log.Log(cfg, 0, 0.0, rank == 0), World(rank, size, torch.device("cuda"))
+        world, policy = Rank(rank, size, peers, meter), NoPolicy(meter)
+        log = harness.log.Log(cfg, 0, 0.0, rank == 0)
         samples = [dataclasses.replace(s) for s in self.samples if s.group % size == rank]
         meter.seconds["decode"] = sum(self.decode[rank::size])
 
-        def loss(logps, *_):
+        def loss(logps, *_, **__):
             with meter("left out"):
                 return policy.one.sum() * 0, dict(tokens=torch.tensor(logps.numel()))
 
-        def collate(samples, device, collate=grpo.collate):
+        def collate(samples, *rest, collate=grpo.collate):
             with meter("collate"):
-                batch = collate(samples, device)
+                batch = collate(samples, *rest)
             if world.phase != "sums":
                 return batch
-            T = int(batch["completion_lengths"][0])  # what follows is the device's work: it gets one sample
-            return {k: x[:1, :T] if x.dim() == 2 and k != "input_ids" else x[:1] for k, x in batch.items()}
-
-        def planned(samples, *_):
-            with meter("plan"):  # as on a GPU, where both ways of packing are weighed
-                return plan(samples, policy, cfg, on_gpu)
+            T = len(samples[0].completion_ids)  # what follows is the device's work: it gets one sample
+            cut = {k: x[:1, :T] for k, x in batch.items() if k == "mask" or k.endswith("_logps")}
+            return batch | cut | dict(shape=(1, T))
 
         def timed(part, module, *names):
             return {name: meter.wrap(part, getattr(module, name)) for name in names}
 
-        ours = dict(plan=planned, collate=collate, grpo_loss=loss) | timed("score", grpo, "score")
+        ours = dict(collate=collate, grpo_loss=loss) | timed("score", grpo, "score") | timed("plan", grpo, "plan")
         ours |= timed("metrics, log", grpo, "sample_metrics", "completion_rows")
-        gaps = timed("gap", harness, "gap_sums", "gap_metrics", "rollout_gap")
+        gaps = timed("gap", harness.log, "gap_sums", "gap_metrics", "rollout_gap")
         with (
             replaced(grpo, **ours),
-            replaced(harness, **gaps),
+            replaced(harness.log, **gaps),
             contextlib.redirect_stdout(io.StringIO()),
             meter("rest"),
         ):
@@ -274,15 +273,15 @@ class Host:
             world.phase = "exchange"
             samples = sorted(world.gather(samples), key=lambda s: s.group)
             failures = harness.run.Run.failures(SimpleNamespace(said=set()), scores, 1, len(samples))
-            frac_zero_std = grpo.assign_advantages(samples, 1, cfg)
+            no_signal = grpo.assign_advantages(samples, 1, cfg)
             counted = [s for s in samples if s.in_loss] or samples
             world.phase = "log-probabilities"
             for name in ["ref_logps"] if cfg.updates_per_step == 1 else ["old_logps", "ref_logps"]:
                 grpo.compute_logps(policy, counted, name, cfg, world)
             world.phase = "sums"
             metrics = grpo.update(policy, policy, policy, samples, 1, cfg, world)
-            metrics |= dict(frac_zero_std=frac_zero_std) | grpo.sample_metrics(samples, cfg) | failures
-            rows = grpo.completion_rows(samples, 1)
+            metrics |= dict(frac_reward_zero_std=no_signal) | grpo.sample_metrics(samples, cfg) | failures
+            rows = grpo.completion_rows(samples, 1, self.tokenizer)
             with meter("metrics, log"):
                 log.step(dict(step=1, tokens_per_s=0.0) | metrics, rows)
         for a, b in zip(samples, self.samples, strict=True):

@@ -30,6 +30,7 @@ import harness.ranks
 import harness.rows
 import harness.run
 from grpo import Config, Policy, Sample
+from harness import check, kernels
 from harness.flags import first_line, say
 from harness.ranks import World
 
@@ -70,20 +71,24 @@ def random_model(size: str, device):
         return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
 
 
-def made_up(m, rows: int) -> list[Sample]:
-    """Groups of 8 of random tokens, a quarter of each row the prompt; every second sample was a good one."""
+def made_up(m, rows: int, G: int = 1) -> list[Sample]:
+    """Random tokens, a quarter of each row the prompt, G in a row have the same; every second sample was a good one."""
     rng, samples = np.random.default_rng(0), []
     for i in range(rows):
         ids = rng.integers(2, m.model.config.vocab_size, m.length).astype(np.int32)
-        prompt = samples[-1].prompt if i % 8 else grpo.Prompt(ids[: m.length // 4], "", {})
+        prompt = samples[-1].prompt if i % G else grpo.Prompt(ids[: m.length // 4], "", {})
         rest = ids[m.length // 4 :]
-        samples.append(Sample(i // 8, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i))
+        samples.append(Sample(i // G, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i))
     return samples
+
+
+def collate(m, samples: list[Sample]) -> dict:
+    return grpo.collate(samples, m.world.device, m.policy.packs)
 
 
 def forward(m, batch, cfg):
     with grpo.autocast(cfg, m.world.device):
-        return m.policy(batch["input_ids"], batch["prompt_lengths"], batch["completion_lengths"])[0]
+        return m.policy(batch)[0]
 
 
 def free(m) -> None:
@@ -98,17 +103,18 @@ def free(m) -> None:
 
 
 def check_gradient(m) -> None:
-    """Against the model's own logits in float32."""
-    batch, cfg, kind = grpo.collate(made_up(m, 8), m.world.device), m.cfg, m.world.device.type
-    head = {id(p) for p in m.policy.head[0].parameters()} if m.policy.head[0] is not None else {}
+    """Against the model's own logits in float32, a row for each text."""
+    samples, cfg, kind = made_up(m, 8, G=8), m.cfg, m.world.device.type
+    batch, plain = collate(m, samples), grpo.collate(samples, m.world.device, packs=False)
+    head = {id(p) for p in m.model.get_output_embeddings().parameters()} if m.policy.plain_head else {}
     parameters = sorted(m.policy.parameters(), key=lambda p: id(p) in head)  # the head's at the end
     n, mask, default = sum(id(p) not in head for p in parameters), batch["mask"], torch.get_autocast_dtype("cpu")
-    row, t = mask.nonzero(as_tuple=True)
-    at = batch["prompt_lengths"][row] + t - 1
-    logits = m.model(input_ids=batch["input_ids"], use_cache=False).logits[row, at] / cfg.temperature
-    exact = logits.log_softmax(-1).gather(-1, batch["input_ids"][row, at + 1][:, None])[:, 0]
-    true = torch.autograd.grad(-(exact * batch["advantages"][row]).sum(), parameters)
-    whole, grpo.HEAD_CHUNK[kind] = grpo.HEAD_CHUNK[kind], logits.numel() // 5  # some chunks for any vocabulary
+    with check.as_loaded(m.model):
+        logits = m.model(input_ids=plain["ids"], use_cache=False).logits.flatten(0, 1)[plain["read"]] / cfg.temperature
+    exact = logits.log_softmax(-1).gather(-1, plain["targets"][:, None])[:, 0]  # [n]
+    advantages = batch["advantages"][:, None].expand_as(mask)[mask]  # [n]
+    true = torch.autograd.grad(-(exact * advantages).sum(), parameters)
+    whole, kernels.HEAD_CHUNK[kind] = kernels.HEAD_CHUNK[kind], logits.numel() // 5  # some chunks for any vocabulary
     del logits
     for dtype in dict.fromkeys((cfg.dtype, "bfloat16")):
         run, limit = dataclasses.replace(cfg, dtype=dtype), 0.1 if dtype == "bfloat16" else 1e-4
@@ -125,13 +131,14 @@ def check_gradient(m) -> None:
         gap = (logps[mask] - exact).detach().abs()
         shown = f"off by {gap.mean():.2g} on average (below {limit:g}), at most {gap.max():.2g}"
         right(m, f"{dtype}: log-probabilities of random tokens", gap.mean() < limit, shown)
-    grpo.HEAD_CHUNK[kind] = whole
+    kernels.HEAD_CHUNK[kind] = whole
 
 
 def check_micro_batches(m) -> None:
     samples, found = made_up(m, 16 * m.world.size), []
     for rows in (16, 3):
-        grpo.backward(m.policy, m.ddp, samples, dataclasses.replace(m.cfg, micro_batch_tokens=rows * m.length), m.world)
+        cfg = dataclasses.replace(m.cfg, micro_batch_tokens=rows * m.length)
+        grpo.backward(m.policy, m.ddp, samples, {}, cfg, m.world)
         found.append([p.grad.clone() for p in m.policy.parameters()])
         free(m)
     alike(m, "gradient in micro-batches of 16 rows and of 3", *found, m.cfg.dtype)
@@ -169,16 +176,16 @@ def check_resume(m) -> None:
 def model_flop(m, samples, passes: int) -> float:
     """Of `passes` forwards; an update is three."""
     config, head = m.model.config.get_text_config(), m.model.get_output_embeddings()
-    body = sum(x.weight.numel() for x in m.policy.backbone[0].modules() if isinstance(x, torch.nn.Linear))
+    body = sum(x.weight.numel() for x in m.model.base_model.modules() if isinstance(x, torch.nn.Linear))
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width * sum(len(s) ** 2 for s in samples)
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width * sum(s.n_tokens**2 for s in samples)
     last = 0 if head is None else 2 * head.weight.numel() * sum(len(s.completion_ids) for s in samples)
-    return passes * (2 * body * sum(map(len, samples)) + last + attention)
+    return passes * (2 * body * sum(s.n_tokens for s in samples) + last + attention)
 
 
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
-    chunk = grpo.HEAD_CHUNK[m.world.device.type]
+    chunk = kernels.HEAD_CHUNK[m.world.device.type]
     cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), harness.run.Clock(m.world.device), []
     line = [what, size, f"2**{chunk.bit_length() - 1}"]
     free(m)
@@ -189,11 +196,11 @@ def timed(m, what: str, samples, size: int, rounds: int) -> bool:
                 if what == "forward":
                     grpo.compute_logps(m.policy, samples, "ref_logps", cfg, m.world)
                 else:
-                    grpo.backward(m.policy, m.ddp, samples, cfg, m.world)
+                    grpo.backward(m.policy, m.ddp, samples, {}, cfg, m.world)
             times.append(max(m.world.gather([clock.take()["time_pass"]])))
         seconds, flop = min(times[1:]), model_flop(m, samples, 1 if what == "forward" else 3) / m.world.size
         mfu = f"{flop / seconds / m.peak:.1%}" if m.peak else "?"
-        rate = round(sum(map(len, samples)) / seconds)
+        rate = round(sum(s.n_tokens for s in samples) / seconds)
         SPEED.append([*line, rate, f"{flop / seconds / 1e12:.3g}", mfu, (clock.peaks["pass"] - m.base) / 1e9])
     except Exception as error:  # out of memory, or no compiler
         if m.world.size > 1 or not ("compiled" in what or isinstance(error, torch.OutOfMemoryError)):
@@ -210,8 +217,7 @@ def speed(m, quick: bool) -> None:
     kind, alone = m.world.device.type, World(0, 1, m.world.device)
     sizes = [2048, 8192, 16384, 32768] if m.cuda else [1024, 4096] if quick else [2048, 8192]
     samples, rounds = made_up(m, sizes[-1] * m.world.size // m.length), 3 if m.cuda else 1 if quick else 2
-    chunk = grpo.HEAD_CHUNK[kind]
-    m.policy.train()  # as in an update: only there layers are recomputed
+    chunk = kernels.HEAD_CHUNK[kind]
 
     def sweep(what):
         return max((size for size in sizes if timed(m, what, samples, size, rounds)), default=0)
@@ -220,10 +226,10 @@ def speed(m, quick: bool) -> None:
     fits = sweep("update")
     for power in range(24, 29) if m.cuda else (24, 26):
         if 2**power != chunk and (m.cuda or m.model.config.vocab_size * sizes[-1] > 2**24):
-            grpo.HEAD_CHUNK[kind] = 2**power
+            kernels.HEAD_CHUNK[kind] = 2**power
             timed(m, "update", samples, sizes[-2], rounds)
-    grpo.HEAD_CHUNK[kind] = chunk
-    grpo.wrap(m.policy, dataclasses.replace(m.cfg, gradient_checkpointing=True), alone)
+    kernels.HEAD_CHUNK[kind] = chunk
+    m.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     sweep("update, checkpointed")
     m.model.gradient_checkpointing_disable()
     if quick and not m.cuda:
@@ -237,7 +243,6 @@ def speed(m, quick: bool) -> None:
         while fits < 2**21 and timed(m, "update", made_up(m, 2 * fits // m.length), 2 * fits, 1):
             fits *= 2
         MEMORY.append(["the largest power of two that fits as a micro-batch", "", fits])
-    m.policy.eval()
 
 
 def kept(m, rows: int) -> int:
@@ -248,7 +253,7 @@ def kept(m, rows: int) -> int:
         sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    batch = grpo.collate(made_up(m, rows), m.world.device)
+    batch = collate(m, made_up(m, rows))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         logps = forward(m, batch, m.cfg)  # while it lives, no address is used twice
     return sum(size for pointer, size in sizes.items() if pointer not in own) + 0 * len(logps)
@@ -278,12 +283,10 @@ def memory(m) -> None:
 
 def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
-    if "torch._dynamo" in sys.modules and not m.cuda:
-        sys.modules["torch._dynamo"].config.disable = True  # as grpo.py does: else vLLM compiles for 10 s
     kind, why = harness.models.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
     cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
-    eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64 * 8)[::8]]
+    eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64)]
     if tokenizer:
         eos, pad = harness.models.special_ids(m.model, tokenizer, cfg)
         prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
@@ -378,20 +381,19 @@ def main() -> int:
     os.makedirs(args.out, exist_ok=True)
 
     device = harness.ranks.pick_device(args.device)
-    grpo.HEAD_CHUNK.setdefault(device.type, 2**24)
+    kernels.HEAD_CHUNK.setdefault(device.type, 2**24)
     m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
-    cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9, share_prompt="off")
+    cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
     with tempfile.TemporaryDirectory() as folder:
         if args.random:  # the engine reads config.json there, and gets its weights by the first push
             cfg, m.model = dataclasses.replace(cfg, model=folder), random_model(args.random, device)
             m.model.config.save_pretrained(folder)
         else:
             m.model = grpo.load_model(cfg.model, cfg).to(device)
-        size = m.model.num_parameters()
-        small = device.type == "cpu" and size < harness.models.SMALL
+        size, small = m.model.num_parameters(), harness.models.is_small(m.model)
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        m.cfg = grpo.resolved(cfg, small, device)
+        m.cfg = grpo.resolved(cfg, m.model, device)
         name = torch.cuda.get_device_name(device) if m.cuda else device.type
         m.peak = 1e12 * (args.peak_tflops or PEAKS.get(max((p for p in PEAKS if p in name), key=len, default=""), 0))
         title = f"{args.random or os.path.basename(args.model)}, {size / 1e6:.3g} M parameters, {m.cfg.dtype}, "
@@ -419,7 +421,7 @@ def main() -> int:
         memory(m)
         free(m)
         seconds = sampler_and_phases(m, None if args.random else harness.rows.load_tokenizer(m.cfg))
-    if int(os.environ.get("RANK", 0)) == 0:
+    if m.world.rank == 0:
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]

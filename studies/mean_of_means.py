@@ -36,7 +36,7 @@ def skewed(samples, seed):
     rng, samples = np.random.default_rng(seed), copy.deepcopy(samples)
     for s in samples:
         n = int(np.clip(rng.lognormal(np.log(20), 1.0), 1, 240))
-        s.completion_ids, s.sampler_logps = rng.integers(5, 18, n).tolist(), np.zeros(n, np.float32)
+        s.completion_ids, s.sampler_logps = rng.integers(5, 18, n), np.zeros(n, np.float32)
     return samples
 
 
@@ -117,11 +117,10 @@ def main():
     for name in names:
         histories = [runs[name, s, 1 if args.quick else 20] for s in seeds]
         band(left, histories, "reward", label=name)
-        band(right, histories, "completion_length", label=name)
+        band(right, histories, "completions/mean_length", label=name)
         ends = [np.array([h[-1].get("eval_accuracy", np.nan) for h in histories])]
-        ends += [
-            np.array([np.mean([m[k] for m in h[-3:]]) for h in histories]) for k in ("reward", "completion_length")
-        ]
+        for key in ("reward", "completions/mean_length"):
+            ends.append(np.array([np.mean([m[key] for m in h[-3:]]) for h in histories]))
         after.append([name, *(f"{x.mean():.3f} +- {x.std():.3f}" for x in ends)])
     left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
     right.set(title="training: completion length", xlabel="step", ylabel="tokens")

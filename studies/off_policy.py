@@ -79,11 +79,11 @@ def main():
         for clip in (True, False):
             histories = [reused[epochs, clip, s, steps] for s in seeds]
             style = dict(color=colour, ls="-" if clip else ":", label=f"{epochs}" + ("" if clip else ", no clipping"))
-            for axis, key in zip(axes[0], ("clip_frac", "log_ratio", "reward"), strict=True):
-                if key != "clip_frac" or clip:
+            for axis, key in zip(axes[0], ("clip_ratio/region_mean", "log_ratio", "reward"), strict=True):
+                if key != "clip_ratio/region_mean" or clip:
                     band(axis, histories, key, **style)
             areas[clip], text = summary(histories)
-            keys = ("clip_frac", "log_ratio", "ratio_q99")
+            keys = ("clip_ratio/region_mean", "log_ratio", "ratio_q99")
             means = [f"{np.mean([[m[k] for m in h] for h in histories]):.3f}" for k in keys]
             p = "" if clip else f"{permutation_test(areas[True], areas[False]):.2f}"
             first.append([epochs, "yes" if clip else "no", *means, *text, p])

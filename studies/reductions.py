@@ -50,7 +50,7 @@ def main():
     accuracy, *others = axes.flat
     panels = {
         "reward": ("reward", "mean of the samples"),
-        "completion_length": ("completion length", "tokens"),
+        "completions/mean_length": ("completion length", "tokens"),
         "wrong_length": ("length of wrong answers", "tokens"),
     }
     table = [["method", "accuracy, step 5 (95 %)", "accuracy, last", "reward, mean of all steps (95 %)", "p (GRPO)"]]
@@ -75,7 +75,7 @@ def main():
             name,
             *("{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in (evals[:, 0], evals[:, -1], area(name))),
             "" if name == names[0] else f"{permutation_test(area(name), area(names[0])):.2f}",
-            f"{get['completion_length'][:, -5:].mean():.1f}",
+            f"{get['completions/mean_length'][:, -5:].mean():.1f}",
             f"{np.nanmean(get['wrong_length'][:, 0]):.1f}",
             f"{np.nanmean(get['wrong_length'][:, -5:]):.1f}",
             f"{np.nanmean(get['push_ratio'][:, :5]):.2f}",

@@ -18,6 +18,7 @@ from common import CPU, HERE, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
+import harness.check
 import harness.models
 import harness.rows
 
@@ -52,7 +53,7 @@ def sides(files: dict, spec: dict) -> dict:
     cfg = grpo.parse_args(flags(files, spec, "hf") + ["--max_sampler_gap", "1e9"])
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
-    cfg = grpo.resolved(cfg, harness.models.is_small(model), CPU.device)
+    cfg = grpo.resolved(cfg, model, CPU.device)
     policy = grpo.Policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
@@ -69,10 +70,11 @@ def sides(files: dict, spec: dict) -> dict:
     ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
 
     def floor():
-        with torch.no_grad():
-            list(bare_losses(model, ids, P, cfg))
-        for loss in bare_losses(model, ids, P, cfg):
-            loss.backward()
+        with harness.check.as_loaded(model):
+            with torch.no_grad():
+                list(bare_losses(model, ids, P, cfg))
+            for loss in bare_losses(model, ids, P, cfg):
+                loss.backward()
         optimizer.zero_grad()
 
     return dict(ours=ours, floor=floor)

@@ -23,7 +23,7 @@ def run(case, seed, steps):
         if case == "bug":
             for sample in samples:
                 sample.reward = 1.0
-            run.frac_zero_std = grpo.assign_advantages(samples, step, run.cfg)
+            run.no_signal = grpo.assign_advantages(samples, step, run.cfg)
         start.setdefault("parameters", torch.cat([p.detach().flatten() for p in run.policy.parameters()]).clone())
         grpo.compute_logps(run.policy, samples, "old_logps", run.cfg, CPU)
 
@@ -47,7 +47,7 @@ def check(case, history):
     if case == "bug":
         # not exactly 0 wherever other micro-batches give the reference's log-probabilities another rounding
         assert all(abs(m["loss"]) < 1e-9 and m["grad_norm"] < 1e-6 for m in history), "the bug has a gradient"
-        assert all(m["moved"] == m["advantage_abs"] == 0 and m["frac_zero_std"] == 1 for m in history)
+        assert all(m["moved"] == m["advantage_abs"] == 0 and m["frac_reward_zero_std"] == 1 for m in history)
     else:
         assert all(m["grad_norm"] > 0.01 for m in history) and history[-1]["moved"] > 0, f"{case}: no gradient"
         assert case == "token" or abs(history[0]["loss"]) < 1e-6, "first value is not 0"
@@ -76,17 +76,19 @@ def main():
     rows = []
     for case, label in CASES.items():
         runs = histories[case]
-        column = {k: np.array([[m[k] for m in h] for h in runs]) for k in (*panels, "predicted", "frac_zero_std")}
+        keys = (*panels, "predicted", "frac_reward_zero_std")
+        column = {k: np.array([[m[k] for m in h] for h in runs]) for k in keys}
         rows.append([
             label, f"{np.abs(column['loss'][:, 0]).max():.1e}",
             f"{column['loss'].min():.3f} to {column['loss'].max():.3f}",
             f"{np.abs(column['loss'] - column['predicted']).max():.1e}",
             f"{column['grad_norm'].min():.2g} to {column['grad_norm'].max():.2g}",
-            *(f"{column[k][:, -1].mean():.2f}" for k in ("moved", "frac_zero_std")),
+            *(f"{column[k][:, -1].mean():.2f}" for k in ("moved", "frac_reward_zero_std")),
             f"{column['reward'][:, 0].mean():.2f} -> {column['reward'][:, -3:].mean():.2f}",
         ])  # fmt: skip
     header = ["case", "largest loss at step 1", "loss, range", "largest difference from the prediction"]
-    header += ["gradient norm, range", "parameter change", "frac_zero_std, last", "reward, first -> last 3 steps"]
+    header += ["gradient norm, range", "parameter change", "groups without signal, last"]
+    header += ["reward, first -> last 3 steps"]
     save(args, "why_loss_zero", figure, [header, *rows])
 
 

@@ -28,7 +28,7 @@ namespace {
 int devices = 1, major_capability = 9;
 bool values = true;
 thread_local DeviceIndex current = 0;
-void (*told)(const char* what, const char* which) = nullptr;  // hears of waits and of attention kernels
+void (*told)(const char* what, const char* which) = nullptr;  // hears of waits, attention kernels, ...
 int (*label_of)(int64_t bytes) = nullptr;                     // asked at every allocation: whose is it?
 
 void tell(const char* what, const std::string& which) {
@@ -78,6 +78,7 @@ DataPtr counted(DataPtr memory, size_t size, bool has_values, Device device) {
   } else if (!has_values) {
     address = reinterpret_cast<void*>(nowhere.fetch_add(bytes));
   }
+  if (bytes && device.index() != current) tell("elsewhere", "memory");  // a process opens a context on both cards
   int label = label_of && bytes ? label_of(bytes) : 0;
   ledger.add(bytes, label);
   return DataPtr(address, new Block{std::move(memory), bytes, label}, free_block, device);

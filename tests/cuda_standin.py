@@ -29,7 +29,7 @@ import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(HERE, "cuda_standin.cpp")
-waits, attention = collections.Counter(), collections.Counter()
+waits, attention, elsewhere = collections.Counter(), collections.Counter(), collections.Counter()
 
 
 def build() -> str:
@@ -76,6 +76,9 @@ def hear(what: bytes, which: bytes) -> None:
         attention[which.decode()] += 1
         return
     lines = callers()
+    if what == b"elsewhere":  # on another card than the process's current one
+        elsewhere[lines[0] if lines else ""] += 1
+        return
     backward = threading.current_thread() is not threading.main_thread()
     within = "backward" if backward else "forward" if any("Policy.forward" in line for line in lines) else "outside"
     waits[f"{which.decode()}, {lines[0] if lines else 'no line of ours'}, {within}"] += 1
@@ -101,6 +104,16 @@ def be_cuda(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, device
     patch_cuda(name, tuple(capability), int(memory), devices)
     patch_collectives()
     atexit.register(native.standin_listen, None, None)  # nobody hears when Python is gone
+
+
+class Done:
+    """A stream or an event: all work is done when a call returns."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
 
 
 def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
@@ -138,10 +151,9 @@ def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
         lambda *_: torch.get_rng_state(),
         lambda s, *_: torch.set_rng_state(s),
     )
-    # all work is done when a call returns, whatever its stream
-    torch.cuda.Stream = torch.cuda.Event = types.SimpleNamespace
+    torch.cuda.Stream = torch.cuda.Event = Done
     torch.cuda.stream = torch.cuda.device = contextlib.nullcontext
-    torch.cuda.current_stream = torch.cuda.default_stream = torch.cuda.Stream
+    torch.cuda.current_stream = torch.cuda.default_stream = Done
 
 
 def patch_collectives() -> None:
@@ -173,7 +185,7 @@ def main() -> None:
     finally:
         if report:
             with open(f"{report}.{os.environ.get('RANK', 0)}", "w") as file:
-                json.dump(dict(waits=waits, attention=attention, peak=native.standin_peak()), file, indent=1)
+                json.dump(dict(waits=waits, attention=attention, elsewhere=elsewhere), file, indent=1)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_pa
         assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_two_machines(two_ranks, tmp_path):
     """Two torchrun agents that meet over the network: the same run, and only rank 0 writes."""
     with socket.socket() as free:
@@ -109,6 +110,7 @@ def test_two_machines(two_ranks, tmp_path):
     assert state_of(tmp_path / f"node{written[0]}") == two_ranks[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
     """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
     script, out = tmp_path / "planted.py", tmp_path / "out"

@@ -18,13 +18,14 @@ import torch
 
 import grpo
 import harness.kernels
+import harness.models
 from grpo import Config, Policy
+from harness.flags import ConfigError
 from harness.ranks import World
 from tests.common import BUNDLED, HERE, PRIME, command_line, ids_of, lines, random_samples, relative, run, tiny_model
 
 STANDIN = os.path.join(HERE, "tests", "cuda_standin.py")
 CUDA = torch.device("cuda", 0)
-T4 = dict(name="Tesla T4", capability=[7, 5], memory=16e9)
 FEW = ["--max_steps", 2, "--eval_every", 0, "--eval_data", "", "--max_completion_length", 8, "--reward", "overlong"]
 
 pytestmark = [
@@ -100,7 +101,9 @@ def test_two_ranks_have_a_card_each(tmp_path):
     _, one = trained(tmp_path / "one", *args)
     for a, b in zip(two, one, strict=True):
         assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    assert all(json.loads((tmp_path / f"report.{rank}").read_text())["waits"] for rank in (0, 1))
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"report.{rank}").read_text())
+        assert report["waits"] and not report["elsewhere"], f"rank {rank} uses another card: {report['elsewhere']}"
 
 
 @pytest.mark.slow
@@ -372,3 +375,83 @@ def test_the_engine_has_the_signatures_of_vllm(tmp_path, monkeypatch):
     sampler.generate([ids_of([2])], 1, [0], 1.0)
     for name, options in asked.items():
         assert set(options) <= set(found[name])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Cards that people have
+
+QWEN = {"0.5B": (896, 4864, 24, 14, 151936), "1.5B": (1536, 8960, 28, 12, 151936), "7B": (3584, 18944, 28, 28, 152064)}
+
+
+def qwen(size):
+    """Without weights, but with their number."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(num_key_value_heads=2, tie_word_embeddings=size != "7B")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
+
+
+def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
+    def chosen(size, memory, **options):
+        card = types.SimpleNamespace(total_memory=memory * 1e9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+        model = qwen(size)
+        cfg = harness.models.fit_micro_batch(Config(**(dict(dtype="bfloat16") | options)), model, CUDA)
+        assert model.is_gradient_checkpointing is cfg.gradient_checkpointing
+        return cfg.micro_batch_tokens, cfg.gradient_checkpointing
+
+    assert chosen("0.5B", 25.2) == (4096, False)
+    assert "--micro_batch_tokens 4096 (the card has 25 GB; weights, gradients," in capsys.readouterr().out
+    assert chosen("0.5B", 85) == (16384, False)
+    assert chosen("0.5B", 15.8, dtype="float32")[1]  # recomputed
+    assert chosen("1.5B", 85) == (8192, False)
+    assert chosen("1.5B", 42.3) == (8192, True)
+    assert chosen("0.5B", 85, micro_batch_tokens=100) == (100, False)
+    for size, memory in (("1.5B", 25.2), ("7B", 150)):  # 7B: by 5 GB, in the count of studies/memory.py
+        with pytest.raises(ConfigError, match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller"):
+            chosen(size, memory)
+    assert harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
+
+
+def card_answers(path):
+    """What is chosen on this card for a model that is not small, and the attention of a pass that learns."""
+    import cuda_standin
+
+    harness.models.SMALL = 0
+    model = tiny_model().to(CUDA)  # grouped heads
+    cfg = grpo.resolved(Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA)
+    policy, made = Policy(model, 1.0), []
+    masks = harness.kernels.packed_masks
+    harness.kernels.packed_masks = lambda *args, **options: made.append(masks(*args, **options)) or made[-1]
+    cuda_standin.attention.clear()
+    recorder = types.SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)
+    grpo.update(policy, policy, recorder, random_samples(12, 4), 1, cfg, World(0, 1, CUDA))
+    biases = [bias for found in made for *_, bias in found if bias is not None]
+    answers = dict(dtype=cfg.dtype, attention=dict(cuda_standin.attention), passes=len(made))
+    answers |= dict(biases=[[str(bias.dtype), bias.shape[-1]] for bias in biases])
+    with open(path, "w") as file:
+        json.dump(answers, file)
+
+
+CARDS = {
+    "Tesla T4": ([7, 5], "float32"),
+    "NVIDIA GeForce RTX 3090": ([8, 6], "bfloat16"),
+    "NVIDIA H100 80GB HBM3": ([9, 0], "bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CARDS)
+def test_what_a_card_can_do_decides_dtype_and_attention(tmp_path, name):
+    capability, dtype = CARDS[name]
+    on_cuda("tests.test_cuda.card_answers", tmp_path / "answers", name=name, capability=capability)
+    answers = json.loads((tmp_path / "answers").read_text())
+    assert answers["dtype"] == dtype  # a T4 emulates bfloat16
+    # never the formula whose memory is quadratic in the length: prompts by flash where there is one
+    kernels = {"memory-efficient", "flash"} if dtype == "bfloat16" else {"memory-efficient"}
+    assert set(answers["attention"]) == kernels
+    # one mask for all layers, to be added as it is, of a width that the kernel takes without padding it
+    assert answers["passes"] == 1 and answers["biases"]
+    assert all(kind == f"torch.{dtype}" and width % 8 == 0 for kind, width in answers["biases"])

@@ -267,6 +267,7 @@ def test_the_entropy_is_computed_in_float32():
     assert (entropy - expected).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
     """Those of one layer serve all layers, packed rows, padded rows and all lengths."""
     import torch._dynamo
