@@ -31,11 +31,7 @@ def chat(*turns):
 
 
 QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
-
-
 TURNS_OF_TWO, GOES_ON = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"), chat("*Add.", "1+2?", "It is ")
-
-
 WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
     qwen2=[
         "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
@@ -76,8 +72,6 @@ WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, 
         "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
     ],
 )
-
-
 SHORT = dict(
     qwen2={"<S>": IM[1], "<E>": IM[2]}, qwen3={"<S>": IM[1], "<E>": IM[2]}, gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
     llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
@@ -207,10 +201,10 @@ def test_no_generation_config_changes_what_is_sampled(tmp_path):
         dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
     ]):  # fmt: skip
         path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
-        cfg = Config(model=str(path), max_completion_length=30)
+        cfg = Config(model=str(path), max_completion_length=24)
         model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
         sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
-        found.append(texts(sampler.generate([ids_of([5, 6, 7])], 40, [0], 1.0)[0]))
+        found.append(texts(sampler.generate([ids_of([5, 6, 7])], 20, [0], 1.0)[0]))
     assert all(other == found[0] for other in found) and len({len(ids) for ids in found[0]}) > 1
 
 

@@ -206,6 +206,5 @@ def test_eval_every_eval_samples_and_log_completions(undisturbed, tmp_path):
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
     assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
-    for count, expected in ((-1, 15), (0, 0)):
-        small_run(tmp_path / f"out{count}", max_steps=1, num_minibatches=1, log_completions=count)
-        assert len(lines(tmp_path / f"out{count}" / "completions.jsonl")) == expected
+    small_run(tmp_path / "none", max_steps=1, num_minibatches=1, log_completions=0)
+    assert lines(tmp_path / "none" / "completions.jsonl") == []
