@@ -468,7 +468,7 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scor
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     rows = [
         s.prompt.row
-        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids)
+        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
         | dict(completion_length=len(s.completion_ids), max_completion_length=cfg.max_completion_length)
         | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples

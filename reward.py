@@ -2,7 +2,6 @@
 
 A reward is a function fn(completion: str, row: dict) -> float, or None where it does not apply. `row` is the data row
 plus TRAINER_KEYS. Functions written for TRL, fn(completions, **columns), work as they are, `async def` too.
-
 Completions are data, written by a model that is paid for every hole it finds: they are parsed in linear time.
 """
 
@@ -13,6 +12,7 @@ import hashlib
 import inspect
 import logging
 import math
+import operator
 import os
 import pkgutil
 import re
@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -28,9 +29,6 @@ LARGEST_REWARD = 1e15  # and largest weight; beyond this the squares overflow fl
 TRAINER_KEYS = {"prompt_text", "prompt_messages", "completion_ids", "completion_length", "max_completion_length"}
 TRAINER_KEYS |= {"finish_reason", "trainer_state"}
 TRL_KEYS = {"completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-
-# ----------------------------------------------------------------------------------------------------------
-# the built-in rewards, and what they take for the answer
 
 
 def with_prefill(completion: str, row: dict) -> str:
@@ -67,6 +65,12 @@ NO_UNIT = re.compile(  # words that make another number of the one before them, 
     r"grand|lakh|crore|mil|bn|[mbtr]+illions?|(?:third|fourth|fifth|sixth|eighth|tenth|hundredth|thousandth)s?)|"
     r"(?![aAmglLsShHdWVNJCFtpo])[A-Za-z])\b|[^\W\dA-Za-z\xb5\xb2\xb3\xc0-\u024f\u03bc\u03a9]|^-(?![A-Za-z])"
 )
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+FORMAT = re.compile(
+    r"(?s)<think>((?:(?!</?think>).)*)</think>\s*(<answer>)?((?:(?!</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>).)*)(?(2)</answer>)"
+)
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
 def exact(text: str) -> Fraction | None:
@@ -79,15 +83,11 @@ def number_of(text: str, marked: bool) -> Fraction | None:
     """The last number of a text, if its neighbours leave it alone; if marked, it must be the only one."""
     text = " ".join(MARKUP.sub(" ", THIN_SPACE.sub(",", text.translate(SIGNS))).split())
     found = LAST.search(text)
-    if found is None:
+    before = text[: found.start()].rstrip() if found else ""
+    if not found or NOT_ALONE.search(before[-40:]) or (marked and re.search("[0-9]", before)):
         return None
-    before, (digits, after) = text[: found.start()].rstrip(), found.groups()
-    if NOT_ALONE.search(before[-40:]) or (marked and re.search("[0-9]", before)):
-        return None
+    digits, after = found.groups()
     return None if NO_UNIT.search(after if marked else re.match(r" ?[-/]?\w*", after)[0]) else exact(digits)
-
-
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def final_number(text: str) -> Fraction | None:
@@ -116,40 +116,22 @@ def gsm8k_reward(completion: str, row: dict) -> float:
     return float(final_number(answer_of(completion, row)) == gold)
 
 
-FORMAT = re.compile(  # <answer> around the answer is the one tag that may stand there
-    r"<think>((?:(?!</?think>).)*)</think>\s*(<answer>)?((?:(?!</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>).)*)(?(2)</answer>)",
-    re.S,
-)
-
-
 def format_reward(completion: str, row: dict) -> float:
     """1.0 for exactly `<think>reasoning</think>answer` without other tags, else 0.0."""
     found = FORMAT.fullmatch(with_prefill(completion.strip(), row))
     return float(found is not None and is_visible(found[1]) and is_visible(found[3]))
 
 
-OPERATORS = {
-    ast.Add: Fraction.__add__,
-    ast.Sub: Fraction.__sub__,
-    ast.Mult: Fraction.__mul__,
-    ast.Div: Fraction.__truediv__,
-}
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-
-
-def evaluate_expression(node: ast.AST) -> Fraction:
-    """The exact value of a tree of + - * / over integers. Any other node is a ValueError."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -evaluate_expression(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](evaluate_expression(node.left), evaluate_expression(node.right))
-    raise ValueError("only + - * / and integers")
-
-
 def countdown_reward(completion: str, row: dict) -> float:
     """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"], else 0.0."""
+
+    def value_of(node: ast.AST) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value_of(node.operand)
+        return Fraction(node.value) if isinstance(node, ast.Constant) else Fraction("")  # a ValueError
+
     text = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
     if len(text) > 400:  # nesting must not exhaust the parser's stack
         return 0.0
@@ -162,7 +144,7 @@ def countdown_reward(completion: str, row: dict) -> float:
     if not re.fullmatch(r"[0-9()+*/ -]+", expression) or used != sorted(map(Fraction, row["numbers"])):
         return 0.0
     try:
-        value = evaluate_expression(ast.parse(expression, mode="eval").body)
+        value = value_of(ast.parse(expression, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # the last two: of the parser
         return 0.0
     return float(value == Fraction(row["target"]) and (not equals or value == exact(right.strip("}"))))
@@ -193,14 +175,8 @@ def math_reward(completion: str, row: dict) -> float:
     return float(all(verify(numbers[0], number, timeout_seconds=None) for number in numbers))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# --reward
-
-
 @dataclass(frozen=True)
-class Reward:
-    """One part of the reward: the total of a sample is the sum of weight * part."""
-
+class Reward:  # one part of it: the total of a sample is the sum of weight * part
     name: str
     weight: float
     function: Callable
@@ -227,19 +203,19 @@ def load_rewards(spec: str, texts: dict[str, str] | None = None) -> list[Reward]
     rewards = {}
     for item in map(str.strip, spec.split(",")):
         match = re.fullmatch(r"(?:([^:]+\.py):)?([^:]+)(?::([^:]+))?", item)
-        if match is None:
-            raise ValueError(f"'{item}': expected name[:weight] or path/to/file.py:function[:weight]")
-        path, name, weight = match[1], match[2], number(float(match[3] or 1))
-        if weight is None:
-            raise ValueError(f"{item}: the weight must be a finite number")
+        path, name, weight = match.groups() if match else (None, "", None)
+        if number(float(weight or 1)) is None or not name:
+            raise ValueError(
+                f"'{item}': expected name[:weight] or path/to/file.py:function[:weight], weight a finite number"
+            )
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
-        if path is None and name not in BUILT_IN:
+        found = _from_file(path, name, texts or {}) if path else BUILT_IN.get(name)
+        if found is None:
             raise ValueError(f"{name} is unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
-        if name == "math":
+        if found.function is math_reward:
             math_reward("1", {"answer": "1"})  # loads library and grammar here, not in a worker's first timed call
-        found = _from_file(path, name, texts or {}) if path else BUILT_IN[name]
-        rewards[name] = replace(found, weight=weight, spec=f"{found.path}:{name}" if path else name)
+        rewards[name] = replace(found, weight=float(weight or 1), spec=f"{found.path}:{name}" if path else name)
     return list(rewards.values())
 
 
@@ -266,9 +242,7 @@ def import_file(path: str, text: str | None = None) -> ModuleType:
     path = os.path.abspath(os.path.expanduser(path))
     folder, name, before, others = os.path.dirname(path), "file_" + path.encode().hex(), list(sys.path), {}
     try:
-        if text is None:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
+        text = Path(path).read_text("utf-8") if text is None else text
         if getattr(sys.modules.get(name), "__source__", None) == text:
             return sys.modules[name]
         module = ModuleType(name)
@@ -294,13 +268,7 @@ def sources(rewards: list[Reward]) -> dict[str, str]:
     return {reward.path: hashlib.sha256(reward.text.encode()).hexdigest() for reward in rewards if reward.path}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# one call of a reward function, in the trainer or in a worker
-
-
-class Outcome(NamedTuple):
-    """Of one call of a reward function."""
-
+class Outcome(NamedTuple):  # of one call of a reward function, in the trainer or in a worker
     values: list[float | None] | None  # one per sample: NaN: does not apply, None: no finite number; None: it failed
     cause: str = ""
     message: str = ""
@@ -311,10 +279,8 @@ class Outcome(NamedTuple):
 def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Outcome:
     metrics, extra = {}, {}
     try:
-        if reward.batched:
-            values = reward.function(**_trl_arguments(reward.function, completions, rows, metrics, extra))
-        else:
-            values = reward.function(completions[0], rows[0])
+        trl = _trl_arguments(reward.function, completions, rows, metrics, extra) if reward.batched else {}
+        values = reward.function(**trl) if reward.batched else reward.function(completions[0], rows[0])
         values = asyncio.run(values) if inspect.iscoroutine(values) else values
         values = values if reward.batched else [values]
         if isinstance(values, (dict, set, str)) or len(values) != len(rows):
@@ -335,7 +301,7 @@ def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: 
 
     def log_extra(column, values):
         with contextlib.suppress(Exception):  # what cannot be logged is not
-            extra[str(column)] = [None if value is None else number(value, str(value)) for value in values]
+            extra[str(column)] = [None if v is None else str(v) if number(v) is None else number(v) for v in values]
 
     prompts = [row.get("prompt_messages") or row.get("prompt_text") for row in rows]
     completions = [
@@ -345,19 +311,16 @@ def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: 
     columns = set().union(*rows) - {"prompt", "prompt_messages", "completion"}
     arguments = {key: [row.get(key) for row in rows] for key in columns}
     arguments |= dict(prompts=prompts, completions=completions, log_extra=log_extra, log_metric=log_metric)
-    arguments["trainer_state"] = SimpleNamespace(**rows[0].get("trainer_state", {}))
-    parameters = inspect.signature(function).parameters
-    any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {key: value for key, value in arguments.items() if any_keyword or key in parameters}
+    arguments |= dict(trainer_state=SimpleNamespace(**rows[0].get("trainer_state", {})))
+    signature = inspect.signature(function)
+    return {k: v for k, v in arguments.items() if k in signature.parameters or "**" in str(signature)}
 
 
-def number(value, instead=None):
-    """A finite float (also of a NumPy or torch scalar)."""
-    try:
-        value = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return instead
-    return value if abs(value) <= LARGEST_REWARD else instead  # NaN is not <= anything
+def number(value) -> float | None:
+    """A finite float (also of a NumPy or torch scalar), or None."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, (str, bytes)) and abs(float(value)) <= LARGEST_REWARD:  # NaN is not <= anything
+            return float(value)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The scorer: built-in rewards run here, others in processes that can be killed."""
 
 import contextlib
-import faulthandler
 import math
 import os
 import random
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -76,43 +75,43 @@ def serve():
     os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that reads from stdin gets nothing, not its next call
     sys.stdout = sys.stderr
+
+    def end_with(trainer: int):
+        while os.getppid() == trainer:
+            time.sleep(1)
+        os.killpg(0, signal.SIGKILL)
+
     try:
         trainer, specs, texts, path, timeout, memory = connection.recv()
-        threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
+        threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
         sys.path[:] = [*map(os.path.dirname, texts), *path]  # a function may import its neighbours when it is called
         rewards = {spec: load_rewards(spec, texts)[0] for spec in specs}
-        with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as statm:  # macOS has no such limit
-            memory += int(statm.read().split()[0]) * resource.getpagesize()  # on top of what the imports took
-            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        memory += 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on top of what the imports took
+        _limit(resource.RLIMIT_DATA, memory)
         outcome = Outcome([])
         while True:
             connection.send(tuple(outcome))
             spec, completions, rows = connection.recv()
             # the trainer enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
-            faulthandler.dump_traceback_later(2 * timeout + 10, exit=True)
+            _limit(resource.RLIMIT_CPU, int(time.process_time() + os.cpu_count() * (timeout + 10)))
             outcome = call_reward(rewards[spec], completions, rows)
             if os.getpid() != worker:
                 os._exit(0)  # the function forked, and this is the child
-            faulthandler.cancel_dump_traceback_later()
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
 
 
-def _end_with(trainer: int):
-    while os.getppid() == trainer:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
+def _limit(kind: int, amount: int):
+    with contextlib.suppress(OSError, ValueError):  # not every system has them, or lets them rise
+        resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))
 
 
 @dataclass
 class Scores:
-    """What Scorer.score returns. `parts` are not weighted: 0.0 where the call failed, NaN where the reward does
-    not apply. A total is NaN if none of the rewards applies to that sample."""
-
-    totals: list[float]  # [samples], sum of weight * part
-    parts: dict[str, list[float]]  # name of the reward -> [samples]
+    totals: list[float]  # [samples], sum of weight * part; NaN where no reward applies
+    parts: dict[str, list[float]]  # name of the reward -> [samples]; 0.0 where it failed, NaN where it does not apply
     failed: list[bool]  # [samples], whether any part failed; sum(failed) is how many samples
-    failures: dict[str, int] = field(default_factory=Counter)  # cause -> number of failed parts
+    failures: dict[str, int] = field(default_factory=dict)  # cause -> number of failed parts
     first_failure: str = ""  # one line for the log: reward, sample, cause, row
     first_retry: str = ""  # one line: a call with many samples failed and they were tried again one by one
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric: the last value, as TRL names it
@@ -127,7 +126,7 @@ class Scores:
             if part is None:
                 part, cause, message = 0.0, outcome.cause or "invalid", outcome.message or "not a finite number"
                 self.failed[i] = True
-                self.failures[cause] += 1
+                self.failures[cause] = self.failures.get(cause, 0) + 1
                 row = ", ".join(f"{k}={v!a:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS)
                 line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}: {cause}: {message}"
                 self.first_failure = self.first_failure or f"{line}; row: {row[:500]}"
@@ -145,8 +144,7 @@ class Scorer:
     Causes of failure: exception, invalid (no finite number), timeout, memory, died (exit, crash)."""
 
     def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
-        self.rewards = rewards
-        self.workers = [Worker(rewards, timeout, memory) for _ in range(workers)]
+        self.rewards, self.workers = rewards, [Worker(rewards, timeout, memory) for _ in range(workers)]
 
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
@@ -171,23 +169,19 @@ class Scorer:
         waiting, results = iter(jobs), []
 
         def run(worker: Worker):
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # the process inherits it: Ctrl-C is the trainer's
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in the process then: Ctrl-C is the trainer's
             for job in waiting:
                 tired = [outcome.cause for _, outcome in results[-PATIENCE:]] == ["timeout"] * PATIENCE
-                call = reward.spec, [completions[i] for i in job], [_plain(rows[i]) for i in job]
+                call = reward.spec, [completions[i] for i in job], [rows[i] for i in job]
                 results.append((job, GIVEN_UP if tired else worker.call(*call)))
 
-        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in self.workers[: len(jobs)]]
+        pool = ThreadPoolExecutor(len(self.workers))
+        threads = [pool.submit(run, worker) for worker in self.workers]
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            [thread.result() for thread in threads]
         finally:  # also where the trainer is to stop: nothing goes on behind its back
             jobs.clear()
-            while any(thread.is_alive() for thread in threads):
+            while not all(thread.done() for thread in threads):
                 self.close()
                 time.sleep(0.01)
         return results
@@ -196,8 +190,3 @@ class Scorer:
         """Ends the workers and everything they started. Scoring again starts new ones."""
         for worker in self.workers:
             worker.kill()
-
-
-def _plain(row: dict) -> dict:
-    """Lists instead of arrays (token ids), of which the workers know nothing."""
-    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}

@@ -29,20 +29,14 @@ HERE = harness.workers.HERE
 ROW = dict(completion_length=1, max_completion_length=9)
 
 
-def test_token_ids_become_lists_only_for_functions_that_may_ask(tmp_path, monkeypatch):
+def test_token_ids_are_lists(tmp_path):
     (tmp_path / "ids.py").write_text("def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n")
-    samples, seen = random_samples(2, 2), []
+    samples = random_samples(2, 2)
     for s in samples:
         s.prompt.row, s.completion_ids = {"answer": "1"}, ids_of([4, 5, 9])
-    call = reward.call_reward
-    monkeypatch.setattr(
-        harness.workers, "call_reward", lambda r, texts, rows: seen.extend(rows) or call(r, texts, rows)
-    )
     scorer = Scorer(load_rewards(f"overlong,{tmp_path}/ids.py:last"), timeout=60, workers=1)
-    parts = grpo.score(samples, scorer, 1, Config()).parts
+    assert grpo.score(samples, scorer, 1, Config()).parts == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}
     scorer.close()
-    assert parts == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}  # an array has no index()
-    assert seen and not any(isinstance(row["completion_ids"], list) for row in seen)
 
 
 def test_a_reward_that_fails_counts_zero_or_is_left_out():
@@ -348,7 +342,7 @@ def test_workers_are_found_by_place(tmp_path):
         "print(scorer.score(['abc'], [{}])); scorer.close()"
     )
     done = subprocess.run([sys.executable, "-c", code, HERE], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "totals=[-3.0]" in done.stdout and "failures=Counter()" in done.stdout, done.stderr
+    assert "totals=[-3.0]" in done.stdout and "failures={}" in done.stdout, done.stderr
 
 
 def test_a_file_that_is_edited_during_a_run(tmp_path, capfd):
