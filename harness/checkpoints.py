@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import glob
+import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
-import zlib
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -17,25 +18,20 @@ from filelock import FileLock, Timeout
 from harness.flags import ConfigError, first_line, say
 
 UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ... that does not exist
+# Names this start of torchrun; the same over its --max_restarts
+LAUNCH = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
 
 
-# -----------------------------------------------------------------------------
-# The directory: each run has its own. What another one left is never moved, mixed or overwritten
+# -- The directory: each run has its own. What another one left is never moved, mixed or overwritten
 
 
 def saved_config(path: str) -> dict:
-    """The config.json of the run in this directory, {} where there is none. That of a model has no out_dir."""
+    """The config.json of the run in this directory, {} where there is none. That of a model has no launch."""
     try:
-        with open(os.path.join(path or os.devnull, "config.json")) as file:
-            saved = json.load(file)
-        return saved if "out_dir" in saved else {}
+        saved = json.loads(Path(path or os.devnull, "config.json").read_text())
+        return saved if "launch" in saved else {}
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def this_launch() -> str:
-    """Names this start of torchrun. It stays the same over its --max_restarts."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
 
 
 def with_run(config, given: dict) -> dict:
@@ -43,16 +39,16 @@ def with_run(config, given: dict) -> dict:
     where the run in out_dir goes on, a checkpoint where a new run begins with that, and else empty."""
     out_dir, resume = given.get("out_dir", UNNAMED), given.get("resume", "")
     names = [out_dir, *glob.glob(f"{UNNAMED}.[0-9]*")] if out_dir == UNNAMED else [out_dir]
-    files = {name: glob.glob(os.path.join(glob.escape(name), "[cm]*.json*")) for name in names if saved_config(name)}
-    runs = sorted(files, key=lambda name: max(map(os.path.getmtime, files[name])))  # the newest last
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch and no other
-        own = [name for name in runs if saved_config(name).get("launch") == this_launch()]
-        runs, resume = own or runs, "latest" if own else resume
-    elif saved_config(resume) and out_dir in (UNNAMED, resume):  # a run's own folder
-        runs, resume = [resume], "latest"
-    saved = saved_config(runs[-1]) if runs and resume == "latest" else {}
-    if saved:
-        out_dir = runs[-1]
+    if saved_config(resume) and (out_dir == UNNAMED or os.path.realpath(out_dir) == os.path.realpath(resume)):
+        names, resume = [resume], "latest"  # a run's own folder
+    runs = {name: saved for name in names if (saved := saved_config(name))}
+    own = {name: saved for name, saved in runs.items() if saved["launch"] == LAUNCH}
+    if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch
+        runs, resume = own, "latest"
+    saved = {}
+    if resume == "latest" and runs:
+        out_dir = max(runs, key=lambda name: os.path.getmtime(os.path.join(name, "config.json")))  # the last to start
+        saved = runs[out_dir]
     elif resume == "latest":
         say(f"--resume: no run in {out_dir} yet, so one begins")
         resume = ""
@@ -64,7 +60,7 @@ def with_run(config, given: dict) -> dict:
     return {k: v for k, v in saved.items() if k in known} | given | dict(out_dir=out_dir, resume=resume)
 
 
-def claim_out_dir(cfg) -> tuple:
+def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
     """Rank 0 only. The Config with the directory of this run, which is locked and holds config.json from now on."""
     out, goes_on = cfg.out_dir, cfg.resume == "latest"
     try:
@@ -74,33 +70,29 @@ def claim_out_dir(cfg) -> tuple:
                 break
             out = f"{UNNAMED}.{number}"
         os.makedirs(out, exist_ok=True)
-        found = [*checkpoints(out), *glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))]
-        if found and not goes_on:
-            why = "not empty; --resume goes on with a run, for a new one name another directory"
-            raise ConfigError(f"--out_dir {out}: holds {os.path.basename(found[0])} of a run or a model; {why}")
+        if not goes_on and (checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))):
+            why = "--resume goes on with a run, for a new one name another directory"
+            raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
         lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
         lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
-        for name in os.listdir(out):
-            if re.fullmatch(r"partial_\d{6,}", name):  # a save that a kill cut short
-                shutil.rmtree(os.path.join(out, name))
-        cfg, path = dataclasses.replace(cfg, out_dir=out), os.path.join(out, "config.json")
-        with open(path + ".new", "w") as file:
-            json.dump(dataclasses.asdict(cfg) | dict(process=os.getpid(), launch=this_launch()), file, indent=1)
-        os.replace(path + ".new", path)
-        return cfg, lock
+        exits.callback(lock.release)
+        cfg = dataclasses.replace(cfg, out_dir=out)
+        new = Path(out, "config.json.new")  # with that ending until it is whole
+        notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code)
+        new.write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
+        new.replace(new.with_suffix(""))
+        return cfg
     except Timeout:
-        who = saved_config(out).get("process")
-        raise ConfigError(f"--out_dir {out}: another run (process {who}) is writing there") from None
+        process = saved_config(out).get("process")
+        raise ConfigError(f"--out_dir {out}: another run (process {process}) is writing there") from None
     except OSError as error:
         raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
 
 
-# -----------------------------------------------------------------------------
-# Checkpoints: a directory that from_pretrained loads, with trainer_state.pt and the checksum of every file
+# -- Checkpoints: a directory that from_pretrained loads, with trainer_state.pt and the checksum of every file
 
 
-@dataclass
-class Checkpoint:
+class Checkpoint(NamedTuple):
     path: str
     state: dict
 
@@ -113,24 +105,17 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def load_checkpoint(path: str) -> Checkpoint:
-    """OSError if a file of it is missing, cut short or changed."""
-    try:
-        with open(os.path.join(path, "checksums.json")) as file:
-            for name, expected in json.load(file).items():
-                if checksum(os.path.join(path, name)) != expected:
-                    raise OSError(f"{name} is not as it was written")
-        state = torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises half a dozen types on a torn file
-        raise OSError(first_line(error)) from None
-    return Checkpoint(path, state)
+    """An exception if a file of it is missing, cut short or changed."""
+    with open(os.path.join(path, "checksums.json")) as file:
+        for name, expected in json.load(file).items():
+            if checksum(os.path.join(path, name)) != expected:
+                raise OSError(f"{name} is not as it was written")
+    return Checkpoint(path, torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True))
 
 
-def checksum(path: str) -> int:
-    value = 0
+def checksum(path: str) -> str:
     with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            value = zlib.crc32(part, value)
-    return value
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_checkpoint(cfg) -> Checkpoint | None:
@@ -139,8 +124,8 @@ def find_checkpoint(cfg) -> Checkpoint | None:
     for path in paths:
         try:
             return load_checkpoint(path)
-        except OSError as error:  # it stays until the run saves that step again
-            say(f"checkpoint {path} is damaged ({error})")
+        except Exception as error:  # half a dozen types; the directory stays until the run saves that step again
+            say(f"checkpoint {path} is damaged ({first_line(error)})")
     if paths:
         raise ConfigError(f"--resume {paths[-1]}: not a whole checkpoint")
     return None
@@ -148,15 +133,15 @@ def find_checkpoint(cfg) -> Checkpoint | None:
 
 def write_checkpoint(final: str, write_model, state: dict) -> None:
     """It gets its name only when it is whole and on the disk."""
-    partial = os.path.join(os.path.dirname(final), os.path.basename(final).replace("step", "partial"))
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = os.path.join(os.path.dirname(final), ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that a kill cut short
     try:
         write_model(partial)
         torch.save(state, os.path.join(partial, "trainer_state.pt"))
         files = [os.path.join(folder, name) for folder, _, names in os.walk(partial) for name in names]
-        with open(os.path.join(partial, "checksums.json"), "w") as file:
-            json.dump({os.path.relpath(path, partial): checksum(path) for path in files}, file, indent=1)
-        for path in [*files, file.name, partial]:
+        sums = Path(partial, "checksums.json")
+        sums.write_text(json.dumps({os.path.relpath(path, partial): checksum(path) for path in files}, indent=1))
+        for path in [*files, sums, partial]:
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
@@ -178,22 +163,20 @@ def model_writer(model, tokenizer, source: str, weights=lambda: None):
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
-    generation = None
+    generation = b""
+    with contextlib.suppress(OSError):
+        generation = Path(cached_file(source, "generation_config.json")).read_bytes()
     try:
         model.generation_config.validate(strict=True)
     except ValueError:  # it would not be written, and the sampler does not need it: vLLM has its own parameters
         model.generation_config = GenerationConfig()
-    with contextlib.suppress(OSError), open(cached_file(source, "generation_config.json"), "rb") as file:
-        generation = file.read()
 
     def write(path):
         model.save_pretrained(path, state_dict=weights())
         tokenizer.save_pretrained(path)
-        file = os.path.join(path, "generation_config.json")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(file)  # the one that samples for us
-        if generation is not None:
-            with open(file, "wb") as target:
-                target.write(generation)
+        file = Path(path, "generation_config.json")
+        file.unlink(missing_ok=True)  # the one that samples for us
+        if generation:
+            file.write_bytes(generation)
 
     return write

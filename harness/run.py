@@ -18,7 +18,7 @@ import torch.distributed as dist
 from harness.checkpoints import Checkpoint, checkpoints, claim_out_dir, write_checkpoint
 from harness.flags import ConfigError, TrainingError, differing_flags, first_line, say
 from harness.log import Log
-from harness.ranks import World, seed_everything, seed_of
+from harness.ranks import World, leave_world, seed_everything, seed_of
 
 BAD_STEPS = 5  # steps in a row without a finite gradient that end a run
 
@@ -27,27 +27,28 @@ class Run:
     """A run between its first and its last step: it saves when that is due, on signals, and on the way out of an error.
 
     A step is a pure function of (seed, step): what the last whole step left can be saved while the next one is under
-    way, which --resume makes again. A stop (SIGTERM, SIGINT, SIGHUP) waits only while weights change: from the first
-    optimiser step of a rollout until that step is recorded. On the command line a thread answers it, whatever the main
-    thread does: it saves and ends the process. A caller in Python gets KeyboardInterrupt, after the save. SIGUSR1, or a
-    file `save` in out_dir, saves after the step.
+    way, which --resume makes again. So a stop waits only while weights change: from the first optimiser step of a
+    rollout until that step is recorded. On the command line a thread answers it: it saves and ends the process. Python
+    callers get KeyboardInterrupt, after the save. SIGUSR1, or a file `save` in out_dir, saves after the step.
     For patches: parts {name: (save, load)} are what trainer_state.pt holds. save() is called on every rank, load() in
     track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
     """
 
-    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float, command_line: bool = False):
+    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float, command_line=False, code=None):
+        """code: {path: SHA-256} of the files that rewards come from."""
         self.world, self.checkpoint, self.command_line, self.rank0 = world, checkpoint, command_line, world.rank == 0
         self.step = self.first = checkpoint.state["step"] if checkpoint else 0
         if len(set(world.gather([self.first]))) > 1:
             raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
-        cfg, self.file_lock = claim_out_dir(cfg) if self.rank0 else (cfg, None)
-        self.cfg = world.gather([cfg])[0]
+        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
+        self.cfg = cfg = world.gather([claim_out_dir(cfg, code, self.exits) if self.rank0 else cfg])[0]
+        self.exits.callback(leave_world)
+        self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
         self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
         self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
         self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
-        self.parts, self.alone, self.bad, self.said = {}, True, 0, set()
-        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        self.log = Log(self.cfg, self.first, started, self.rank0)
+        self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, set()
+        self.log = Log(cfg, self.first, started, self.rank0)
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
         """What a checkpoint is made of. identity: the fingerprint of the weights before the first step."""
@@ -55,28 +56,24 @@ class Run:
         self.parts.setdefault("optimizer", (optimizer.state_dict, optimizer.load_state_dict))
         optimizer.register_step_pre_hook(lambda *_: self.change())
         if self.checkpoint:
-            self.restore(self.checkpoint.state)
-        elif self.rank0:  # that one can be written is proved now, not found out after hours
-            try:
-                write_checkpoint(self.path_of(0), write_model, {})
-                shutil.rmtree(self.path_of(0))
-            except Exception as error:
-                why = f"no checkpoint can be saved there ({first_line(error)})"
-                raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
+            return self.restore(self.checkpoint.state)
+        trial = os.path.join(self.cfg.out_dir, ".trial")
+        try:  # that one can be written is proved now, not found out after hours
+            if self.rank0:
+                write_checkpoint(trial, write_model, {})
+                shutil.rmtree(trial)
+        except Exception as error:
+            why = f"no checkpoint can be saved there ({first_line(error)})"
+            raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
 
     def restore(self, state: dict) -> None:
         for name, (_, load) in self.parts.items():
             if name not in state:
-                raise ConfigError(
-                    f"--resume {self.checkpoint.path}: it holds no {name}, which this trainer goes on from"
-                )
+                raise ConfigError(f"--resume {self.checkpoint.path}: it holds no {name}, which is needed here")
             load(state.pop(name))  # pop: nothing else keeps it in memory
-        say(f"resumed from {self.checkpoint.path} at step {self.first}")
-        for name, old in state["config"].items():
-            if name not in ("resume", "out_dir") and getattr(self.cfg, name, None) != old:
-                say(f"  changed since then: --{name} {old} -> {getattr(self.cfg, name, 'gone')}")
-        if state["world_size"] != self.world.size:
-            say(f"  {state['world_size']} ranks before, {self.world.size} now: the sums round differently from here on")
+        changed = [name for name, old in state["config"].items() if self.config.get(name) != old]
+        changed = ", ".join(name for name in changed if name not in ("resume", "out_dir")) or "nothing"
+        say(f"resumed from {self.checkpoint.path} at step {self.first}; changed since then: {changed}")
 
     def introduce(self, defaults, what: str) -> None:
         say(f"flags: {differing_flags(self.cfg, defaults)}")
@@ -88,13 +85,14 @@ class Run:
         for step in range(self.first + 1, self.cfg.max_steps + 1):
             seed_everything(seed_of(self.cfg.seed, 2, step, self.world.rank))
             yield step
-            due = bool(self.cfg.save_every) and step % self.cfg.save_every == 0
-            due = due or step in (self.log.best(), self.cfg.max_steps)
-            asked = os.path.join(self.cfg.out_dir, "save")
-            if self.rank0 and os.path.isfile(asked):
-                os.remove(asked)
-                due = True
-            if self.world.gather([due])[0]:
+            every, asked = self.cfg.save_every, os.path.join(self.cfg.out_dir, "save")
+            due = [self.due, step == self.cfg.max_steps, bool(every) and step % every == 0]
+            if self.rank0:
+                due += [step == self.log.best(), os.path.isfile(asked)]
+            if any(self.world.gather(due)):
+                self.due = False
+                with contextlib.suppress(OSError):
+                    os.remove(asked)
                 self.save()
 
     def change(self) -> None:
@@ -107,40 +105,37 @@ class Run:
         """The step is whole: from here on a stop saves it. rows: of its samples, for completions.jsonl."""
         self.change()
         seconds = self.clock.take()
-        metrics = dict(step=step) | metrics | seconds | dict(step_time=sum(seconds.values()))
+        total = sum(seconds.values())
+        speed = dict(step_time=total, tokens_per_s=metrics["tokens"] / max(1e-9, total))
         self.step, self.changing = step, False
         try:
-            self.log.step(metrics | dict(tokens_per_s=metrics["tokens"] / max(1e-9, metrics["step_time"])), rows)
+            self.log.step(dict(step=step) | metrics | seconds | speed, rows)
         finally:
             self.lock.release()
         if self.asked and not self.command_line:
             raise KeyboardInterrupt
-        if step == self.first + 1:
-            self.clock.say_peaks()
         self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
         if self.bad == BAD_STEPS:
-            raise TrainingError(
-                f"no finite gradient in {self.bad} steps in a row, so nothing was updated: lower --learning_rate, look "
-                "at the rewards and at completions.jsonl, and go on with --resume"
-            )
+            why = "lower --learning_rate, look at the rewards and at completions.jsonl, and go on with --resume"
+            raise TrainingError(f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}")
 
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
-        """Of the reward functions that failed, on every rank: said the first time, counted, the end if none came
-        through in the first step. And what they logged of their own: the mean over the ranks that did."""
-        failed, logged = sum(sum(s.failed) for s in scores), {}
+        """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
+        first step got a reward. And what they logged of their own: the mean over the ranks that did."""
         for kind in ("first_failure", "first_retry"):
-            line = next(filter(None, (getattr(s, kind) for s in scores)), "")
-            if line and kind not in self.said:
+            for line in [getattr(s, kind) for s in scores if getattr(s, kind) and kind not in self.said][:1]:
                 self.said.add(kind)
                 say(line)
-        if failed == n_samples and step == 1:
-            raise TrainingError("every reward of the first step failed; the line above says how the first one did")
-        for name, value in (item for s in scores for item in s.metrics.items()):
-            with contextlib.suppress(Exception):  # what is no number is left out
-                logged[name] = [*logged.get(name, []), float(value)]
+        failed = sum(sum(s.failed) for s in scores)
+        if step == 1 and failed + sum(s.without_reward for s in scores) == n_samples:
+            why = "failed; the line above says how the first one did" if failed else "returned None, for every sample"
+            raise TrainingError(f"every reward of the first step {why}")
         causes = sum((Counter(s.failures) for s in scores), Counter())
         metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
-        return metrics | {f"logged/{name}": sum(values) / len(values) for name, values in logged.items()}
+        for name in sorted({name for s in scores for name in s.metrics}):
+            values = [s.metrics[name] for s in scores if name in s.metrics]
+            metrics[f"logged/{name}"] = sum(values) / len(values)
+        return metrics
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
@@ -162,11 +157,11 @@ class Run:
             state = {name: save() for name, (save, _) in self.parts.items()}
             if not self.rank0 or self.saved == self.step:
                 return
-            state |= dict(step=self.step, config=dataclasses.asdict(self.cfg), identity=self.identity)
+            state |= dict(step=self.step, identity=self.identity, config=self.config)
             try:
                 if not torch.nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
                     raise ArithmeticError("some parameters are not finite")
-                write_checkpoint(self.path_of(self.step), self.write_model, state | dict(world_size=self.world.size))
+                write_checkpoint(self.path_of(self.step), self.write_model, state)
                 self.saved = self.step
                 self.tidy()
             except Exception as error:  # a full disk has half a dozen types, too
@@ -175,13 +170,12 @@ class Run:
     def tidy(self) -> None:
         """Keeps the newest checkpoints and the best one, to which the link `best` points."""
         best, link = self.path_of(self.log.best()), os.path.join(self.cfg.out_dir, "best")
-        past = [path for path in checkpoints(self.cfg.out_dir) if int(path[path.rindex("_") + 1 :]) <= self.step]
-        for path in past[: -self.cfg.keep] if self.cfg.keep else []:
-            if path != best:
-                shutil.rmtree(path)
-        if os.path.lexists(link):
-            os.remove(link)
+        past = [path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)]  # later: damaged
+        for path in set(past[: -self.cfg.keep] if self.cfg.keep else []) - {best}:
+            shutil.rmtree(path)
         if os.path.isdir(best):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(link)
             os.symlink(os.path.basename(best), link)
 
     def save_last(self, why: str) -> None:
@@ -204,8 +198,10 @@ class Run:
         return self
 
     def on_signal(self, number, frame) -> None:
-        """In the main thread, where nothing but a caller in Python is told."""
-        if number != signal.SIGUSR1 and not self.command_line and not self.left:
+        """In the main thread. A stop on the command line is for watch()."""
+        if number == signal.SIGUSR1:
+            self.due = True
+        elif not self.command_line and not self.left:
             if self.asked or not self.changing:
                 raise KeyboardInterrupt
             self.asked = time.monotonic()
@@ -219,14 +215,11 @@ class Run:
                 return os.close(hear)  # the run has ended
             if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
                 os._exit(1)  # torchrun was killed: no orphan trains on beside a --resume
-            for number in heard or b"":
-                if number == signal.SIGUSR1:
-                    with contextlib.suppress(OSError), open(os.path.join(self.cfg.out_dir, "save"), "w"):
-                        pass
-                elif self.command_line and not self.asked:
+            for number in set(heard or b"") - {signal.SIGUSR1} if self.command_line else ():
+                if not self.asked:
                     self.asked = time.monotonic()
                     threading.Thread(target=self.stop, daemon=True).start()
-                elif self.command_line and time.monotonic() - self.asked > 1:  # sooner: the same Ctrl-C, by torchrun
+                elif time.monotonic() - self.asked > 1:  # sooner: the same Ctrl-C, by torchrun
                     os._exit(128 + number)
 
     def stop(self) -> None:
@@ -242,7 +235,8 @@ class Run:
             self.lock.release()
         while self.asked and self.command_line:  # until stop() ends the process
             time.sleep(1)
-        with self.lock, contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+        hidden = () if error is None else (Exception,)  # what follows from an error does not hide it
+        with contextlib.suppress(*hidden), self.exits, self.lock:
             self.left = True
             if error is not None:
                 self.save_last("")
@@ -250,51 +244,22 @@ class Run:
             if error is None and self.world.size > 1:
                 dist.barrier()  # nobody leaves while rank 0 still writes
                 gc.collect()  # what is left of DDP, before its group: later it can wait for ever for gloo
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.exits.close()
-            if "RANK" in os.environ and dist.is_initialized():  # an engine that closed may have ended it
-                dist.destroy_process_group()
-        if self.file_lock:
-            self.file_lock.release()
 
 
 class Clock:
-    """Seconds of each phase of a step, and in the first one the peak of memory."""
+    """Seconds of each phase of a step."""
 
     def __init__(self, device):
-        self.device, self.seconds, self.peaks, self.first = device, {}, {}, True
+        self.device, self.seconds = device, {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
-        self.peak()
         started = time.perf_counter()
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[f"time_{phase}"] = time.perf_counter() - started
-        self.peaks[phase] = self.peak()
 
     def take(self) -> dict:
         seconds, self.seconds = self.seconds, {}
         return seconds
-
-    def peak(self) -> float:
-        """The most bytes in use since the last call: of torch on a GPU, of the process elsewhere (Linux)."""
-        most = 0.0
-        if self.first and self.device.type == "cuda":
-            most = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        elif self.first:
-            with contextlib.suppress(OSError), open("/proc/self/status") as status:
-                most = 1024.0 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-                with open("/proc/self/clear_refs", "w") as reset:
-                    reset.write("5")
-        return most
-
-    def say_peaks(self) -> None:
-        self.first = False
-        flags = dict(rollout="--vllm_gpu_memory_utilization" if self.device.type == "cuda" else "--num_prompts")
-        flags |= dict(logps="--beta 0", update="--micro_batch_tokens, --gradient_checkpointing")
-        shown = [f"{p} {self.peaks[p] / 1e9:.2g} ({flags[p]})" for p in flags if self.peaks.get(p)]
-        if shown:
-            say(f"peak memory of the first step, GB, and what lowers it: {', '.join(shown)}")

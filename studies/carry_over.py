@@ -27,7 +27,7 @@ from torch import nn
 import grpo
 import harness.kernels
 import harness.models
-import reward
+import harness.workers
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
@@ -57,7 +57,7 @@ class Real:
 
     def __init__(self, path: str, cfg: grpo.Config):
         rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
-        self.cfg, self.scorer, self.model = cfg, reward.Scorer(rewards), grpo.load_model(path, cfg)
+        self.cfg, self.scorer, self.model = cfg, harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:

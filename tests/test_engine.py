@@ -147,6 +147,7 @@ def served_family(folder, name):
 
 def vllm_worker(folder):
     """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
+    harness.models.CACHE_BYTES = 2**26
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
     rng = np.random.default_rng(0)
     assert harness.models.choose_sampler(cfg, CPU.device, False) == (
@@ -220,7 +221,7 @@ def vllm_worker(folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
         history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
-        keys = ("sampler_gap", TIS, TIS.replace("mean", "max"), "tis_ess", "sampler_ratio_q01", "sampler_ratio_q99")
+        keys = ("sampler_gap", TIS, TIS.replace("mean", "max"), "tis_ess")
         results["half"] = [{key: m[key] for key in keys} for m in history]
     sampler.close()
     results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}
@@ -343,7 +344,7 @@ class TestEngine:
     def test_vllm_learns_like_hf(self, fork, default_run, tmp_path):
         done = fork("command_line", *DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")[1]()
         assert done.returncode == 0, done.stderr[-3000:]
-        mine = r"(--dtype|flags: |/.*: 0.49 M |peak memory |watch |step \d|  sample: |\w+: )"  # nothing else's
+        mine = r"(--dtype|flags: |/.*: 0.49 M |watch |step \d|\w+: )"  # nothing else's
         assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
         ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
         assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
@@ -354,22 +355,18 @@ class TestEngine:
         """By how much depends on the machine; on some they agree to the last bit."""
         for m in engine[1]["half"]:
             assert m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] < 1.0001 and 0.9 < m[TIS] < 1.1
-            assert m["sampler_ratio_q01"] <= 1 <= m["sampler_ratio_q99"] and m[TIS.replace("mean", "max")] <= 2
 
 
 def test_what_is_measured_of_the_gap():
-    """Over all ranks and tokens, from sums: as from the whole list."""
     log_ratio = torch.randn(1001, dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.3
     cfg = Config(max_sampler_gap=1e9, tis_cap=1.5)
-    found = harness.log.gap_metrics([harness.log.gap_sums(part, cfg) for part in log_ratio.split(400)], cfg)
+    found = harness.log.gap_metrics(log_ratio, cfg, CPU)
     weight = log_ratio.exp().clamp(max=1.5)
     assert found["sampler_gap"] == pytest.approx(log_ratio.abs().mean().item())
     assert found["sampler_gap_max"] == pytest.approx(log_ratio.abs().max().item())
     assert found[TIS] == pytest.approx(weight.mean().item())
     assert found["tis_ess"] == pytest.approx((weight.sum() ** 2 / (1001 * weight.square().sum())).item())
-    quantiles = np.quantile(log_ratio.exp().numpy(), (0.01, 0.99))
-    assert (found["sampler_ratio_q01"], found["sampler_ratio_q99"]) == pytest.approx(tuple(quantiles), rel=1e-5)
-    assert harness.log.gap_metrics([harness.log.gap_sums(log_ratio[:0], cfg)], cfg) == dict(sampler_gap=0.0)
+    assert harness.log.gap_metrics(log_ratio[:0], cfg, CPU) == dict(sampler_gap=0.0)
 
 
 def test_a_real_model(tmp_path):
@@ -494,11 +491,3 @@ def test_the_engines_cache_holds_a_step_and_no_more():
     assert harness.models.cache_bytes(cfg, 40, torch.bfloat16, CPU) == 37 * row / 2
     assert harness.models.cache_bytes(cfg, 10**5, torch.float32, CPU) == harness.models.CACHE_LIMIT
     assert harness.models.cache_bytes(cfg, 10**6, torch.float32, CPU) > harness.models.CACHE_LIMIT  # at least one row
-
-
-def test_peaks_of_memory_are_said_after_the_first_step(tmp_path, capsys):
-    small_run(tmp_path / "out", max_steps=2)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("peak memory of the first step")]
-    peaks = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+) \(--", line)}
-    assert list(peaks) == ["rollout", "logps", "update"] and all(0.1 < value < 50 for value in peaks.values())
-    assert "update" in line and "--micro_batch_tokens" in line

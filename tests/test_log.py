@@ -12,7 +12,7 @@ import grpo
 import harness.log
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
-from tests.common import BUNDLED, copy_cut_back, lines, small_run, state_of
+from tests.common import BUNDLED, CPU, copy_cut_back, lines, small_run, state_of
 
 pytest_plugins = "tests.common"
 
@@ -79,10 +79,10 @@ def test_what_the_sampler_did_not_draw_is_no_gap():
     import torch
 
     cfg = Config(dtype="float32")
-    part = harness.log.gap_sums(torch.tensor([1e-6, -torch.inf, torch.inf]), cfg)
-    assert harness.log.gap_metrics([part], cfg)["sampler_gap"] == pytest.approx(1e-6)
+    found = harness.log.gap_metrics(torch.tensor([1e-6, -torch.inf, torch.inf]), cfg, CPU)
+    assert found["sampler_gap"] == pytest.approx(1e-6)
     with pytest.raises(TrainingError, match="off by nan"):
-        harness.log.gap_metrics([harness.log.gap_sums(torch.tensor([0.0, torch.nan]), cfg)], cfg)
+        harness.log.gap_metrics(torch.tensor([0.0, torch.nan]), cfg, CPU)
 
 
 # -- dashboards

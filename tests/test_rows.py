@@ -1,6 +1,5 @@
 """Rows of files, and the prompts that they become."""
 
-import gzip
 import json
 import os
 import re
@@ -27,8 +26,7 @@ def rows(tmp_path):
     """rows(name, content) -> the rows of a file of that name."""
 
     def call(name, content):
-        content = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         return harness.rows.read_rows(str(tmp_path / name), "train_data")
 
     return call
@@ -43,17 +41,13 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
     [
         ("x.jsonl", LINES, AB),
         ("x", "\ufeff" + LINES.replace("\n", "\r\n"), AB),
-        ("x.jsonl.gz", LINES, AB),
         ("x.json", json.dumps(AB, indent=1), AB),
-        ("X.JSON", json.dumps(AB), AB),
         ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, though not of JSONL
         ("x.jsonl", '{"a": NaN, "b": null}', [{"a": None, "b": None}]),
         ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
-        ("x.CSV", "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, blank lines
-        ("x.tsv", "prompt\tanswer\na\t1\nb\t2\n", AB),
-        ("x.csv.gz", "prompt,answer\na,1\nb,2\n", AB),
+        ("x.csv", "\ufeffprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, a blank line
         ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
-        ("x.csv", "a\n" + "x" * 200_000 + "\n", [{"a": "x" * 200_000}]),
+        ("x.csv", "a,b\n1\n", [{"a": "1", "b": None}]),
         ("x.csv", ",a\n0,1\n", [{"": "0", "a": "1"}]),  # as pandas writes its index
     ],
 )
@@ -72,14 +66,14 @@ def test_files_of_rows(rows, name, content, expected):
         ("x.jsonl", b"\xff\xfe\x00", ": 'utf-8' codec"),
         ("x.json", '[{"prompt": "a"}, 3]', " row 2: must be a JSON object"),
         ("x.json", "{", ": not valid JSON: "),
-        ("x.json", '{"data": [{"prompt": "a"}]}', ' row 1: must be a JSON object; give a list of them: found["data"]'),
-        ("x.jsonl.gz", b"", ": no rows"),
+        ("x.json", '{"data": [{"prompt": "a"}]}', " row 1: must be a JSON object"),
         ("x.csv", "", ": no rows"),
-        ("x.csv", "a,b\n1,2\n1,2,3\n", " row 2: 3 fields, where the header has 2"),
-        ("x.csv", "a,b\n1,2\n\n3\n", " row 2: 1 fields, where the header has 2"),
-        ("x.csv", "a,b,a\n1,2,3\n", " row 1: the header names a column twice: a, b, a"),
-        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: not a valid CSV (is a quote not closed?): unexpected end of data"),
-        ("x.csv", 'a,b\n"1,2\n"3,4\n', " row 1: not a valid CSV (is a quote not closed?): "),
+        (
+            "x.csv",
+            "a,b\n1,2\n1,2,3\n",
+            " row 2: must be a JSON object, or fields of a CSV, no more than its header has",
+        ),
+        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: unexpected end of data"),
     ],
 )
 def test_bad_files_are_named(rows, name, content, message):
@@ -124,7 +118,7 @@ def test_rows_from_python(tmp_path, encode):
         ("mine.py:nothing", ": .*nothing"),
         ("mine.py:none", ": .*None"),
         ("other.py:rows", ": .*no file"),
-        ("mine.py:column", r' row 1: must be a JSON object; .* frame.to_dict\("records"\)'),
+        ("mine.py:column", " row 1: must be a JSON object"),
         ("mine.py:function", " row 2: .*lambda"),
         ("mine.py:keys", " row 2: keys must be str, .* not tuple"),
         ("mine.py:nan", " row 2: Out of range float values .*"),
@@ -158,7 +152,7 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
         harness.rows.read_rows("org/name", "train_data")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
+    with pytest.raises(ConfigError, match="--train_data org/name: .* needs pip install datasets"):
         harness.rows.read_rows("org/name", "train_data")
     with pytest.raises(ConfigError, match="--train_data data/none.jsonl: No such file"):  # a file, by its ending
         harness.rows.read_rows("data/none.jsonl", "train_data")
@@ -171,7 +165,7 @@ def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
     assert "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
 
 
-NO_MESSAGE = "row 1: a message must have a role and a content of text: "
+NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
 
 
 @pytest.mark.parametrize(
@@ -189,12 +183,12 @@ NO_MESSAGE = "row 1: a message must have a role and a content of text: "
         (
             dict(prompt=[dict(role="user", content="1")]),
             {},
-            "row 1: chat messages, but the tokenizer has no chat template",
+            "row 1: Cannot use chat template functions because tokenizer.chat_template is not set",
         ),
         (dict(prompt=[dict(role="user", content=7)]), {}, NO_MESSAGE),
-        (dict(prompt=[dict(role="user")]), {}, NO_MESSAGE + "{'role': 'user'}"),
-        (dict(prompt=[dict(content="1")]), {}, NO_MESSAGE + "{'content': '1'}"),
-        (dict(prompt=["user"]), {}, NO_MESSAGE + "'user'"),
+        (dict(prompt=[dict(role="user")]), {}, NO_MESSAGE + "[{'role': 'user'}]"),
+        (dict(prompt=[dict(content="1")]), {}, NO_MESSAGE + "[{'content': '1'}]"),
+        (dict(prompt=["user"]), {}, NO_MESSAGE + "['user']"),
         (dict(prompt="1"), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
         (dict(prompt="1", c=None), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
         *(
@@ -239,8 +233,6 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     assert encode([{"prompt": "12"}], tokenizer, chat=True)[0].text == "12+"
     thinking = dict(chat=True, chat_template_kwargs='{"enable_thinking": true}')
     assert encode([{"prompt": "12"}], tokenizer, **thinking)[0].text == "12+++"
-    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
-    assert encode([{"prompt": [{"role": "user", "content": parts}]}], tokenizer)[0].text == "12+"
     begun = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
     assert encode([{"prompt": begun}], tokenizer)[0].text == "123"  # the policy goes on with it
     of_numpy = dict(prompt=np.array([{"role": "user", "content": "12"}]))
@@ -250,7 +242,7 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     assert encode([{"prompt": "12"}], tokenizer)[0].text == "12"
     assert "string prompts do not go through the model's chat template; --chat does that" in capsys.readouterr().out
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ConfigError, match="row 1: chat template: roles must alternate"):
+    with pytest.raises(ConfigError, match="row 1: roles must alternate"):
         encode(chat, tokenizer)
 
 
@@ -268,7 +260,7 @@ def test_no_end_token_at_the_end_of_a_string_prompt(encode):
     assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == [*plain, eos[1]]  # as it is written
 
 
-def test_a_directory_without_a_tokenizer_or_with_an_adapter_is_named(tmp_path):
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     for folder, files, message in (
         ("weights", ("tokenizer.json", "tokenizer_config.json"), "has no tokenizer files"),
         ("half", ("tokenizer.json",), "no tokenizer can be loaded: "),
@@ -284,10 +276,6 @@ def test_a_directory_without_a_tokenizer_or_with_an_adapter_is_named(tmp_path):
     os.remove(path / "tokenizer.json")  # what its added tokens make is no tokenizer
     with pytest.raises(ConfigError, match="has no tokenizer files"):
         harness.rows.load_tokenizer(Config(model=str(path)))
-    (path / "adapter_config.json").write_text("{}")
-    for tokenizer in ("", BUNDLED.model):
-        with pytest.raises(ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model .*$"):
-            harness.rows.load_tokenizer(Config(model=str(path), tokenizer=tokenizer))
 
 
 GSM8K = dict(prompt_template="{question}", max_prompt_length=5000)

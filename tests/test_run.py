@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import time
+import types
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ import harness.run
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
 from harness.ranks import World
+from reward import Scores
 from tests.common import (
     BUNDLED,
     CPU,
@@ -65,14 +67,10 @@ def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, 
         out = tmp_path / "out"
         shutil.copytree(holds, out)
         files = sorted(out.rglob("*"))
-        with pytest.raises(ConfigError, match=r"--out_dir .*/out: holds \w+\S* of a run or a model; .*--resume"):
+        with pytest.raises(ConfigError, match=r"--out_dir .*/out: holds files of a run or a model; --resume"):
             again(out)
         assert sorted(out.rglob("*")) == files
         shutil.rmtree(out)
-    for name in ("partial_results", "partial_2024"):  # the user's own files are no reason
-        (out / name).mkdir(parents=True)
-    again(out, max_steps=1)
-    assert (out / "partial_results").is_dir() and (out / "partial_2024").is_dir()
 
 
 def test_out_dir_may_be_a_link_or_where_one_stands(tmp_path, monkeypatch):
@@ -110,13 +108,12 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
         shutil.copytree(undisturbed, name)
         config = lines_of_config(undisturbed) | dict(seed=number)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-        for file in (tmp_path / name).glob("*.json*"):
-            os.utime(file, (1000 + number, 1000 + number))
-    os.utime(tmp_path / "out.2" / "metrics.jsonl", (1010, 1010))  # it wrote last
+        os.utime(tmp_path / name / "config.json", (1000 + number, 1000 + number))
+    os.utime(tmp_path / "out.2" / "config.json", (1010, 1010))  # it was started last
     assert flags_of("--resume") == ("out.2", "latest", 0, 3)
     assert flags_of("--resume", "--seed", "0", "--num_prompts", "32") == ("out.2", "latest", 0, 32)
     assert flags_of("--resume", "--out_dir", "named") == ("named", "latest", 4, 3)
-    assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "named")
+    assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "./named/")
     assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
     assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
     assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)  # the flags of that moment
@@ -138,7 +135,6 @@ def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path
     for out in ("new", "out"):  # named, and the first free one
         assert [m["step"] for m in again(out, resume=resume)] == [3, 4]
         assert state_of(tmp_path / out)[2] == weights
-        # num_tokens counts those of this run
         ours, theirs = ([m["reward"] for m in log] for log in (state_of(tmp_path / out)[0], metrics))
         assert ours == theirs[2:]
     with pytest.raises(ConfigError, match="holds"):
@@ -150,7 +146,7 @@ def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(undis
     monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, "out")  # of an earlier launch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launch")
+    monkeypatch.setattr(harness.checkpoints, "LAUNCH", "another launch")
     resume = str(tmp_path / "out" / "step_000001")
     assert [m["step"] for m in again("out", resume=resume, max_steps=3)] == [2, 3]
     assert [m["step"] for m in again("out", resume=resume)] == [2, 3, 4]
@@ -166,17 +162,14 @@ def test_the_reference_is_the_runs_own(undisturbed, again, tmp_path):
     again(out, model=BUNDLED.model, beta=0, max_steps=2, resume="latest")
 
 
-def test_other_ranks_than_before_are_said_and_other_checkpoints_refused(
-    undisturbed, again, tmp_path, monkeypatch, capsys
-):
-    out = tmp_path / "out"
-    shutil.copytree(undisturbed, out)
-    path = out / "step_000004" / "trainer_state.pt"
-    torch.save(torch.load(path, weights_only=True) | dict(world_size=2), path)
-    sums = json.loads((path.parent / "checksums.json").read_text()) | {path.name: harness.checkpoints.checksum(path)}
-    (path.parent / "checksums.json").write_text(json.dumps(sums))
-    assert len(again(out, resume="latest", max_steps=5)) == 5
-    assert "2 ranks before, 1 now: the sums round differently" in capsys.readouterr().out
+def test_what_changed_is_said_and_other_checkpoints_are_refused(again, tmp_path, monkeypatch, capsys):
+    out, rewards = tmp_path / "out", tmp_path / "rewards.py"
+    for number in (1, 2):
+        rewards.write_text(f"def length(completion, row): return {number} * len(completion)")
+        resume = dict(resume="latest", num_prompts=4) if number == 2 else {}
+        again(out, reward=f"{rewards}:length", max_steps=1, **resume)
+    assert "at step 1; changed since then: num_prompts, reward_code\n" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["reward_code"].keys() == {str(rewards)}
     monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
     with pytest.raises(TrainingError, match="the machines hold different checkpoints"):
         again(out, resume="latest")
@@ -192,11 +185,11 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, again, tmp_p
         file.truncate(1000)
     (out / "step_000003" / "trainer_state.pt").write_bytes(b"PK torn")
     os.remove(out / "step_000002" / "config.json")
-    (out / "partial_000005").mkdir()
+    (out / ".partial").mkdir()
     again(out, resume="latest", save_every=3, keep=1)
     said = capsys.readouterr().out
     assert all(f"step_00000{n} is damaged" in said for n in (2, 3, 4)) and "step_000001 at step 1" in said
-    assert names_in(out) == ["step_000004"] and not (out / "partial_000005").exists()
+    assert names_in(out) == ["step_000004"] and not (out / ".partial").exists()
     assert state_of(out) == state_of(undisturbed)
     os.remove(out / "step_000004" / "model.safetensors")
     before = state_of_log(out)
@@ -238,7 +231,7 @@ def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monk
     monkeypatch.setattr(grpo, "model_writer", lambda *_: lambda path: 1 / 0)
     with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
         small_run(tmp_path / "out")
-    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob("partial*"))
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob(".*a*"))
 
 
 def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
@@ -297,9 +290,9 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path):
 
     for step in (run := run_with(None, dict(adapters=[1], reference=torch.ones(2)))).steps():
         run.record(step, METRICS, [])
-    run.file_lock.release()
+    run.exits.close()
     found = dict(adapters=None, reference=None)
-    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).file_lock.release()
+    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).exits.close()
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
     with pytest.raises(ConfigError, match="step_000002: it holds no other"):
         run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), dict(other=None))
@@ -350,10 +343,15 @@ def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_
     assert state_of(out) == state_of(undisturbed)
 
 
-def test_what_a_reward_logs_has_names_of_its_own():
-    from types import SimpleNamespace as Scores
+def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
+    def failures(step, *scores):
+        return harness.run.Run.failures(types.SimpleNamespace(said=set()), scores, step, 4)
 
-    empty = dict(failed=[False], failures={}, first_failure="", first_retry="")
-    scores = [Scores(**empty, metrics=dict(step=torch.tensor(2.0), text="x")), Scores(**empty, metrics=dict(step=4))]
-    metrics = harness.run.Run.failures(Scores(said=set()), scores, 1, 9)
-    assert metrics == {"logged/step": 3.0, "failed_rewards": None}
+    scores = [Scores([1.0] * 2, {}, [False] * 2, metrics=dict(step=n)) for n in (2.0, 4)]
+    assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}
+    none, failed = Scores([math.nan] * 2, {}, [False] * 2), Scores([0.0] * 2, {}, [True] * 2)
+    with pytest.raises(TrainingError, match="every reward of the first step returned None"):
+        failures(1, none, none)
+    with pytest.raises(TrainingError, match="every reward of the first step failed"):
+        failures(1, none, failed)
+    assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(failed_rewards=None)

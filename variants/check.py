@@ -1,7 +1,7 @@
 """python variants/check.py [NAME ...]: does each patch of this folder still apply, run, and do what it is for?
 
-Each is applied to a fresh copy, which runs a few steps and one check of the variant's own (checks.py).
-One line per variant; exit code 1 if one fails.
+Each is applied to a fresh copy, which runs a few steps and one check of the variant's own (checks.py). ONE+TWO: both
+patches, one on top of the other. One line per variant; exit code 1 if one fails.
 """
 
 import importlib.util
@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 MOST_LINES = 25
+STACKS = ["dynamic_resampling+maxrl", "lora+zero1"]
 FORK = multiprocessing.get_context("fork")
 
 
@@ -39,12 +40,16 @@ class Copy:
             copy = shutil.copytree if (HERE.parent / source).is_dir() else shutil.copy
             copy(HERE.parent / source, self.directory / source)
         shutil.copy(self.directory / "grpo.py", self.directory / "plain.py")
-        patch = HERE / f"{name}.patch"
-        self.lines = sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2  # two name the file
-        assert self.lines <= MOST_LINES, f"{self.lines} changed lines, more than {MOST_LINES}"
-        subprocess.run(["git", "apply", str(patch)], cwd=self.directory, check=True)
+        self.lines = 0
+        for patch in (HERE / f"{part}.patch" for part in name.split("+")):
+            lines = sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2  # two name the file
+            assert lines <= MOST_LINES, f"{lines} changed lines, more than {MOST_LINES}"
+            self.lines += lines
+            tool = ["patch", "-p1", "-i"] if "+" in name else ["git", "apply"]
+            subprocess.run([*tool, str(patch)], cwd=self.directory, check=True, capture_output="+" in name)
+        for module in [m for m in sys.modules if m.partition(".")[0] in ("harness", "reward", "view")]:
+            del sys.modules[module]  # the last copy's
         spec = importlib.util.spec_from_file_location(f"grpo_{name}", self.directory / "grpo.py")
-        sys.path.insert(0, directory)
         self.grpo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.grpo)
         sys.path.remove(directory)
@@ -81,6 +86,7 @@ class Copy:
                 process.kill()
         codes = [process.exitcode for process in processes]
         assert not any(codes), f"{program} {flags}: {codes}\n{(self.directory / 'log.txt').read_text()[-3000:]}"
+        assert "could not save" not in (log := (self.directory / "log.txt").read_text()), log[-3000:]
         steps = [json.loads(line) for line in (self.directory / out / "metrics.jsonl").read_text().splitlines()]
         values = [value for step in steps for value in step.values() if isinstance(value, (int, float))]
         assert steps and all(map(math.isfinite, values)), "metrics that are not finite"
@@ -115,14 +121,15 @@ def import_everything():
 def main() -> int:
     import_everything()
     failed = False
-    for name in sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.patch")):
-        if name == "lora" and not importlib.util.find_spec("peft"):
-            print("lora: skipped, peft is not installed (pip install --no-deps peft accelerate)", flush=True)
+    for name in sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.patch")) + STACKS:
+        check = getattr(checks, f"check_{name.replace('+', '_and_')}")
+        if "lora" in name and not importlib.util.find_spec("peft"):
+            print(f"{name}: skipped, peft is not installed (pip install --no-deps peft accelerate)", flush=True)
             continue
         with tempfile.TemporaryDirectory(prefix="variant_") as directory:
             try:
                 copy = Copy(name, directory)
-                print(f"{name}: ok, {copy.lines} changed lines; {getattr(checks, f'check_{name}')(copy)}", flush=True)
+                print(f"{name}: ok, {copy.lines} changed lines; {check(copy)}", flush=True)
             except Exception as error:
                 failed = True
                 print(f"{name}: FAILED, {type(error).__name__}: {error}", flush=True)

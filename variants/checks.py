@@ -7,9 +7,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-import harness.ranks
-import harness.rows
-
 ENGINE = "vllm" if importlib.util.find_spec("vllm") else "hf"
 # a few tokens: probability before, after, advantage -> d(loss)/d(log-probability), clipped or masked tokens
 OBJECTIVES = {
@@ -33,7 +30,7 @@ def check_objective(copy):
     everything = (logps.requires_grad_(), old, None, None, A, torch.ones_like(old), cfg, 1, len(A))
     loss, stats = copy.grpo.grpo_loss(*everything)
     loss.backward()
-    assert near(logps.grad[:, 0], gradient) and stats["clip_frac"] == clipped, (logps.grad, stats)
+    assert near(logps.grad[:, 0], gradient) and stats["clip_ratio/region_mean"] == clipped, (logps.grad, stats)
     return shown
 
 
@@ -58,12 +55,16 @@ def check_maxrl(copy):
 
 def check_entropy_bonus(copy):
     copy.run()
-    policy, cfg = copy.policy(), copy.config(entropy_coef=0.5, beta=0.0)
+    grpo, policy, cfg = copy.grpo, copy.policy(), copy.config(entropy_coef=0.5, beta=0.0)
+    completion = np.arange(8, 13), np.zeros(5)
+    batch = grpo.collate(
+        [grpo.Sample(0, grpo.Prompt(np.arange(5, 8), "", {}), *completion, "stop")], policy.model.device
+    )
 
     def bonus():
-        logps, entropy = policy(torch.arange(5, 13)[None], torch.tensor([3]), torch.tensor([5]))
+        logps, entropy = policy(batch)
         same = (logps, logps.detach(), None, None, torch.zeros(1), torch.ones_like(logps), cfg, 5, 1)
-        return copy.grpo.grpo_loss(*same, entropy=entropy)[0], -0.5 * entropy.mean().item()
+        return grpo.grpo_loss(*same, entropy=entropy)[0], -0.5 * entropy.mean().item()
 
     loss, expected = bonus()
     assert near(loss.item(), expected), "the bonus does not go through the token reduction"
@@ -77,19 +78,49 @@ def check_entropy_bonus(copy):
 
 
 def check_moving_reference(copy):
-    kl = [step["kl_k3"] for step in copy.run("--ref_sync_every", 2, "--max_steps", 4)]
+    kl = [step["kl"] for step in copy.run("--ref_sync_every", 2, "--max_steps", 4)]
     assert max(kl[0], kl[2]) < 1e-9 < 1e-6 < min(kl[1], kl[3]), kl
     copy.run("--ref_sync_every", 2, "--max_steps", 3, out="again")
     again = copy.run("--ref_sync_every", 2, "--max_steps", 4, "--resume", out="again")
-    assert again[-1]["kl_k3"] == kl[3], "a resume loses the reference"
+    assert again[-1]["kl"] == kl[3], "a resume loses the reference"
     return "KL 0 after each sync and only then; a resume is exact"
 
 
+DRAWN = """
+import json
+import grpo
+
+prompts_of_step = grpo.prompts_of_step
+def noted(prompts, draw, cfg):
+    with open("draws.jsonl", "a") as file:
+        print(draw, file=file)
+    return prompts_of_step(prompts, draw, cfg)
+grpo.prompts_of_step = noted
+grpo.main()
+"""
+
+
 def check_dynamic_resampling(copy):
-    once, more = (copy.run("--max_steps", 3, "--seed", 1, "--max_draws", n, out=f"out{n}") for n in (1, 8))
-    empty = sum(step["frac_zero_std"] for step in once) / 3
-    assert empty > 0 and all(step["frac_zero_std"] == 0 for step in more) and any(step["draws"] > 1 for step in more)
-    return f"groups without a signal: {empty:.0%} before, none after"
+    (copy.directory / "drawn.py").write_text(DRAWN)
+    flags = ["--seed", 1, "--max_draws"]
+    once, more = (copy.run("--max_steps", 3, *flags, n, out=f"out{n}") for n in (1, 8))
+    empty = sum(step["frac_reward_zero_std"] for step in once) / 3
+    assert empty > 0 and any(step["draws"] > 1 for step in more)
+    assert all(step["frac_reward_zero_std"] == 0 for step in more)
+    copy.run(*flags, 8, out="again", program="drawn.py")
+    again = copy.run("--max_steps", 3, *flags, 8, "--resume", out="again", program="drawn.py")
+    assert again[-1]["grad_norm"] == more[-1]["grad_norm"], "a resume draws other prompts"
+    drawn = list(map(int, (copy.directory / "draws.jsonl").read_text().split()))
+    assert drawn == [*range(1, sum(step["draws"] for step in more) + 1)], f"prompts are left out: draws {drawn}"
+    return f"groups without a signal: {empty:.0%} before, none after; no prompt is left out, a resume is exact"
+
+
+def check_dynamic_resampling_and_maxrl(copy):
+    shown = check_dynamic_resampling(copy)
+    lines = (copy.directory / "again" / "completions.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        assert row["advantage"]
+    return shown
 
 
 def check_lora(copy):
@@ -175,26 +206,23 @@ def check_guess_number(copy):
     grpo, file = copy.grpo, copy.directory / "guess.jsonl"
     rows = [dict(prompt=f"{n:03d}+000=", answer=str(n % 7 * 100)) for n in range(100, 200)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    gap = max(step["sampler_gap"] for step in copy.run("--train_data", file, "--max_turns", 3, "--rollout", ENGINE))
+    flags = ["--train_data", file, "--max_turns", 3]
+    gaps = [copy.run(*flags, "--rollout", ENGINE), copy.run(*flags, "--num_epochs", 2, out="epochs")]
+    gap = max(step["sampler_gap"] for steps in gaps for step in steps)
     assert gap < 1e-4, f"gap {gap}: a turn does not see the turns before it"
-    cfg, world, hints = (
-        copy.config(train_data=str(file), max_turns=3),
-        harness.ranks.World(0, 1, torch.device("cpu")),
-        0,
-    )
-    tokenizer = harness.rows.load_tokenizer(cfg)
-    prompts = harness.rows.load_prompts("train_data", grpo.load_rewards(cfg), tokenizer, cfg)
-    sampler = grpo.HFSampler(copy.policy().model, [tokenizer.eos_token_id], tokenizer.pad_token_id, cfg)
+    cfg, world, hints = copy.config(train_data=str(file), max_turns=3), grpo.World(0, 1, torch.device("cpu")), 0
+    _, tokenizer, prompts, _ = grpo.load_data(cfg)
+    eos_ids = [tokenizer.eos_token_id]
+    sampler = grpo.HFSampler(copy.policy().model, eos_ids, tokenizer.pad_token_id, cfg)
     for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
         guess = []
         for token, in_loss in zip(s.completion_ids, grpo.collate([s], world.device)["mask"][0], strict=True):
             if in_loss:
                 guess.append(token)
                 continue
-            higher = int(grpo.decode(tokenizer, np.array(guess))) < int(s.prompt.row["answer"])
-            hint = grpo.decode(tokenizer, np.array([token]))
-            assert hint == ("+" if higher else "="), "a token that is no hint is masked"
+            higher = int(grpo.decode(tokenizer, np.array(guess), eos_ids)) < int(s.prompt.row["answer"])
+            assert tokenizer.decode([token]) == ("+" if higher else "="), "a token that is no hint is masked"
             guess, hints = [], hints + 1
-        assert grpo.decode(tokenizer, np.array(guess)) == s.text, "the reward does not see the last guess"
+        assert grpo.decode(tokenizer, np.array(guess), eos_ids) == s.text, "the reward does not see the last guess"
     assert hints > 8
     return f"{hints} hints are right and out of the loss, later turns see them (gap to {ENGINE} {gap:.0e})"
