@@ -62,7 +62,7 @@ def fit_micro_batch(cfg, model, device: torch.device):
         tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
         if tokens:
             break
-    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.0f}"
+    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.3g}"
     why = f"{sizes}, an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
     need(tokens, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
     if recompute and not cfg.gradient_checkpointing:

@@ -208,7 +208,7 @@ class Engine:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         assert enable_sleep_mode and load_format == "dummy" and options["logprobs_mode"] == "processed_logprobs"
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model.eval().to("cuda")
         self.awake, self.loaded, self.fresh, self.calls = {"weights", "kv_cache"}, False, True, []
         self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=lambda: None))
@@ -291,10 +291,11 @@ def with_engine(*args):
         command_line(*args)
     except SystemExit as stop:
         code = stop.code
-    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
     assert code == 0
+    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
 
 
+@pytest.mark.slow
 def test_the_engine_sleeps_wakes_and_is_loaded_in_the_order_of_vllm(tmp_path):
     options = [*PRIME, *FEW, "--device", "cuda", "--rollout", "vllm", "--out_dir", tmp_path / "out"]
     shown = on_cuda("tests.test_cuda.with_engine", *options)
@@ -316,7 +317,7 @@ WRONG = {
 @pytest.mark.parametrize("order", WRONG)
 def test_the_engine_refuses_another_order(order, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
-    options = dict(dtype="float32", enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
+    options = dict(dtype=torch.float32, enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
     engine = Engine(model=BUNDLED.model, **options)
     weights = [(name, p.detach().clone()) for name, p in engine.model.named_parameters()]
 
