@@ -19,7 +19,7 @@ import harness.run
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
 from harness.ranks import World
-from reward import Scores
+from harness.workers import Scores
 from tests.common import (
     BUNDLED,
     CPU,
