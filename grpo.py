@@ -921,7 +921,7 @@ def load_data(cfg: Config) -> tuple:
     try:
         rewards = load_rewards(cfg.reward)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"--reward: {error}") from None
+        raise ConfigError(f"--reward {cfg.reward}: {error}") from None
     tokenizer = rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []

@@ -12,10 +12,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from reward import TRAINER_KEYS, Outcome, Reward, call_reward, load_rewards, one_line
+from reward import Outcome, Reward, Scores, call_reward, load_rewards, one_line
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"  # found by place
@@ -104,39 +103,6 @@ def serve():
 def _limit(kind: int, amount: int):
     with contextlib.suppress(OSError, ValueError):  # not every system has them, or lets them rise
         resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))
-
-
-@dataclass
-class Scores:
-    totals: list[float]  # [samples], sum of weight * part; NaN where no reward applies
-    parts: dict[str, list[float]]  # name of the reward -> [samples]; 0.0 where it failed, NaN where it does not apply
-    failed: list[bool]  # [samples], whether any part failed; sum(failed) is how many samples
-    failures: dict[str, int] = field(default_factory=dict)  # cause -> number of failed parts
-    first_failure: str = ""  # one line for the log: reward, sample, cause, row
-    first_retry: str = ""  # one line: a call with many samples failed and they were tried again one by one
-    metrics: dict[str, float] = field(default_factory=dict)  # log_metric: the last value, as TRL names it
-    extra: dict[str, list] = field(default_factory=dict)  # log_extra: column -> [samples], None where not logged
-
-    @property
-    def without_reward(self) -> int:
-        return sum(map(math.isnan, self.totals))
-
-    def add(self, reward: Reward, job: list[int], outcome: Outcome, rows: list[dict]):
-        for i, part in zip(job, outcome.values or [None] * len(job), strict=True):
-            if part is None:
-                part, cause, message = 0.0, outcome.cause or "invalid", outcome.message or "not a finite number"
-                self.failed[i] = True
-                self.failures[cause] = self.failures.get(cause, 0) + 1
-                row = ", ".join(f"{k}={v!a:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS)
-                line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}: {cause}: {message}"
-                self.first_failure = self.first_failure or f"{line}; row: {row[:500]}"
-            self.parts[reward.name][i] = part
-            if not math.isnan(part):
-                self.totals[i] = reward.weight * part + (0.0 if math.isnan(self.totals[i]) else self.totals[i])
-        self.metrics |= outcome.metrics
-        for column, logged in outcome.extra.items():
-            for i, value in zip(job, logged, strict=False):
-                self.extra.setdefault(column, [None] * len(rows))[i] = value
 
 
 class Scorer:

@@ -21,7 +21,7 @@ import reward
 from grpo import Config, Prompt
 from harness.workers import Scorer
 from reward import load_rewards
-from tests.common import REWARDS, TEMPLATE, gone, ids_of, lines, random_samples, small_run
+from tests.common import REWARDS, gone, ids_of, random_samples, small_run
 
 pytest_plugins = "tests.common"
 
@@ -72,23 +72,6 @@ def test_a_reward_that_fails_is_said(tmp_path, capsys):
         small_run(tmp_path / "none", reward=f"{tmp_path}/rewards.py:none")
 
 
-def test_trls_arguments_reach_a_reward_when_the_prompt_became_a_chat(tmp_path, monkeypatch):
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
-    load = harness.rows.load_tokenizer
-
-    def with_template(cfg):
-        tokenizer = load(cfg)
-        tokenizer.chat_template = TEMPLATE
-        return tokenizer
-
-    monkeypatch.setattr(harness.rows, "load_tokenizer", with_template)
-    metrics = small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:messages", chat=True)
-    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
-    for row in lines(tmp_path / "out" / "completions.jsonl"):
-        assert row["reward"] == row["length"] + 4
-
-
 def test_load(file):
     names = ("length:-1e-1", "needs_gold", "trl", "trl_keywords:0")
     rewards = load_rewards("gsm8k, format:0.2," + ",".join(f"{file}:{name}" for name in names))
@@ -108,22 +91,16 @@ def test_load(file):
     [
         ("gsm9k", "unknown; known: answer, gsm8k, format, countdown, overlong, math, path"),
         ("gsm8k:nan", "finite"),
-        ("gsm8k:inf", "finite"),
-        ("gsm8k:1e300", "finite"),
         ("gsm8k:", "expected name"),
         ("gsm8k:a", "could not convert string to float: 'a'"),
-        ("gsm8k:1:2", "expected name"),
         ("", "expected name"),
-        ("gsm8k,", "expected name"),
         ("gsm8k,gsm8k:2", "two rewards are called gsm8k"),
         ("missing.py:f", "No such file"),
         ("FILE:nothing", "no plain function nothing"),
         ("FILE:constant", "no plain function constant"),
-        ("FILE:sqrt", "no plain function sqrt"),
         ("FILE:one_argument", "takes neither"),
         ("FILE:takes_answer", "takes_answer(completion, answer) takes neither (completion, row), by these names"),
         ("FILE:hidden", "hidden(*args, **kwargs) takes neither"),
-        ("FILE:hidden", "functools.wraps"),
         ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
     ],
 )
@@ -137,7 +114,7 @@ def test_load_errors_are_one_line(spec, message, file):
 
 def test_math_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(harness.flags.ConfigError, match="--reward: .*math_verify"):
+    with pytest.raises(harness.flags.ConfigError, match="--reward math: .*math_verify"):
         grpo.load_data(Config(reward="math"))
 
 
@@ -198,22 +175,6 @@ def test_a_hanging_function_gives_up(scorer, capfd):
     assert capfd.readouterr().err.count("scoring hang") <= 12
 
 
-def test_idle_workers_that_die_cost_nothing(scorer):
-    length = scorer("length")
-    for _ in range(2):
-        scores = length.score(["abc", "de"], [{}] * 2)
-        assert scores.totals == [3.0, 2.0] and not scores.failures
-        for child in (started := workers()):
-            child.kill()
-        assert gone(started)
-
-
-def test_workers_that_cannot_start(file):
-    dead = Scorer(load_rewards(os.path.dirname(file) + "/dies.py:length"), workers=4)
-    assert dead.score(["a"] * 20, [{}] * 20).failures == {"died": 20}
-    dead.close()
-
-
 def test_a_file_that_hangs_when_workers_import_it_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(harness.workers, "START_LIMIT", 0.5)
     (tmp_path / "hangs.py").write_text(
@@ -231,6 +192,7 @@ def test_none_means_that_a_reward_does_not_apply(scorer):
     assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
     scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
     assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
+    assert scores.without_reward == 1
 
 
 def test_trl_functions(scorer):
@@ -301,13 +263,6 @@ def test_trl_own_functions(chat, scorer, tmp_path):
         assert parts == pytest.approx(expected, nan_ok=True), name
     if chat:
         assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(scores.parts["accuracy_reward"][4])
-
-
-def test_import_file(file):
-    assert reward.import_file(file).length("ab", {}) == 2 and reward.import_file(file) is reward.import_file(file)
-    for name, message in (("missing.py", "No such file"), ("broken.py", "importing .* failed: ZeroDivisionError")):
-        with pytest.raises(ValueError, match=message):
-            reward.import_file(os.path.join(os.path.dirname(file), name))
 
 
 OWN_NEIGHBOUR = (
@@ -384,12 +339,6 @@ def test_what_a_reward_logs_cannot_end_a_run(scorer):
     json.dumps([scores.metrics, scores.extra], allow_nan=False)
     logged = [*scores.metrics.values(), *(value for column in scores.extra.values() for value in column)]
     assert {type(value) for value in logged} == {float, str, type(None)}  # nothing of theirs travels
-
-
-def test_a_reward_that_never_applies_can_be_told(scorer):
-    scores = scorer("misbehave").score(["none"] * 3, [{}] * 3)
-    assert scores.without_reward == 3 and scores.failed == [False] * 3 and not scores.failures
-    assert scorer("misbehave", "overlong").score(["none"], [dict(ROW)]).without_reward == 0
 
 
 def test_a_row_that_cannot_travel_costs_its_own_sample(scorer):
