@@ -171,6 +171,18 @@ def check_zero1(copy):
     return "weights and gathered moments are AdamW's to the bit, a rank holds less than 70 %, resumed on 2 and 1 ranks"
 
 
+def check_lora_and_zero1(copy):
+    (copy.directory / "probe.py").write_text(PROBE)
+    flags = ["--save_every", 2, "--keep", 0, "--learning_rate", "3e-3", "--beta", 0]
+    straight = copy.run(*flags, "--max_steps", 4, ranks=2, program="probe.py")
+    (saved, state), base = copy.saved(), load_file(copy.directory / "sample_data" / "model" / "model.safetensors")
+    assert saved.keys() == base.keys() and any(not torch.equal(saved[name], base[name]) for name in base)
+    moments = [value["exp_avg"].shape for value in state["optimizer"]["state"].values()]
+    assert moments == [adapter.shape for adapter in state["adapters"].values()], "other moments than the adapters'"
+    check_resume(copy, straight, flags)
+    return "merged, moments are the adapters' and saved whole, a rank holds less than 70 %, resumed on 2 and 1 ranks"
+
+
 def check_resume(copy, straight, flags):
     """On the same ranks to the bit, then on one alone, and on both again, up to rounding."""
     copy.run(*flags, out="again", ranks=2)
