@@ -267,8 +267,9 @@ def rounded(policy, operators):
             attend = harness.kernels.packed_attention
             undo.callback(modeling.ALL_ATTENTION_FUNCTIONS.register, "packed", attend)
 
-            def in_bf16(module, *qkv_mask, **options):
-                out, _ = attend(module, *(x.bfloat16() for x in qkv_mask[:3]), *qkv_mask[3:], **options)
+            def in_bf16(module, query, key, value, blocks, **options):
+                blocks = [(*places, bias if bias is None else bias.bfloat16()) for *places, bias in blocks]
+                out, _ = attend(module, *(x.bfloat16() for x in (query, key, value)), blocks, **options)
                 return out.float(), None
 
             modeling.ALL_ATTENTION_FUNCTIONS.register("packed", in_bf16)
