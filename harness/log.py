@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import view
+from harness.advice import Advice
 from harness.flags import ConfigError, TrainingError, first_line, say
 from harness.ranks import World
 
@@ -106,6 +107,7 @@ class Log:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = view.read_jsonl(self.metrics.path)
+            self.advice = Advice(cfg, self.history)
             try:
                 self.send, self.finish = reporter(cfg)
             except Exception as error:
@@ -126,6 +128,8 @@ class Log:
         skipped = f" SKIPPED {metrics['skipped_steps']} (gradient not finite)" if metrics["skipped_steps"] else ""
         line = f"step {metrics['step']}/{self.cfg.max_steps} {' '.join(shown)}{skipped}"
         say(f"{line} | {metrics['tokens_per_s']:.0f} tok/s, {left} left")
+        for note in self.advice.see(metrics):
+            say(note)
         if rows:
             row = rows[metrics["step"] % len(rows)]
             self.shown = f"  sample: {short(row['prompt'])} -> {short(row['completion'])} reward {row['reward']:g}"
@@ -137,8 +141,8 @@ class Log:
         if self.rank0:
             self.metrics.write(self.history[-1])
             say(f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}")
-            if self.shown:
-                say(self.shown)
+            for line in filter(None, [self.shown, *self.advice.see(self.history[-1])]):
+                say(line)
             self.report(self.send, self.history[-1], [])
 
     def report(self, call, *args) -> None:

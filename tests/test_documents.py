@@ -18,7 +18,7 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-HARNESS = ["harness/" + name for name in "flags ranks rows models kernels check checkpoints log run".split()]  # upwards
+HARNESS = ["harness/" + name for name in "flags ranks rows models kernels check checkpoints advice log run".split()]  # upwards
 
 
 def test_arrows_go_one_way():
