@@ -1,7 +1,6 @@
 """Errors, exit codes, and flags: every field of a dataclass is one."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import os
@@ -30,8 +29,11 @@ def first_line(error: BaseException) -> str:
 def say(text: str) -> None:
     """One line of the log, from rank 0. Never raises: what only talks must not end a run."""
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun names it before the ranks have met
-        with contextlib.suppress(Exception):  # a full disk, a closed pipe, a terminal without that letter
-            print(text, flush=True)
+        try:
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        except Exception:  # a full disk, a closed pipe: else what stays in the buffer would be Python's last error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def exit_code(program: str, call, less_memory: str) -> int:

@@ -1,6 +1,7 @@
 """Rows of files, and the prompts that they become."""
 
 import csv
+import gzip
 import io
 import json
 import math
@@ -15,8 +16,9 @@ import transformers
 from harness.flags import ConfigError, first_line, need, say
 from reward import import_file
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")
-WHY = {json.JSONDecodeError: "not valid JSON: ", ModuleNotFoundError: "hub or parquet needs pip install datasets: "}
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+WHY = {json.JSONDecodeError: "not valid JSON: ", csv.Error: "not a valid CSV (is a quote not closed?): "}
+WHY |= {ModuleNotFoundError: "hub or parquet needs pip install datasets: "}
 COLUMN = r"\{([A-Za-z_]\w*)\}"  # of --prompt_template; braces around anything else stand as they are: \boxed{}
 
 
@@ -26,8 +28,8 @@ def read_rows(path: str, name: str) -> list[dict]:
     try:
         source = row_source(path)
         for row in source:  # it is parsed here, so an error is that of the row after the last
-            if not isinstance(row, dict) or None in row:  # None: csv's name for fields that the header does not name
-                raise ValueError("must be a JSON object, or fields of a CSV, no more than its header has")
+            if not isinstance(row, dict):  # as of a dict or a DataFrame, which give the names of their columns
+                raise ValueError('must be a JSON object; give a list of them: found["data"], frame.to_dict("records")')
             row = {str(k): None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
             pickle.dumps(row)  # it travels to a reward's process
             json.dumps(row, default=str, allow_nan=False)  # and into completions.jsonl
@@ -42,7 +44,8 @@ def read_rows(path: str, name: str) -> list[dict]:
 
 
 def row_source(path: str):
-    (file, _, function), kind = path.rpartition(":"), os.path.splitext(path)[1]
+    file, _, function = path.rpartition(":")
+    zipped, kind = path.lower().endswith(".gz"), os.path.splitext(path.lower().removesuffix(".gz"))[1]
     if file.endswith(".py"):
         return getattr(import_file(os.path.abspath(file)), function)()
     if kind == ".parquet" or not (kind in FILES or os.path.exists(path)):
@@ -51,11 +54,24 @@ def row_source(path: str):
         repository, config, split = f"{path}::".split(":")[:3]
         hub = dict(path=repository, name=config or None, split=split or "train")
         return load_dataset(**hub if kind != ".parquet" else dict(path="parquet", data_files=path, split="train"))
-    with open(path, encoding="utf-8-sig", newline="") as opened:
+    with (gzip.open if zipped else open)(path, "rt", encoding="utf-8-sig", newline="") as opened:
         text = opened.read()
-    if kind == ".csv":
-        return csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    if kind in (".csv", ".tsv"):
+        return table_rows(text, "," if kind == ".csv" else "\t")
     return json.loads(text) if kind == ".json" else map(json.loads, filter(str.strip, text.split("\n")))
+
+
+def table_rows(text: str, delimiter: str):
+    """Rows of a CSV or TSV, each with as many fields as the header has; what pandas refuses is refused."""
+    csv.field_size_limit(2**31 - 1)
+    table = filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))  # no blank lines
+    header = next(table, [])
+    if len(set(header)) < len(header):
+        raise ValueError(f"the header names a column twice: {', '.join(header)}")
+    for fields in table:
+        if len(fields) != len(header):
+            raise ValueError(f"{len(fields)} fields, where the header has {len(header)}")
+        yield dict(zip(header, fields, strict=True))
 
 
 @dataclass

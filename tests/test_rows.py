@@ -1,5 +1,6 @@
 """Rows of files, and the prompts that they become."""
 
+import gzip
 import json
 import os
 import re
@@ -26,7 +27,8 @@ def rows(tmp_path):
     """rows(name, content) -> the rows of a file of that name."""
 
     def call(name, content):
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        content = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         return harness.rows.read_rows(str(tmp_path / name), "train_data")
 
     return call
@@ -41,13 +43,17 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
     [
         ("x.jsonl", LINES, AB),
         ("x", "\ufeff" + LINES.replace("\n", "\r\n"), AB),
+        ("x.jsonl.gz", LINES, AB),
         ("x.json", json.dumps(AB, indent=1), AB),
+        ("X.JSON", json.dumps(AB), AB),
         ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, though not of JSONL
         ("x.jsonl", '{"a": NaN, "b": null}', [{"a": None, "b": None}]),
         ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
-        ("x.csv", "\ufeffprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, a blank line
+        ("x.CSV", "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, blank lines
+        ("x.tsv", "prompt\tanswer\na\t1\nb\t2\n", AB),
+        ("x.csv.gz", "prompt,answer\na,1\nb,2\n", AB),
         ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
-        ("x.csv", "a,b\n1\n", [{"a": "1", "b": None}]),
+        ("x.csv", "a\n" + "x" * 200_000 + "\n", [{"a": "x" * 200_000}]),
         ("x.csv", ",a\n0,1\n", [{"": "0", "a": "1"}]),  # as pandas writes its index
     ],
 )
@@ -66,14 +72,14 @@ def test_files_of_rows(rows, name, content, expected):
         ("x.jsonl", b"\xff\xfe\x00", ": 'utf-8' codec"),
         ("x.json", '[{"prompt": "a"}, 3]', " row 2: must be a JSON object"),
         ("x.json", "{", ": not valid JSON: "),
-        ("x.json", '{"data": [{"prompt": "a"}]}', " row 1: must be a JSON object"),
+        ("x.json", '{"data": [{"prompt": "a"}]}', ' row 1: must be a JSON object; give a list of them: found["data"]'),
+        ("x.jsonl.gz", b"", ": no rows"),
         ("x.csv", "", ": no rows"),
-        (
-            "x.csv",
-            "a,b\n1,2\n1,2,3\n",
-            " row 2: must be a JSON object, or fields of a CSV, no more than its header has",
-        ),
-        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: unexpected end of data"),
+        ("x.csv", "a,b\n1,2\n1,2,3\n", " row 2: 3 fields, where the header has 2"),
+        ("x.csv", "a,b\n1,2\n\n3\n", " row 2: 1 fields, where the header has 2"),
+        ("x.csv", "a,b,a\n1,2,3\n", " row 1: the header names a column twice: a, b, a"),
+        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: not a valid CSV (is a quote not closed?): unexpected end of data"),
+        ("x.csv", 'a,b\n"1,2\n"3,4\n', " row 1: not a valid CSV (is a quote not closed?): "),
     ],
 )
 def test_bad_files_are_named(rows, name, content, message):
@@ -118,7 +124,7 @@ def test_rows_from_python(tmp_path, encode):
         ("mine.py:nothing", ": .*nothing"),
         ("mine.py:none", ": .*None"),
         ("other.py:rows", ": .*no file"),
-        ("mine.py:column", " row 1: must be a JSON object"),
+        ("mine.py:column", r' row 1: must be a JSON object; .* frame.to_dict\("records"\)'),
         ("mine.py:function", " row 2: .*lambda"),
         ("mine.py:keys", " row 2: keys must be str, .* not tuple"),
         ("mine.py:nan", " row 2: Out of range float values .*"),
@@ -152,7 +158,7 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="--train_data org/name: division by zero"):
         harness.rows.read_rows("org/name", "train_data")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="--train_data org/name: .* needs pip install datasets"):
+    with pytest.raises(ConfigError, match="--train_data org/name: .* pip install datasets"):
         harness.rows.read_rows("org/name", "train_data")
     with pytest.raises(ConfigError, match="--train_data data/none.jsonl: No such file"):  # a file, by its ending
         harness.rows.read_rows("data/none.jsonl", "train_data")
