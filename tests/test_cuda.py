@@ -55,7 +55,7 @@ def trained(out, *args, **options):
 def test_the_bundled_task_learns_in_bfloat16(tmp_path):
     options = ["--max_steps", 6, "--num_prompts", 16, "--eval_every", 0, "--eval_data", "", "--dtype", "bfloat16"]
     shown, metrics = trained(tmp_path / "out", *options)
-    assert "parameters on cuda:0, 1 rank(s)" in shown and "peak memory of the first step" in shown
+    assert "parameters on cuda:0, 1 rank(s)" in shown
     start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[:2], metrics[-2:]))
     assert end - start > 5 * math.sqrt(2 * 0.25 / 256)
     assert all(m["sampler_gap"] < 0.02 and m["skipped_steps"] == 0 for m in metrics)
