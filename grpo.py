@@ -645,8 +645,11 @@ def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> 
     """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
     policy that takes it."""
     batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
+    lengths, counted = (
+        np.array(x)[:, None] for x in zip(*((len(s.completion_ids), s.in_loss) for s in samples), strict=True)
+    )
     batch |= dict(
-        mask=kernels.padded([np.full(len(s.completion_ids), s.in_loss) for s in samples], bool),  # [N, T]
+        mask=(np.arange(lengths.max()) < lengths) & counted,  # [N, T]
         advantages=np.array([s.advantage for s in samples], np.float32),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
