@@ -42,14 +42,14 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-import reward as reward_module
-from harness import check, flags, kernels, log, models, ranks, rows
+from harness import check, flags, kernels, log, models, ranks, rows, workers
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
+from reward import load_rewards, sources
 
 GENERATE_ROWS = 256  # rows of one HF generate call
 LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
@@ -66,7 +66,7 @@ class Config:
     train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
     eval_data: str = flag("", "held-out rows; empty: no eval")
     reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", above=0)
+    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", low=1e-6)
     reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
     prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
@@ -78,9 +78,9 @@ class Config:
     num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
     num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    temperature: float = flag(1.0, "of sampling, and of every log-probability", above=0)
+    temperature: float = flag(1.0, "of sampling, and of every log-probability", low=1e-6)
     rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", above=0, high=1)
+    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", low=1e-3, high=1)
     max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
     tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
 
@@ -159,7 +159,7 @@ def complete(cfg: Config) -> Config:
 
 def validate(cfg: Config) -> Config:
     """Impossible values stop here, before anything is loaded or written."""
-    cfg = flags.check_flags(cfg)
+    flags.check_flags(cfg)
     try:
         options = json.loads(cfg.chat_template_kwargs or "{}")
     except ValueError:
@@ -353,8 +353,7 @@ class VLLMSampler:
         if self.cuda:
             options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
         else:  # chunked prefill: a seeded request whose prompt is divided crashes on a CPU
-            cache = models.cache_bytes(cfg, length, self.dtype, world)
-            options |= dict(enforce_eager=True, block_size=models.CACHE_BLOCK, kv_cache_memory_bytes=cache)
+            options |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=models.CACHE_BYTES)
             options |= dict(enable_chunked_prefill=False)
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
@@ -464,12 +463,12 @@ def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
 # Rewards and advantages
 
 
-def score(samples: list[Sample], scorer, step: int, cfg: Config) -> reward_module.Scores:
+def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scores:
     """Fills in the rewards: NaN where none applies, or where one failed and --reward_failure says exclude."""
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     rows = [
         s.prompt.row
-        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids)
+        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
         | dict(completion_length=len(s.completion_ids), max_completion_length=cfg.max_completion_length)
         | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples
@@ -646,8 +645,11 @@ def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> 
     """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
     policy that takes it."""
     batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
+    lengths, counted = (
+        np.array(x)[:, None] for x in zip(*((len(s.completion_ids), s.in_loss) for s in samples), strict=True)
+    )
     batch |= dict(
-        mask=kernels.padded([np.full(len(s.completion_ids), s.in_loss) for s in samples], bool),  # [N, T]
+        mask=(np.arange(lengths.max()) < lengths) & counted,  # [N, T]
         advantages=np.array([s.advantage for s in samples], np.float32),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
@@ -920,9 +922,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
 def load_data(cfg: Config) -> tuple:
     """Rewards, tokenizer, train and eval prompts."""
     try:
-        rewards = reward_module.load_rewards(cfg.reward)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        rewards = load_rewards(cfg.reward)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"--reward {cfg.reward}: {error}") from None
     tokenizer = rows.load_tokenizer(cfg)
     train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
     eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg) if cfg.eval_data else []
@@ -946,11 +948,11 @@ def set_up(cfg: Config, command_line: bool):
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started, command_line, reward_module.sources(rewards)) as run:
+    with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
-        scorer = reward_module.Scorer(rewards, timeout=cfg.reward_timeout)
+        scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)

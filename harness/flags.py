@@ -1,11 +1,8 @@
 """Errors, exit codes, and flags: every field of a dataclass is one."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
-import math
-import operator
 import os
 import re
 import shlex
@@ -29,24 +26,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def write_line(stream, text: str) -> None:
-    """Never raises: what only talks must not end a run."""
-    try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-    except Exception as error:  # a full disk, a closed pipe; what stays in the buffer would be Python's last error
-        with contextlib.suppress(Exception):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            sys.stderr.write(f"the log ends here, it cannot be written: {error}\n")
-
-
 def say(text: str) -> None:
-    """One line of the log, from rank 0, which torchrun's environment names before the ranks have met."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        write_line(sys.stdout, text)
-
-
-GONE = "onnection (was likely )?(closed|reset|refused)|roken pipe|[Tt]ime(d )?out|remote process exit|was aborted"
+    """One line of the log, from rank 0. Never raises: what only talks must not end a run."""
+    if int(os.environ.get("RANK", 0)) == 0:  # torchrun names it before the ranks have met
+        try:
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        except Exception:  # a full disk, a closed pipe: else what stays in the buffer would be Python's last error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def exit_code(program: str, call, less_memory: str) -> int:
@@ -67,35 +54,24 @@ def exit_code(program: str, call, less_memory: str) -> int:
         of_ranks = dist.is_initialized() and re.search("gloo|NCCL|onnection (closed|reset)", cause)
         if not of_ranks and not isinstance(error, dist.DistError):
             raise
-        gone = "another rank is gone; why, says the report of the machine that it ran on"
-        code, message = 1, f"stopped: {gone if re.search(GONE, cause) else cause}"
+        code, message = 1, f"stopped: {cause} (if another rank is gone, the report of its machine says why)"
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # what every rank finds, local rank 0 says; the others if it did not
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
         time.sleep(10)
-    write_line(sys.stderr, f"{program}: {message}")
+    print(f"{program}: {message}", file=sys.stderr, flush=True)
     return code
 
 
-LIMITS = dict(low=(operator.ge, "at least"), above=(operator.gt, "above"), high=(operator.le, "at most"))
-
-
-def flag(default, help, choices=(), group=None, bare=None, **limits):
+def flag(default, help, choices=(), low=1 - 2**31, high=2**31 - 1, group=None, bare=None):
     """A field that is a flag. group: the heading that begins with it; bare: its value when it stands alone."""
-    limits = dict(high=2**31 - 1) | limits if type(default) is int else limits
-    return dataclasses.field(
-        default=default, metadata=dict(help=help, choices=choices, group=group, bare=bare, limits=limits)
-    )
-
-
-def at_home(text: str) -> str:
-    """~ at the beginning of a path is the home directory, and in a list of files, too."""
-    return ",".join(os.path.expanduser(part) for part in text.split(","))
+    about = dict(help=help, choices=choices, low=low, high=high, group=group, bare=bare)
+    return dataclasses.field(default=default, metadata=about)
 
 
 def parse_flags(config, argv, program: str, description: str) -> dict:
     """The flags that were given, {name: value}; defaults are not among them."""
-    words = {"true": True, "1": True, "false": False, "0": False}
-    types = {str: at_home, bool: lambda text: words.get(text.lower(), text)}
+    types = {bool: lambda text: {"true": True, "false": False}.get(text.lower(), text)}
+    types[str] = lambda text: ",".join(map(os.path.expanduser, text.split(",")))  # ~, of a list of files, too
     types[float | None] = lambda text: None if text.lower() == "none" else float(text)
     parser = argparse.ArgumentParser(
         prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False,
@@ -105,8 +81,7 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
     for f in dataclasses.fields(config):
         about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
         group = parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] else group
-        bare = f.type is bool or f.metadata["bare"]
-        alone = dict(nargs="?", const=bare) if bare else {}
+        alone = dict(nargs="?", const=f.metadata["bare"] or True) if f.type is bool or f.metadata["bare"] else {}
         shown = dict(help=f"{about} [{f.default}]", metavar="|".join(choices) if choices else "X")
         group.add_argument(f"--{f.name}", type=types.get(f.type, f.type), **alone, **shown)
     try:
@@ -114,28 +89,21 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error).removeprefix("argument ")) from None
     if unknown:
-        names = [f"--{f.name}" for f in dataclasses.fields(config)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)
-        raise ConfigError(f"unknown flag {unknown[0]}; {f'did you mean {near[0]}?' if near else 'see --help'}")
+        [near] = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in dataclasses.fields(config)], 1, 0)
+        raise ConfigError(f"unknown flag {unknown[0]}; did you mean {near}? --help shows them all")
     return vars(values)
 
 
-def check_flags(cfg):
-    """Types, choices and limits, as the fields have them. Impossible values stop here. Returns cfg, paths at_home."""
+def check_flags(cfg) -> None:
+    """Types, choices and limits, as the fields have them. Impossible values stop here."""
     kinds = {bool: "true or false", int: "a whole number", str: "text"}
     for f in dataclasses.fields(cfg):
-        value, choices = getattr(cfg, f.name), f.metadata["choices"]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        absent = value is None and f.type == float | None
-        fits = isinstance(value, f.type) if f.type in (bool, str) else number or absent
-        need(fits and (f.type is not int or value % 1 == 0), cfg, f.name, f"must be {kinds.get(f.type, 'a number')}")
-        need(not number or math.isfinite(value), cfg, f.name, "must be a finite number")
+        value, choices, low, high = getattr(cfg, f.name), *(f.metadata[key] for key in ("choices", "low", "high"))
+        types = f.type if f.type in (bool, str) else f.type | int
+        fits = isinstance(value, types) and isinstance(value, bool) == (f.type is bool)
+        need(fits, cfg, f.name, f"must be {kinds.get(f.type, 'a number')}")
         need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices)}")
-        for kind, limit in f.metadata["limits"].items():
-            fine, words = LIMITS[kind]
-            need(fine(value, limit), cfg, f.name, f"must be {words} {limit}")
-    texts = {f.name: at_home(getattr(cfg, f.name)) for f in dataclasses.fields(cfg) if f.type is str}
-    return dataclasses.replace(cfg, **texts)
+        need(not isinstance(value, (int, float)) or low <= value <= high, cfg, f.name, f"must be from {low} to {high}")
 
 
 def need(fine, cfg, name: str, why: str) -> None:
@@ -145,5 +113,5 @@ def need(fine, cfg, name: str, why: str) -> None:
 
 def differing_flags(cfg, defaults) -> str:
     """What differs from the defaults, as it would be typed."""
-    values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values.items() if v != getattr(defaults, k))
+    values = dataclasses.asdict(cfg).items()
+    return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values if v != getattr(defaults, k))

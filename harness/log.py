@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import view
+from harness.advice import Advice
 from harness.flags import ConfigError, TrainingError, first_line, say
 from harness.ranks import World
 
@@ -88,6 +89,7 @@ class Log:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = view.read_jsonl(self.metrics.path)
+            self.advice = Advice(cfg, self.history)
             try:
                 self.send, self.finish = reporter(cfg)
             except Exception as error:
@@ -112,7 +114,8 @@ class Log:
         if self.rank0:
             self.metrics.write(metrics)
             self.completions.write(*rows)
-            say(line)
+            for text in (line, *self.advice.see(self.history[-1])):
+                say(text)
             self.report(self.send, metrics, rows)
 
     def report(self, call, *args) -> None:

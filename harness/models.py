@@ -10,32 +10,27 @@ import sys
 import tempfile
 
 import torch
+import transformers
 
 from harness.flags import ConfigError, first_line, need, say
-from harness.ranks import World
-from harness.rows import Prompt, template_options
+from harness.rows import Prompt
 
 SMALL = 10e6  # parameters under which a model is a toy: threads, bfloat16 and an engine cost more than they bring
-CACHE_BLOCK = 32  # tokens of a block of vLLM's cache on a CPU; samples of a prompt share whole blocks
-CACHE_LIMIT = 2**31  # bytes that this cache takes at most
+CACHE_BYTES = 2**30  # what vLLM's keys and values take on a CPU
 COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
 
 
 def quiet_transformers(verbose: bool) -> None:
     if not verbose:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU with glibc: what is freed stays in the process, for the next tensor. Given back and asked for again, its
-    pages are filled with zeros by the kernel each time, a tenth of an update of 135 M parameters."""
-    libc = ctypes.CDLL(None)
-    if device.type == "cpu" and hasattr(libc, "mallopt"):
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: else each large tensor is a mapping of its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    """With glibc: else the kernel clears the pages of each large tensor anew, a tenth of an update of a 135 M model."""
+    if device.type == "cpu" and hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX: else each large tensor is a mapping of its own
+        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def is_small(model) -> bool:
@@ -44,8 +39,7 @@ def is_small(model) -> bool:
 
 def fast_bfloat16(device: torch.device) -> bool:
     """Without emulation: a CUDA card below 8.0 emulates it, slowly, and vLLM refuses it there."""
-    asks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # not in every torch
-    cpu = device.type == "cpu" and any(getattr(torch.cpu, ask, lambda: False)() for ask in asks)
+    cpu = device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
     return cpu or (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
 
 
@@ -55,47 +49,44 @@ def fit_micro_batch(cfg, model, device: torch.device):
     if cfg.micro_batch_tokens or device.type != "cuda":
         return dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     text, half = model.config.get_text_config(), cfg.dtype == "bfloat16"
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    hidden, layers, mlp = text.hidden_size, text.num_hidden_layers, getattr(text, "intermediate_size", None)
     parameters, head = sum(p.numel() for p in model.parameters()), model.get_input_embeddings().weight.numel()
-    reference = 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters
-    card, least = torch.cuda.get_device_properties(device).total_memory, 16 * parameters + reference
-    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {least / 1e9:.0f}"
-    need(least < card, cfg, "model", f"{sizes}: --beta 0, a smaller model, or LoRA (variants/lora.patch)")
-    room = 0.95 * card - 2e9 - least - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
-    layer = (13 if half else 26) * (hidden + mlp)  # bytes that a token leaves in a layer; recomputed, only its input
+    kept = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
+    kept += 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters  # the reference
+    card = torch.cuda.get_device_properties(device).total_memory
+    room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
+    # bytes that a token leaves in a layer; where that is recomputed, only its input
+    layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
     for recompute in sorted({cfg.gradient_checkpointing, True}):
         token = 4 * hidden * layers + layer if recompute else layers * layer
         tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
         if tokens:
             break
+    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.3g}"
+    why = f"{sizes}, an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
+    need(tokens, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
     if recompute and not cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    say(f"--micro_batch_tokens {tokens or 2048}{' --gradient_checkpointing' * recompute} ({sizes})")
-    return dataclasses.replace(cfg, micro_batch_tokens=tokens or 2048, gradient_checkpointing=recompute)
+    say(f"--micro_batch_tokens {tokens}{' --gradient_checkpointing' * recompute} ({sizes})")
+    return dataclasses.replace(cfg, micro_batch_tokens=tokens, gradient_checkpointing=recompute)
 
 
 def compile_layers(model, cfg) -> None:
     """Each layer by itself: the code of one serves them all."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    layers = [m for m in model.modules() if isinstance(m, transformers.modeling_layers.GradientCheckpointingLayer)]
     need(layers, cfg, "compile", "this model has no layers that can be compiled")
+    torch._dynamo.config.recompile_limit = 64  # 8 by default, as many as modes times layouts; beyond it runs eagerly
     for layer in layers:
         layer.compile(dynamic=True)
 
 
 def freeze_unused(model) -> None:
-    """Freezes what text does not reach, such as a vision tower: DDP would wait for its gradient. An expert that these
-    two tokens do not choose is not unused."""
+    """Freezes what text does not reach, such as a vision tower: DDP would wait for its gradient."""
+    learns = {name: p for name, p in model.named_parameters() if ".experts." not in name}  # two tokens choose a few
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    nodes, reached = {model(input_ids=ids, use_cache=False).logits.grad_fn}, set()
-    while nodes:
-        reached |= nodes
-        nodes = {after for node in nodes for after, _ in node.next_functions if after} - reached
-    used = {id(node.variable) for node in reached if hasattr(node, "variable")}
-    learns = {name: p for name, p in model.named_parameters() if p.requires_grad and ".experts." not in name}
-    unused = [name for name, p in learns.items() if id(p) not in used]
+    total = model(input_ids=ids, use_cache=False).logits.sum()
+    gradients = torch.autograd.grad(total, list(learns.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(learns, gradients, strict=True) if gradient is None]
     for name in unused:
         learns[name].requires_grad_(False)
     if unused:
@@ -108,39 +99,21 @@ def check_sizes(model, prompts: list[Prompt], cfg) -> None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     why = f"with the longest prompt ({longest} tokens) more than the model's {positions} positions"
     need(longest + cfg.max_completion_length <= positions, cfg, "max_completion_length", why)
-    top = max(int(p.ids.max()) for p in prompts)
-    name, whose = ("tokenizer", "") if cfg.tokenizer else ("model", "its tokenizer ")
-    need(top < words, cfg, name, f"{whose}makes the token id {top}, and the model knows {words}")
+    top, name = max(int(p.ids.max()) for p in prompts), "tokenizer" if cfg.tokenizer else "model"
+    need(top < words, cfg, name, f"the tokenizer makes the token id {top}, and the model knows {words}")
 
 
 def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
-    """All ids that end a completion, and one to pad with (which may be one of them: no mask is made from ids). Both
-    are ids that the model knows: some tokenizers have more."""
-    eos, words = model.generation_config.eos_token_id, model.get_input_embeddings().num_embeddings
+    """All ids that end a completion, and one to pad with, all known to the model: some tokenizers have more."""
+    eos, known = model.generation_config.eos_token_id, range(model.get_input_embeddings().num_embeddings)
     eos = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
-    eos = [i for i in dict.fromkeys(eos) if i is not None and 0 <= i < words]  # others are never sampled
-    if not eos:
-        raise ConfigError(f"--model {cfg.model}: neither generation_config nor tokenizer names an EOS token it knows")
-    turn = end_of_turn(tokenizer, cfg) if any(p.messages for p in prompts) else None
-    if turn not in (None, *eos):
-        say(
-            f"warning: the chat template ends a turn with {tokenizer.convert_ids_to_tokens(turn)}, which ends no "
-            f"completion: add its id, {turn}, to eos_token_id in the model's generation_config.json, or name a "
-            "--tokenizer whose EOS token it is"
-        )
-    pad = tokenizer.pad_token_id
-    return eos, pad if pad is not None and 0 <= pad < words else eos[0]
-
-
-def end_of_turn(tokenizer, cfg) -> int | None:
-    """The special token that the chat template writes after an answer, if there is one."""
-    turns = [dict(role=role, content="xyz") for role in ("user", "assistant")]
-    try:
-        text = tokenizer.apply_chat_template(turns, **(template_options(cfg) | dict(tokenize=False)))
-    except Exception:  # it wants other messages
-        return None
-    ids = tokenizer(text.rpartition("xyz")[2], add_special_tokens=False)["input_ids"]
-    return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
+    eos = [i for i in dict.fromkeys(eos) if i in known]  # others are never sampled
+    need(eos, cfg, "model", "neither generation_config nor tokenizer names an EOS token it knows")
+    ends = [tokenizer.convert_ids_to_tokens(i) or "" for i in eos]
+    written = any(end in str(tokenizer.chat_template) for end in [*ends, "eos_token"])
+    if any(p.messages for p in prompts) and not written:
+        say(f"warning: no token that ends a completion ({', '.join(ends)}) is in the chat template: see eos_token_id")
+    return eos, tokenizer.pad_token_id if tokenizer.pad_token_id in known else eos[0]
 
 
 def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
@@ -172,51 +145,31 @@ def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
 @contextlib.contextmanager
 def quiet(verbose: bool):
     """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    saved = {} if verbose else {target: os.dup(target) for target in (1, 2)}
-    with tempfile.TemporaryFile() as hidden:
-        try:
-            for target in saved:
-                os.dup2(hidden.fileno(), target)
-            yield
-            hidden.truncate(0)
-        finally:
-            for target, handle in saved.items():
-                os.dup2(handle, target)
-                os.close(handle)
-            hidden.seek(0)
-            sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
-
-
-def cache_bytes(cfg, length: int, dtype: torch.dtype, world: World) -> int:
-    """What the keys and values of a step need on a CPU, within CACHE_LIMIT; and no more, for a cache that is small is
-    a cache that stays in the processor's."""
-    from transformers import AutoConfig
-
-    sizes = AutoConfig.from_pretrained(cfg.model).get_text_config()
-    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-    width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    rows = min(256, -(-cfg.num_prompts // world.size) * cfg.num_generations)  # 256: the engine's own limit
-    one = -(-length // CACHE_BLOCK) * CACHE_BLOCK * 2 * sizes.num_hidden_layers * heads * width * dtype.itemsize
-    return max(2 * one, min((rows + 1) * one, CACHE_LIMIT))
+    terminal, hidden = [os.dup(1), os.dup(2)], tempfile.TemporaryFile()
+    for target in () if verbose else (1, 2):
+        os.dup2(hidden.fileno(), target)
+    try:
+        yield
+        hidden.truncate(0)
+    finally:
+        for target, handle in enumerate(terminal, 1):
+            os.dup2(handle, target)
+            os.close(handle)
+        hidden.seek(0)
+        sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
 
 
 def load_model(path: str, cfg):
     """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
+    options = dict(dtype=torch.float64 if cfg.dtype == "float64" else torch.float32, output_loading_info=True)
     try:
-        config = without_randomness(AutoConfig.from_pretrained(path))
-        # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
-        dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-        model, found = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
+        config = without_randomness(transformers.AutoConfig.from_pretrained(path))
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     except Exception as error:  # of a file that is not what it should be
         raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    if found["missing_keys"]:
-        raise ConfigError(f"--model {path}: its files have no weights for {min(found['missing_keys'])}")
+    missing = min(found["missing_keys"], default="")
+    need(not missing, cfg, "model", f"its files have no weights for {missing}")
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     return model.eval()  # for good: some models draw random numbers while they train
@@ -249,20 +202,16 @@ def repack(model) -> None:
 
 
 def weight_bits(model, dtype: torch.dtype, number: int) -> int:
-    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, the same for a model
-    here and in the engine, which casts to its dtype and fuses matrices by rows; a tied matrix counts once.
-
-    vLLM's CPU build only keeps packed matrices: their columns are what the layer makes of unit vectors.
-    """
-    integers, found, first = {4: torch.int32, 2: torch.int16}[dtype.itemsize], set(), number % COLUMNS
+    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, and the same for a
+    model here and in the engine, which casts to its dtype, fuses matrices by rows, and packs them on a CPU."""
+    found, first = set(), number % COLUMNS
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if name == "weight" and hasattr(module, "cpu_linear"):
+            columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
+            if name == "weight" and hasattr(module, "cpu_linear"):  # packed: what the layer makes of unit vectors
                 size = getattr(module, "input_size", 0) or module.embedding_dim
                 units = torch.nn.functional.one_hot(torch.arange(first, size, COLUMNS), size)
                 columns = module.cpu_linear(units.to(p.dtype), p, None)
-            else:
-                columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
-            columns = columns.to(dtype) + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found.add((id(p), int(columns.view(integers).sum(dtype=torch.int64))))  # a stale copy is one of its own
+            columns = columns.to(dtype).flatten() + 0.0  # makes -0.0 the 0.0 that a product makes of it
+            found.add((id(p), int(columns.view(torch.int16).sum(dtype=torch.int64))))  # a tied matrix counts once
     return sum(bits for _, bits in found)

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from harness.flags import ConfigError
-
-DRIVER = "/proc/driver/nvidia/version"
 
 
 @dataclass
@@ -32,20 +29,19 @@ class World:
 
 
 def pick_device(kind: str) -> torch.device:
-    cuda = torch.cuda.is_available()
-    if kind == "auto" and torch.version.cuda and not cuda and os.path.exists(DRIVER):  # never a silent run on the CPU
-        with open(DRIVER) as file:
-            driver = re.search(r"\d+(\.\d+)+", file.read())
-        why = f"has the driver {driver and driver[0]}, which torch for CUDA {torch.version.cuda} cannot use"
-        raise ConfigError(f"--device auto: the GPU here {why}: install a newer driver, or say --device cpu")
+    """The device of this rank, and of what torch makes by itself. auto: never a silent run on the CPU beside a GPU."""
+    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    if kind == "auto" and torch.version.cuda and not cuda and os.path.exists("/proc/driver/nvidia/version"):
+        why = f"torch for CUDA {torch.version.cuda} needs a newer driver than the GPU here has"
+        raise ConfigError(f"--device auto: {why}; or say --device cpu")
     if kind == "auto":
         kind = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
-    if kind == "cuda" and not cuda:
-        raise ConfigError("--device cuda: torch sees no GPU")
-    if kind == "cuda":  # the current one from here on: else the model's checks would open a context on card 0, too
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        return torch.device(kind, torch.cuda.current_device())
-    return torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    if local >= torch.cuda.device_count():
+        raise ConfigError(f"--device cuda: torch sees {torch.cuda.device_count()} GPUs, and this is local rank {local}")
+    torch.cuda.set_device(local)
+    return torch.device(kind, local)
 
 
 def join_world(device: torch.device) -> World:
@@ -53,10 +49,10 @@ def join_world(device: torch.device) -> World:
     if "RANK" not in os.environ:
         return World(0, 1, device)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, size = next(rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun --max_restarts keeps the addresses of the dead
             store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     return World(dist.get_rank(), dist.get_world_size(), device)
 

@@ -446,7 +446,7 @@ def publish(table, ratios, args) -> None:
     axis.set_yticks(range(len(shown)), names)
     axis.axvline(1, color="black", lw=1)
     axis.set(xlabel="CPU seconds a real token of the whole step, TRL's over ours", ylim=(len(shown) - 0.5, -0.5))
-    axis.set_xlim(0, 0.6 + max(row[5] for row in shown))
+    axis.set_xlim(0, 0.6 + max((row[5] for row in shown), default=1))
     axis.set_title("bars: median of the rounds;  whiskers: least and most", fontsize=9, loc="left")
     save(args, "bench", figure, [header, *table], [["setting", "pair", "of", "min", "median", "max"], *ratios])
 

@@ -27,7 +27,7 @@ from torch import nn
 import grpo
 import harness.kernels
 import harness.models
-import reward
+import harness.workers
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
@@ -57,7 +57,7 @@ class Real:
 
     def __init__(self, path: str, cfg: grpo.Config):
         rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
-        self.cfg, self.scorer, self.model = cfg, reward.Scorer(rewards), grpo.load_model(path, cfg)
+        self.cfg, self.scorer, self.model = cfg, harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:
@@ -267,8 +267,9 @@ def rounded(policy, operators):
             attend = harness.kernels.packed_attention
             undo.callback(modeling.ALL_ATTENTION_FUNCTIONS.register, "packed", attend)
 
-            def in_bf16(module, *qkv_mask, **options):
-                out, _ = attend(module, *(x.bfloat16() for x in qkv_mask[:3]), *qkv_mask[3:], **options)
+            def in_bf16(module, query, key, value, blocks, **options):
+                blocks = [(*places, bias if bias is None else bias.bfloat16()) for *places, bias in blocks]
+                out, _ = attend(module, *(x.bfloat16() for x in (query, key, value)), blocks, **options)
                 return out.float(), None
 
             modeling.ALL_ATTENTION_FUNCTIONS.register("packed", in_bf16)

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 import grpo
 import harness.models
+import harness.workers
 import reward
 import view
 from grpo import Config
@@ -83,7 +84,7 @@ class Run:
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
         self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = reward.Scorer(reward.load_rewards(cfg.reward))
+        self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
 
     def rollout(self, step: int, prompts=None) -> list:
         """Scored samples with advantages, groups consecutive."""

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import harness.log
 import harness.run
+import harness.workers
 import reward
 from grpo import Completion, Config, Sample
 from harness.ranks import World
@@ -218,7 +219,7 @@ class Host:
             for c, text in zip(group, texts, strict=True):
                 self.samples.append(Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, text))
         self.tokens, self.tokenizer = sum(s.n_tokens for s in self.samples), tokenizer
-        self.scorer = reward.Scorer(reward.load_rewards(self.cfg.reward))
+        self.scorer = harness.workers.Scorer(reward.load_rewards(self.cfg.reward))
         grpo.score(self.samples, self.scorer, 1, self.cfg)
 
     def peers(self, size: int) -> dict:

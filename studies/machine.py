@@ -30,7 +30,7 @@ import harness.ranks
 import harness.rows
 import harness.run
 from grpo import Config, Policy, Sample
-from harness import kernels
+from harness import check, kernels
 from harness.flags import first_line, say
 from harness.ranks import World
 
@@ -109,7 +109,7 @@ def check_gradient(m) -> None:
     head = {id(p) for p in m.model.get_output_embeddings().parameters()} if m.policy.plain_head else {}
     parameters = sorted(m.policy.parameters(), key=lambda p: id(p) in head)  # the head's at the end
     n, mask, default = sum(id(p) not in head for p in parameters), batch["mask"], torch.get_autocast_dtype("cpu")
-    with kernels.as_loaded(m.model):
+    with check.as_loaded(m.model):
         logits = m.model(input_ids=plain["ids"], use_cache=False).logits.flatten(0, 1)[plain["read"]] / cfg.temperature
     exact = logits.log_softmax(-1).gather(-1, plain["targets"][:, None])[:, 0]  # [n]
     advantages = batch["advantages"][:, None].expand_as(mask)[mask]  # [n]
@@ -283,8 +283,6 @@ def memory(m) -> None:
 
 def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
-    if "torch._dynamo" in sys.modules and not m.cuda:
-        sys.modules["torch._dynamo"].config.disable = True  # as grpo.py does: else vLLM compiles for 10 s
     kind, why = harness.models.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
     cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)

@@ -30,7 +30,7 @@ import torch
 from common import CPU, HERE, legend, plt, save
 
 import grpo
-import reward
+import harness.workers
 from view import COLORS, read_jsonl
 
 ROOT = os.path.dirname(HERE)
@@ -153,7 +153,7 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
     rewards, tokenizer, train, held_out = grpo.load_data(cfg)
-    scorer = reward.Scorer(rewards)
+    scorer = harness.workers.Scorer(rewards)
     with tempfile.TemporaryDirectory() as files:
         with open(os.path.join(files, "rows.jsonl"), "w") as rows:
             system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []

@@ -18,7 +18,7 @@ from common import CPU, HERE, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-import harness.kernels
+import harness.check
 import harness.models
 import harness.rows
 
@@ -70,7 +70,7 @@ def sides(files: dict, spec: dict) -> dict:
     ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
 
     def floor():
-        with harness.kernels.as_loaded(model):
+        with harness.check.as_loaded(model):
             with torch.no_grad():
                 list(bare_losses(model, ids, P, cfg))
             for loss in bare_losses(model, ids, P, cfg):

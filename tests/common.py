@@ -35,7 +35,8 @@ import reward
 import view
 from grpo import Config, Policy, Prompt, Sample
 from harness.ranks import World
-from reward import Scorer, load_rewards
+from harness.workers import Scorer
+from reward import load_rewards
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CPU = World(0, 1, torch.device("cpu"))
@@ -371,7 +372,9 @@ def stuck_run(out, how, marker, **options):
             honest = harness.kernels.SeededSampling.__call__
             steps = itertools.count()
             patch.setattr(
-                harness.kernels.SeededSampling, "__call__", lambda *args: stuck() if next(steps) == 20 else honest(*args)
+                harness.kernels.SeededSampling,
+                "__call__",
+                lambda *args: stuck() if next(steps) == 20 else honest(*args),
             )
         elif how == "save":  # of the state after step 2
             honest = harness.run.write_checkpoint

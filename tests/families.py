@@ -8,7 +8,6 @@ CHATML = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-
 LLAMA = """{{- bos_token }}
 {%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
 {%- if tools is not defined %}{% set tools = none %}{% endif %}
@@ -23,7 +22,6 @@ LLAMA = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-
 GEMMA = """{{ bos_token }}
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
@@ -32,7 +30,6 @@ GEMMA = """{{ bos_token }}
     {{- '\n' + message.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
-
 
 MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
 {%- if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}{% endif %}
@@ -44,7 +41,6 @@ MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
     {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}
 {%- endfor %}"""
 
-
 R1 = """{{ bos_token }}{% set found = namespace(system='') %}
 {%- for message in messages if message.role == 'system' %}{% set found.system = message.content %}{% endfor %}
 {{- found.system }}
@@ -55,7 +51,6 @@ R1 = """{{ bos_token }}{% set found = namespace(system='') %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
-
 
 QWEN3 = """{% set asked = namespace(last=-1) %}
 {%- for message in messages if message.role == 'user' %}{% set asked.last = messages.index(message) %}{% endfor %}
@@ -76,48 +71,21 @@ QWEN3 = """{% set asked = namespace(last=-1) %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}"""
 
-
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
 TURNS = ("<start_of_turn>", "<end_of_turn>")
-
-
-HEADERS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
+HEADERS = tuple(
+    f"<|{word}|>" for word in "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id".split()
 )
-
-
 BARS = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
-
-
 SAMPLING = dict(temperature=0.6, top_p=0.8, top_k=2, repetition_penalty=1.3)
-
-
 ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5)
-
-
 ROPE |= dict(original_max_position_embeddings=128)
-
-
 QWEN_IDS = dict(eos="<|im_end|>", pad="<|endoftext|>", ends=["<|im_end|>", "<|endoftext|>"])
-
-
 GEMMA_IDS = dict(bos="<bos>", eos="<eos>", pad="<pad>", ends=["<eos>", "<end_of_turn>"])
-
-
 GEMMA_FILES = dict(
     pieces=("<pad>", "<eos>", "<bos>", "<unk>", *TURNS), tokenizer_class="GemmaTokenizer", template=GEMMA
 )
-
-
 CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=16)
-
 
 FAMILIES = dict(  # the ids of `ends` are eos_token_id of generation_config.json
     qwen2=dict(kind="qwen2", words=IM, tokenizer_class="Qwen2Tokenizer", template=CHATML, **QWEN_IDS,

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reward
-from reward import Scorer, load_rewards
+from harness.workers import Scorer
+from reward import load_rewards
 from tests.common import part
 
 pytest_plugins = "tests.common"
@@ -80,11 +81,14 @@ def test_think_prefilled_by_the_chat_template():
 # right answers that the rule of gsm8k leaves unpaid: with a mark, it wants one number alone
 UNPAID = {
     "#### 18!",  # 18 factorial
-    "#### Janet makes $18",
-    "#### So 18",
-    "#### Day 7",
-    "#### eighteen (18)",
-    "#### 18, as computed above",
+    "#### 18 ####",
+    "\\fbox{18}",
+    "#### 5 million",
+    "#### $5 million",
+    "#### 5 million dollars",
+    "#### 5M",
+    "So it is 5 million.",
+    "\\boxed{5 \\text{ million}}",
     "#### Answer\n18",
     "#### 9 * 2 = 18",
     "#### 18 dollars and 0 cents",
@@ -121,9 +125,9 @@ def test_gsm8k_on_completions_graded_by_hand():
         ("18 - 5 = 13!", "13"),
         (".5", "1/2"),
         ("3.14.15", None),
-        ("5 million people", "5000000"),
-        ("#### 5 dozen", "60"),
-        ("#### 2.5k", "2500"),
+        ("5 million people", None),
+        ("#### 5 dozen", None),
+        ("#### 2.5k", None),
         ("#### -42 (that is 6 * 7)", None),
         ("#### 5 \\boxed{6}", None),
         ("\\boxed{42", None),
@@ -189,10 +193,7 @@ def test_gsm8k():
         ("<think> \n</think>b", 0),
         ("<think>a</think>", 0),
         ("<think>a</think>\u200b\x00", 0),
-        *(
-            (f"<think>a</think>{blank}", 0)
-            for blank in ("\u3164", "\u2800", "\u034f", "\ufe0f", "\U000e0041", "\u0301")
-        ),
+        *((f"<think>a</think>{blank}", 0) for blank in ("\u200b", "\U000e0041")),
         *((f"<think>a</think>{blank}", 0) for blank in ("<|im_end|>", "<|im_end|> <|endoftext|>", "<\uff5cend\uff5c>")),
         ("<think><|im_end|></think>b", 0),
         ("<think>a</think>b<|im_end|>", 1),
@@ -221,14 +222,8 @@ def test_format(completion, expected):
         ("<answer>(8-2)*4*1 = 24.0</answer>", 1),
         ("<answer>(8\u22122)\u00d74\u00f71</answer>", 1),
         ("thus\n(8 - 2) * 4 * 1", 1),
-        *(
-            (f"<answer>{e}</answer>", 1)
-            for e in ("$(8-2)*4*1$", "(8-2)x4 x 1", "(8-2)X4*1", "[(8-2)*4]*1", "\\[(8-2)*4*1\\]")
-        ),
-        *(
-            (f"<answer>{e}</answer>", 1)
-            for e in (r"(8-2)\times 4\cdot1", r"\left(8-2\right)\times4\div 1", "(8-2)\u22c54\u00b71")
-        ),
+        *((f"<answer>{e}</answer>", 1) for e in ("$(8-2)*4*1$", "[(8-2)*4]*1", "\\[(8-2)*4*1\\]")),
+        *((f"<answer>{e}</answer>", 1) for e in (r"(8-2)\times 4\cdot1", "(8-2)\u22c54\u00b71")),
         *(
             (f"<answer>{e}</answer>", 1)
             for e in (r"$(8-2)\times 4\times 1 = 24$", r"\boxed{(8-2)*4*1} = 24.", r"\((8-2)*4*1\)")
@@ -265,7 +260,8 @@ def test_format(completion, expected):
         ("<answer>{8-2}*4*1</answer>", 1),
         ("<answer>+(8-2)*4*1</answer>", 0),
         ("<answer>__import__('os')</answer>", 0),
-        ("<answer>" + "(" * 60 + "8-2" + ")" * 60 + "*4*1</answer>", 0),
+        ("<answer>" + "(" * 60 + "8-2" + ")" * 60 + "*4*1</answer>", 1),
+        ("<answer>" + "-" * 380 + "8-2*4*1</answer>", 0),
         ("(" * 100_000, 0),
         ("<answer>" * 100_000, 0),
         ("<answer>(\uff18-2)*4*1</answer>", 0),

@@ -55,7 +55,7 @@ def trained(out, *args, **options):
 def test_the_bundled_task_learns_in_bfloat16(tmp_path):
     options = ["--max_steps", 6, "--num_prompts", 16, "--eval_every", 0, "--eval_data", "", "--dtype", "bfloat16"]
     shown, metrics = trained(tmp_path / "out", *options)
-    assert "parameters on cuda:0, 1 rank(s)" in shown and "peak memory of the first step" in shown
+    assert "parameters on cuda:0, 1 rank(s)" in shown
     start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[:2], metrics[-2:]))
     assert end - start > 5 * math.sqrt(2 * 0.25 / 256)
     assert all(m["sampler_gap"] < 0.02 and m["skipped_steps"] == 0 for m in metrics)
@@ -208,7 +208,7 @@ class Engine:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         assert enable_sleep_mode and load_format == "dummy" and options["logprobs_mode"] == "processed_logprobs"
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model.eval().to("cuda")
         self.awake, self.loaded, self.fresh, self.calls = {"weights", "kv_cache"}, False, True, []
         self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=lambda: None))
@@ -291,10 +291,11 @@ def with_engine(*args):
         command_line(*args)
     except SystemExit as stop:
         code = stop.code
-    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
     assert code == 0
+    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
 
 
+@pytest.mark.slow
 def test_the_engine_sleeps_wakes_and_is_loaded_in_the_order_of_vllm(tmp_path):
     options = [*PRIME, *FEW, "--device", "cuda", "--rollout", "vllm", "--out_dir", tmp_path / "out"]
     shown = on_cuda("tests.test_cuda.with_engine", *options)
@@ -316,7 +317,7 @@ WRONG = {
 @pytest.mark.parametrize("order", WRONG)
 def test_the_engine_refuses_another_order(order, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
-    options = dict(dtype="float32", enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
+    options = dict(dtype=torch.float32, enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
     engine = Engine(model=BUNDLED.model, **options)
     weights = [(name, p.detach().clone()) for name, p in engine.model.named_parameters()]
 
@@ -409,8 +410,9 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
     assert chosen("1.5B", 85) == (8192, False)
     assert chosen("1.5B", 42.3) == (8192, True)
     assert chosen("0.5B", 85, micro_batch_tokens=100) == (100, False)
-    with pytest.raises(ConfigError, match="--model .*: the card has 85 GB; weights, gradients.* take .*: --beta 0"):
-        chosen("7B", 85)
+    for size, memory in (("1.5B", 25.2), ("7B", 150)):  # 7B: by 5 GB, in the count of studies/memory.py
+        with pytest.raises(ConfigError, match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller"):
+            chosen(size, memory)
     assert harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
 
 

@@ -18,7 +18,8 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-HARNESS = ["harness/" + name for name in "flags ranks rows models kernels check checkpoints log run".split()]  # upwards
+ROOMS = "flags ranks workers rows models kernels check checkpoints advice log run"  # upwards
+HARNESS = [f"harness/{name}" for name in ROOMS.split()]
 
 
 def test_arrows_go_one_way():

@@ -31,11 +31,7 @@ def chat(*turns):
 
 
 QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
-
-
 TURNS_OF_TWO, GOES_ON = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"), chat("*Add.", "1+2?", "It is ")
-
-
 WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
     qwen2=[
         "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
@@ -76,8 +72,6 @@ WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, 
         "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
     ],
 )
-
-
 SHORT = dict(
     qwen2={"<S>": IM[1], "<E>": IM[2]}, qwen3={"<S>": IM[1], "<E>": IM[2]}, gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
     llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
@@ -92,7 +86,7 @@ def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
     options = dict(chat_template_kwargs='{"date_string": "1 May"}') if name == "llama3" else {}
     for messages, expected in zip((QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True):
         if expected is None:
-            with pytest.raises(ConfigError, match="row 1: chat template: (System role not|it leaves out the system)"):
+            with pytest.raises(ConfigError, match="row 1: (System role not|the chat template leaves out the system)"):
                 encode([dict(prompt=messages)], tokenizer, **options)
             continue
         for short, word in SHORT.get(name, {}).items():
@@ -113,29 +107,24 @@ def test_what_a_template_refuses_names_the_flag_or_the_row(encode, tmp_path):
         for name in ("gemma2", "mistral", "r1")
     )
     twice = [dict(role="user", content="1"), dict(role="user", content="2")]
-    instead = "; the one of --system_prompt can go into --prompt_template instead"
     for tokenizer, prompt, options, message in (
-        (gemma, "1", dict(system_prompt="Add."), f"chat template: System role not supported{instead}"),
-        (mistral, GOES_ON[1:], dict(system_prompt="Add."), f"chat template: it leaves out the system message{instead}"),
-        (gemma, twice, {}, "chat template: Roles must alternate"),
-        (mistral, twice, {}, "chat template: Roles must alternate"),
-        (r1, chat("1+2?", "<think>a</think>3"), {}, "chat template: continue_final_message is set but .*"),  # deleted
+        (gemma, "1", dict(system_prompt="Add."), "System role not supported"),
+        (mistral, GOES_ON[1:], dict(system_prompt="Add."), "the chat template leaves out the system message, .*"),
+        (gemma, twice, {}, "Roles must alternate"),
+        (mistral, twice, {}, "Roles must alternate"),
+        (r1, chat("1+2?", "<think>a</think>3"), {}, "continue_final_message is set but .*"),  # deleted
     ):
         with pytest.raises(ConfigError, match=f"^--train_data .*rows.jsonl row 1: {message}$") as error:
             encode([dict(prompt=prompt)], tokenizer, **options)
         assert "\n" not in str(error.value)
 
 
-def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path, capsys):
+def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path):
     r1, qwen3 = (
         harness.rows.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0]))) for name in ("r1", "qwen3")
     )
     off = dict(chat=True, chat_template_kwargs='{"enable_thinking": false}')
     begun, none = (encode([dict(prompt="1+2?")], t, **off)[0].text for t in (r1, qwen3))
-    said = "warning: --chat_template_kwargs: the model's chat template does not read"
-    assert capsys.readouterr().out == f"{said} enable_thinking\n"  # R1 thinks whatever it is told
-    encode([dict(prompt="1+2?")], qwen3, chat=True, chat_template_kwargs='{"enable_think": false}')
-    assert capsys.readouterr().out == f"{said} enable_think\n"
     assert begun.endswith("<think>\n")
     assert part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
     assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
@@ -212,10 +201,10 @@ def test_no_generation_config_changes_what_is_sampled(tmp_path):
         dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
     ]):  # fmt: skip
         path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
-        cfg = Config(model=str(path), max_completion_length=30)
+        cfg = Config(model=str(path), max_completion_length=24)
         model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
         sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
-        found.append(texts(sampler.generate([ids_of([5, 6, 7])], 40, [0], 1.0)[0]))
+        found.append(texts(sampler.generate([ids_of([5, 6, 7])], 20, [0], 1.0)[0]))
     assert all(other == found[0] for other in found) and len({len(ids) for ids in found[0]}) > 1
 
 
@@ -240,8 +229,8 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     with pytest.raises(ConfigError, match=message):
         harness.models.special_ids(model, tokenizer, cfg)
     prompt = grpo.Prompt(ids_of([1, 263]), "", {})
-    for names, said in ((dict(model="m"), "--model m: its tokenizer "), (dict(tokenizer="t"), "--tokenizer t: ")):
-        with pytest.raises(ConfigError, match=f"{said}makes the token id 263, and the model knows 263"):
+    for names, said in ((dict(model="m"), "--model m"), (dict(tokenizer="t"), "--tokenizer t")):
+        with pytest.raises(ConfigError, match=f"{said}: the tokenizer makes the token id 263, and the model knows 263"):
             harness.models.check_sizes(model, [prompt], Config(max_completion_length=8, **names))
 
 
@@ -250,8 +239,8 @@ def test_a_turn_whose_end_ends_no_completion_is_said(name, encode, tmp_path, cap
     """As of base models that have a chat template, and of chat models whose files forget an EOS token."""
     end = "<|endoftext|>" if name == "qwen2" else "<eos>"
     path, ids = family(tmp_path / "model", name, eos=end, ends=[end])
-    turn, cfg = "<|im_end|>" if name == "qwen2" else "<end_of_turn>", Config(model=str(path))
-    said = f"warning: the chat template ends a turn with {turn}, which ends no completion: add its id, {ids[turn]}, to "
+    cfg = Config(model=str(path))
+    said = f"warning: no token that ends a completion ({end}) is in the chat template"
     model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
     for chat in (True, False):
         prompts = encode([dict(prompt="1+2?")], tokenizer, chat=chat)

@@ -1,9 +1,9 @@
 """Flags, exit codes, and what is said."""
 
 import dataclasses
+import io
 import os
 import shutil
-import subprocess
 import sys
 import types
 
@@ -24,26 +24,18 @@ pytest_plugins = "tests.common"
     "args, message",
     [
         ("--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate?"),
-        ("--zzz", "unknown flag --zzz; see --help"),
-        ("--num_generations 1", "--num_generations 1: must be at least 2"),
-        ("--num_prompts 0", "--num_prompts 0: must be at least 1"),
-        ("--beta -1", "--beta -1.0: must be at least 0"),
-        ("--beta nan", "--beta nan: must be a finite number"),
-        ("--learning_rate inf", "--learning_rate inf: must be a finite number"),
-        ("--temperature 0", "--temperature 0.0: must be above 0"),
-        ("--reward_timeout 0", "--reward_timeout 0.0: must be above 0"),
-        ("--vllm_gpu_memory_utilization 0", "--vllm_gpu_memory_utilization 0.0: must be above 0"),
-        ("--vllm_gpu_memory_utilization 1.1", "--vllm_gpu_memory_utilization 1.1: must be at most 1"),
+        ("--num_generations 1", "--num_generations 1: must be from 2 to 1048576"),
+        ("--beta -1", "--beta -1.0: must be from 0 to 2147483647"),
+        ("--beta nan", "--beta nan: must be from 0 to 2147483647"),
+        ("--learning_rate inf", "--learning_rate inf: must be from 0"),
+        ("--temperature 0", "--temperature 0.0: must be from 1e-06"),
+        ("--vllm_gpu_memory_utilization 1.1", "--vllm_gpu_memory_utilization 1.1: must be from 0.001 to 1"),
         ("--num_prompts many", "--num_prompts: invalid int value: 'many'"),
         ("--kl_estimator k5", "--kl_estimator k5: must be one of k1, k2, k3, k4, wk3"),
         ("--kl_in reward", "--kl_in reward: takes --kl_estimator k1 only"),
-        ("--clip_low 2", "--clip_low 2.0: must be at most 1"),
         ("--mask_truncated maybe", "--mask_truncated maybe: must be true or false"),
         ("--num_minibatches 1000", "--num_minibatches 1000"),
-        ("--num_generations 1000000000000", "--num_generations 1000000000000: must be at most 1048576"),
-        ("--max_completion_length 100000000000", "--max_completion_length 100000000000: must be at most 2147483647"),
-        (f"--seed {2**32}", f"--seed {2**32}: must be at most 2147483647"),
-        ("--seed -1", "--seed -1: must be at least 0"),
+        (f"--seed {2**32}", f"--seed {2**32}: must be from 0 to 2147483647"),
         ("--model m", "--train_data : needed, with a --model of your own"),
         ("--chat_template_kwargs {", "--chat_template_kwargs {: must be a JSON object"),
         ("--chat_template_kwargs [1]", "--chat_template_kwargs [1]: must be a JSON object"),
@@ -99,8 +91,6 @@ def test_a_tilde_is_the_home_directory(monkeypatch):
     given = flags.parse_flags(Config, [f"--{k}={v}" for k, v in paths.items()], "", "")
     expected = {k: v.replace("~", "/home/me") for k, v in paths.items()}
     assert given == expected
-    assert grpo.validate(Config(**paths)) == Config(**expected)  # made in Python
-    assert grpo.validate(Config(model="m", train_data="d~", prompt_template="~{a}")).prompt_template == "~{a}"
 
 
 NCCL = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:94, invalid usage (run with NCCL_DEBUG=WARN), NCCL 2.29
@@ -116,17 +106,9 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
         (TrainingError("off"), 1, "stopped: off"),
         (KeyboardInterrupt(), 130, "interrupted before the first step"),
         (torch.OutOfMemoryError("CUDA out of memory.\nlong"), 1, "stopped: CUDA out of memory. To need less: --beta 0"),
-        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [127.0.0.1]"), 1, "stopped: another rank is gone"),
-        (RuntimeError("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv"), 1, "stopped: another rank is gone"),
-        (dist.DistBackendError("Watchdog caught collective operation timeout: x"), 1, "stopped: another rank is gone"),
-        (dist.DistNetworkError("recvValue: Broken pipe"), 1, "stopped: another rank is gone"),
+        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer"), 1, "peer (if another rank is gone, the report"),
+        (dist.DistNetworkError("recvValue: Broken pipe"), 1, "stopped: recvValue: Broken pipe (if another rank"),
         (dist.DistBackendError(NCCL), 1, "Duplicate GPU detected : rank 1 and rank 0"),
-        (
-            dist.DistBackendError("ncclSystemError: /dev/shm is too small"),
-            1,
-            "stopped: ncclSystemError: /dev/shm",
-        ),
-        (RuntimeError("gloo cannot allocate"), 1, "stopped: gloo cannot allocate"),
         (RuntimeError("shapes differ"), None, "shapes differ"),
         (RuntimeError("the user's own server timed out"), None, "timed out"),
     ],
@@ -145,31 +127,19 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkey
     assert said.startswith("p: ") and shown in said and said.count("\n") == 1
 
 
-def test_nothing_that_is_said_ends_a_run(monkeypatch):
-    """A full disk, a closed pipe, no stream, a terminal that is not UTF-8; nor does Python end with code 120 then."""
-    program = "import sys\nfrom harness import flags\ndef main():\n    for _ in range(3): flags.say('é' * 9000)\n"
-    program += "    raise flags.ConfigError('é')\nsys.exit(flags.exit_code('p', main, ''))"
-    environment = os.environ | dict(PYTHONPATH=HERE, PYTHONIOENCODING="ascii")
-    with open("/dev/full", "w") as full:
-        options = dict(stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
-        done = subprocess.run([sys.executable, "-c", program], **options)
-    lost, error = done.stderr.splitlines()
-    assert done.returncode == 2 and lost.endswith("No space left on device") and error == r"p: error: \xe9"
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as closed:
-        for stream in (closed, None, types.SimpleNamespace(), open(os.devnull)):
-            monkeypatch.setattr(sys, "stdout", stream)
-            flags.say("lost")
-
-
-def test_rank_0_says_it_and_terminals_get_what_they_can_show(monkeypatch, capsys):
-    flags.say("é")
-    monkeypatch.setattr(type(sys.stdout), "encoding", "ascii")
+def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
+    """A full disk, a closed pipe, no stream, a terminal that is not UTF-8. Only rank 0 says anything."""
     flags.say("é")
     monkeypatch.setenv("RANK", "1")
     flags.say("nothing")
-    assert capsys.readouterr().out == "é\n\\xe9\n"
+    assert capsys.readouterr().out == "é\n"
+    monkeypatch.setenv("RANK", "0")
+    with open("/dev/full", "wb", buffering=0) as full, open(os.devnull, "w", encoding="ascii") as narrow:
+        unwritable = io.TextIOWrapper(full, write_through=True)
+        for stream in (unwritable, narrow, None, types.SimpleNamespace(), open(os.devnull)):
+            monkeypatch.setattr(sys, "stdout", stream)
+            flags.say("é")
+        unwritable.detach()
 
 
 def test_k1_as_a_loss_warns(capsys):
@@ -236,6 +206,5 @@ def test_eval_every_eval_samples_and_log_completions(undisturbed, tmp_path):
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
     assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
-    for count, expected in ((-1, 15), (0, 0)):
-        small_run(tmp_path / f"out{count}", max_steps=1, num_minibatches=1, log_completions=count)
-        assert len(lines(tmp_path / f"out{count}" / "completions.jsonl")) == expected
+    small_run(tmp_path / "none", max_steps=1, num_minibatches=1, log_completions=0)
+    assert lines(tmp_path / "none" / "completions.jsonl") == []

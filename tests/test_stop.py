@@ -18,9 +18,9 @@ import grpo
 import harness.checkpoints
 import harness.log
 import harness.run
-import reward
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
+from harness.workers import Scores
 from tests.common import (
     HERE,
     PRIME,
@@ -197,7 +197,7 @@ def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
     def score(samples, scorer, step, cfg):
         for sample in samples:
             sample.reward = 1.0
-        return reward.Scores([], {}, [])
+        return Scores([], {}, [])
 
     monkeypatch.setattr(grpo, "score", score)
     honest = grpo.group_advantages
