@@ -786,7 +786,7 @@ def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_
     """
     columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
     columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
-    values = torch.stack([(1000 * x.detach()).nan_to_num().round().long() for x in columns.values()])
+    values = torch.stack([(1000 * x.detach()).nan_to_num(0, 0, 0).round().long() for x in columns.values()])
     columns = dict(zip(columns, values.cpu().numpy(), strict=True))  # [N, T] each: one wait for the device
     return [
         (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
