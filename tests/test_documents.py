@@ -18,7 +18,8 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-HARNESS = ["harness/" + name for name in "flags ranks rows models kernels check checkpoints advice log run".split()]  # upwards
+ROOMS = "flags ranks rows models kernels check checkpoints advice log run"  # upwards
+HARNESS = ["harness/" + name for name in ROOMS.split()]
 
 
 def test_arrows_go_one_way():
