@@ -18,13 +18,8 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-<<<<<<< HEAD
 ROOMS = "flags ranks workers rows models kernels check checkpoints advice log run"  # upwards
 HARNESS = [f"harness/{name}" for name in ROOMS.split()]
-=======
-ROOMS = "flags ranks rows models kernels check checkpoints advice log run"  # upwards
-HARNESS = ["harness/" + name for name in ROOMS.split()]
->>>>>>> advice
 
 
 def test_arrows_go_one_way():
