@@ -369,6 +369,7 @@ def test_what_is_measured_of_the_gap():
     assert harness.log.gap_metrics(log_ratio[:0], cfg, CPU) == dict(sampler_gap=0.0)
 
 
+@pytest.mark.slow
 def test_a_real_model(tmp_path):
     """A chat model that others trained: loaded, evaluated, trained, saved, resumed. Its eval has more prompt tokens
     than one step of the engine takes."""
