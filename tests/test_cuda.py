@@ -52,6 +52,7 @@ def trained(out, *args, **options):
 # Runs
 
 
+@pytest.mark.slow
 def test_the_bundled_task_learns_in_bfloat16(tmp_path):
     options = ["--max_steps", 6, "--num_prompts", 16, "--eval_every", 0, "--eval_data", "", "--dtype", "bfloat16"]
     shown, metrics = trained(tmp_path / "out", *options)

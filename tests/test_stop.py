@@ -260,6 +260,7 @@ def test_a_failed_save_does_not_stop_the_run(undisturbed, rows, tmp_path, monkey
     assert state_of(tmp_path / "out") == state_of(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_ends_no_run(rows, tmp_path):
     """`python grpo.py > /dev/full`: it trains, saves and exits with 0; so does one whose reader has gone."""
     command = [sys.executable, os.path.join(HERE, "grpo.py"), *PRIME, "--max_steps", 1, "--rollout", "hf"]
@@ -286,6 +287,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
     """Killed with -9: its ranks end, and free the directory. Asked to stop, in a step of an hour: they save."""
