@@ -433,6 +433,7 @@ class VLLMSampler:
 def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Config, world: World):
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
+    say("vLLM starts" + (", which compiles for one to three minutes on a GPU" if world.device.type == "cuda" else ""))
     try:
         with models.quiet(cfg.verbose):
             return VLLMSampler(eos_ids, longest_prompt, cfg, world)

@@ -84,6 +84,8 @@ class Prompt:
 
 def load_tokenizer(cfg):
     name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
+    adapter = os.path.exists(os.path.join(cfg.model, "adapter_config.json"))
+    need(not adapter, cfg, "model", "is a LoRA adapter; merge it into its model (peft: merge_and_unload) and name that")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of a file that is not what it should be

@@ -193,7 +193,7 @@ def write_json(path, results):
 
 def vllm_worker(folder):
     """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
-    results, cfg, rng = agreement(folder, ENGINES), Config(rollout="vllm"), np.random.default_rng(0)
+    results, rng = agreement(folder, ENGINES), np.random.default_rng(0)
     bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
     sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
     sampler.push(grpo.load_model(BUNDLED.model, BUNDLED))
@@ -237,8 +237,7 @@ def vllm_worker(folder):
         results["half"] = [{key: m[key] for key in keys} for m in history]
     sampler.close()
     results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}
-    with open(f"{folder}/results.json", "w") as file:
-        json.dump(results, file)
+    write_json(f"{folder}/results.json", results)
 
 
 @pytest.fixture(scope="module")

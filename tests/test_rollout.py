@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import grpo
+import harness.rows
+import reward
 from grpo import Config, Prompt, Sample
-from tests.common import CPU, ids_of, sampler_of, texts, tiny_model
+from tests.common import BUNDLED, CPU, ids_of, sampler_of, texts, tiny_model
 
 pytest_plugins = "tests.common"
 
@@ -73,3 +75,16 @@ def test_prompts_of_a_step_are_a_function_of_seed_and_step():
     assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 5, cfg)] == drawn[12:15]
     assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 1, Config(num_prompts=3, seed=1))] != drawn[:3]
     assert len(grpo.prompts_of_step(prompts, 1, Config(num_prompts=20))) == 20  # more than there are
+
+
+def test_a_reward_sees_special_tokens_but_not_the_end():
+    """Where <think> is one, as in Qwen3's and R1's tokenizers, the built-in rewards pay all the same."""
+    tokenizer = harness.rows.load_tokenizer(BUNDLED)
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
+    assert "<think>" in tokenizer.all_special_tokens and "<eos>" in tokenizer.all_special_tokens
+    ids = ids_of([*tokenizer("<think>1+2=3</think>3", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    text = grpo.decode(tokenizer, ids, [tokenizer.eos_token_id])
+    assert text == "<think>1+2=3</think>3"
+    row = dict(answer="3", prompt_text="1+2=")
+    assert [reward.BUILT_IN[name].function(text, row) for name in ("answer", "format", "gsm8k")] == [1.0] * 3
+    assert "".join(harness.rows.pieces(tokenizer, ids, text)) == text

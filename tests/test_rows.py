@@ -282,6 +282,9 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     os.remove(path / "tokenizer.json")  # what its added tokens make is no tokenizer
     with pytest.raises(ConfigError, match="has no tokenizer files"):
         harness.rows.load_tokenizer(Config(model=str(path)))
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model"):
+        harness.rows.load_tokenizer(Config(model=str(path), tokenizer=BUNDLED.model))
 
 
 GSM8K = dict(prompt_template="{question}", max_prompt_length=5000)
