@@ -85,6 +85,9 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
 
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 16, long_factor=[4.0] * 16, rope_theta=1e4)
 LONGROPE |= dict(original_max_position_embeddings=32)
+M3 = dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2, dense_intermediate_size=48, index_n_heads=1)
+M3 |= dict(index_head_dim=16, index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "sparse"])
+M3 |= dict(layer_types=["minimax_m3_sparse"] * 2)
 LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
 
 
@@ -105,6 +108,7 @@ LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
             60,
             False,
         ),  # attention with sinks
+        ("MiniMaxM3VLText", M3, 60, False),  # beyond its window keys are chosen, but not under another attention's name
         ("Falcon", {}, 60, False),
         ("Mamba", dict(state_size=4), 60, False),
     ],

@@ -123,7 +123,7 @@ def test_rows_from_python(tmp_path, encode):
         ("mine.py:needs", ": needs x: pip install x"),
         ("mine.py:nothing", ": .*nothing"),
         ("mine.py:none", ": .*None"),
-        ("other.py:rows", ": .*no file"),
+        ("other.py:rows", ": .*No such file"),
         ("mine.py:column", r' row 1: must be a JSON object; .* frame.to_dict\("records"\)'),
         ("mine.py:function", " row 2: .*lambda"),
         ("mine.py:keys", " row 2: keys must be str, .* not tuple"),
