@@ -134,10 +134,8 @@ def test_a_config_made_in_python_knows_what_was_given():
     assert grpo.complete(Config(train_data="rows.jsonl")).eval_data == ""  # of one's own rows
 
 
-HOW = [
-    pytest.param(["-m", "grpo", "--show_prompt"], id="started beside it", marks=pytest.mark.slow),
-    pytest.param(["-c", "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args([])"], id="imported after it"),
-]  # fmt: skip
+LATER = "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args([])"
+HOW = [pytest.param(["-m", "grpo", "--show_prompt"], marks=pytest.mark.slow), ["-c", LATER]]  # started beside, imported
 
 
 @pytest.mark.parametrize("args", HOW)
