@@ -27,10 +27,8 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register("packed", packed_attention)
-    few, ids = (
-        min(8, longest // 2),
-        np.resize(np.array(ids) % policy.model.config.get_text_config().vocab_size, longest + 24),
-    )
+    words, longest = policy.model.config.get_text_config().vocab_size, max(4, longest)
+    few, ids = min(8, longest // 2), np.resize(np.array(ids) % words, longest + 24)
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
     texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
     others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
