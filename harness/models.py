@@ -82,7 +82,7 @@ def compile_layers(model, cfg) -> None:
 
 def freeze_unused(model) -> None:
     """Freezes what text does not reach, such as a vision tower: DDP would wait for its gradient."""
-    learns = {name: p for name, p in model.named_parameters() if ".experts." not in name}  # two tokens choose a few
+    learns = {n: p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n}  # two choose few
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     total = model(input_ids=ids, use_cache=False).logits.sum()
     gradients = torch.autograd.grad(total, list(learns.values()), allow_unused=True)
