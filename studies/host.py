@@ -261,7 +261,7 @@ class Host:
 
         ours = dict(collate=collate, grpo_loss=loss) | timed("score", grpo, "score") | timed("plan", grpo, "plan")
         ours |= timed("metrics, log", grpo, "sample_metrics", "completion_rows")
-        gaps = timed("gap", harness.log, "gap_sums", "gap_metrics", "rollout_gap")
+        gaps = timed("gap", harness.log, "gap_metrics")
         with (
             replaced(grpo, **ours),
             replaced(harness.log, **gaps),

@@ -10,6 +10,7 @@ of a dense model needs: 6 FLOP per weight and token, and causal attention; not w
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import os
@@ -183,10 +184,41 @@ def model_flop(m, samples, passes: int) -> float:
     return passes * (2 * body * sum(s.n_tokens for s in samples) + last + attention)
 
 
+class Clock(harness.run.Clock):
+    """And the peak of memory of each phase: of torch on a GPU, of the process elsewhere (Linux)."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.peaks = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        self.peak()
+        with super().__call__(phase):
+            yield
+        self.peaks[phase] = self.peak()
+
+    def peak(self) -> float:
+        """The most bytes in use since the last call."""
+        if self.device.type == "cuda":
+            most = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            return float(most)
+        with (
+            contextlib.suppress(OSError),
+            open("/proc/self/status") as status,
+            open("/proc/self/clear_refs", "w") as reset,
+        ):
+            most = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+            reset.write("5")
+            return 1024.0 * most
+        return 0.0
+
+
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
     chunk = kernels.HEAD_CHUNK[m.world.device.type]
-    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), harness.run.Clock(m.world.device), []
+    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), Clock(m.world.device), []
     line = [what, size, f"2**{chunk.bit_length() - 1}"]
     free(m)
     clock.peak()
@@ -291,7 +323,7 @@ def sampler_and_phases(m, tokenizer) -> dict:
         eos, pad = harness.models.special_ids(m.model, tokenizer, cfg)
         prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
     prompts = prompts[: 64 if sleeps else 16]
-    room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, harness.run.Clock(m.world.device), {}
+    room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, Clock(m.world.device), {}
     sampler = grpo.make_sampler(kind, m.model, eos, pad, max(map(len, prompts)), cfg, m.world)
 
     def phase(name, work):
@@ -405,7 +437,7 @@ def main() -> int:
         positions = getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
         m.length = min(positions, 512 if m.cuda else 256)
 
-        m.policy, clock = Policy(m.model, m.cfg.temperature), harness.run.Clock(device)
+        m.policy, clock = Policy(m.model, m.cfg.temperature), Clock(device)
         m.base = 0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size  # what Python and its libraries hold
         check_gradient(m)
         m.ddp, m.optimizer = grpo.wrap(m.policy, m.cfg, m.world), grpo.make_optimizer(m.policy, m.cfg)
