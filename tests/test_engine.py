@@ -365,7 +365,7 @@ class TestEngine:
     def test_vllm_learns_like_hf(self, fork, default_run, tmp_path):
         done = fork("command_line", *DEFAULT_RUN, "--rollout", "vllm", "--out_dir", tmp_path / "out")[1]()
         assert done.returncode == 0, done.stderr[-3000:]
-        mine = r"(--dtype|flags: |/.*: 0.49 M |watch |step \d|\w+: )"  # nothing else's
+        mine = r"(--dtype|vLLM starts|flags: |/.*: 0.49 M |watch |step \d|\w+: )"  # nothing else's
         assert done.stderr == "" and all(re.match(mine, line) for line in done.stdout.splitlines()), done.stdout
         ours, theirs = lines(tmp_path / "out" / "metrics.jsonl"), lines(default_run[1] / "metrics.jsonl")
         assert ours[0]["eval_accuracy"] == theirs[0]["eval_accuracy"]  # greedy, the same weights
