@@ -646,17 +646,16 @@ def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> 
     """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
     policy that takes it."""
     batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
-    lengths, counted = (
-        np.array(x)[:, None] for x in zip(*((len(s.completion_ids), s.in_loss) for s in samples), strict=True)
-    )
+    lengths = np.array([[len(s.completion_ids)] for s in samples])  # [N, 1]
+    counted = np.array([[s.in_loss] for s in samples])  # [N, 1]
     batch |= dict(
         mask=(np.arange(lengths.max()) < lengths) & counted,  # [N, T]
         advantages=np.array([s.advantage for s in samples], np.float32),  # [N]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
         if getattr(samples[0], name) is not None:  # all of a micro-batch have it or none
-            rows = [getattr(s, name) for s in samples]
-            batch[name] = kernels.padded(rows, rows[0].dtype)  # [N, T]
+            values = [getattr(s, name) for s in samples]
+            batch[name] = kernels.padded(values, values[0].dtype)  # [N, T]
     return kernels.to_device(batch, device)
 
 
