@@ -105,39 +105,37 @@ def rows_of(samples, packs: bool, multiple: int = 1) -> dict:
     targets [n]: the completions' tokens; place [n]: where they stand in [N, T]; read [n]: the place in the rows of the
     token before each, whose output predicts it.
     """
+    order = np.argsort([-len(s.completion_ids) for s in samples], kind="stable")
+    samples = [samples[i] for i in order]  # long ones first, in all that follows
     P = np.array([len(s.prompt.ids) for s in samples])  # [N]
     C = np.array([len(s.completion_ids) for s in samples])  # [N]
-    N, T = len(samples), C.max()
-    row = dict(shape=(N, int(T)), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
-    row |= dict(place=spans(np.arange(N) * T, C))
+    N, T = len(samples), int(C[0])
+    row = dict(shape=(N, T), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
+    row |= dict(place=spans(order * T, C))
     if not packs:
         ids = padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64)  # [N, L]
         return row | dict(ids=ids, read=spans(np.arange(N) * ids.shape[1] + P - 1, C))
     prompts = {s.group: s.prompt.ids for s in samples}
-    order = np.argsort(-C, kind="stable")
-    sizes = np.array([*map(len, prompts.values()), *(C[order] - 1)])
+    ids = np.concatenate([*prompts.values(), *(s.completion_ids[:-1] for s in samples)]).astype(np.int64)
+    sizes = np.array([*map(len, prompts.values()), *(C - 1)])
     starts = np.cumsum(sizes) - sizes
-    prompt_start, prompt_size, start = starts[: len(prompts)], sizes[: len(prompts)], np.empty(N, np.int64)
-    start[order] = starts[len(prompts) :]
     number = {group: i for i, group in enumerate(prompts)}
-    which = np.array([number[s.group] for s in samples])  # [N]: the sample's prompt
-    ids = np.concatenate([*prompts.values(), *(samples[i].completion_ids[:-1] for i in order)]).astype(np.int64)
-    positions = spans(np.concatenate([0 * prompt_size, P[order]]), sizes)
+    prompt_start, start = starts[[number[s.group] for s in samples]], starts[len(prompts) :]  # [N] each
+    first, zero = starts[: len(prompts)], np.zeros(len(prompts), np.int64)
+    positions = spans(np.concatenate([zero, P]), sizes)
     read = spans(start - 1, C)
-    read[np.cumsum(C) - C] = (prompt_start + prompt_size - 1)[which]  # a first token follows its prompt
-    blocks = [block(prompt_start, 0 * prompt_size, prompt_start, prompt_size, multiple)]
-    for part in two_parts(order, C[order]):
-        blocks.append(block(prompt_start[which[part]], P[part], start[part], C[part] - 1, multiple))
+    read[np.cumsum(C) - C] = prompt_start + P - 1  # a first token follows its prompt
+    blocks = [block(first, zero, first, sizes[: len(prompts)], multiple)]
+    blocks += [block(prompt_start[part], P[part], start[part], C[part] - 1, multiple) for part in two_parts(C)]
     return row | dict(ids=ids[None], positions=positions[None], read=read, blocks=blocks)
 
 
-def two_parts(order, lengths) -> list:
+def two_parts(lengths) -> list[slice]:
     """Attention pads a block: long completions apart from short ones, where that saves a fifth of it."""
-    N, cuts = len(order), np.arange(len(order))
+    N, cuts = len(lengths), np.arange(len(lengths))
     area = cuts * lengths[0] + (N - cuts) * lengths  # of the rows before the cut and those after it
     cut = area.argmin() if 5 * area.min() < 4 * N * lengths[0] else 0
-    longest = {0: lengths[0], cut: lengths[cut]}
-    return [order[a:b] for a, b in ((0, cut), (cut, N)) if a < b and longest[a] > 1]  # 1: nothing follows the prompts
+    return [slice(a, b) for a, b in ((0, cut), (cut, N)) if a < b and lengths[a] > 1]  # 1: nothing follows the prompts
 
 
 def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
@@ -148,10 +146,8 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
     t = np.arange(size.max())
     k = np.arange(-(-(p_size + size).max() // multiple) * multiple)
     last = size - 1  # padding asks what the last token asks, and is seen by none
-    q_from, k_from = (
-        start + np.minimum(t, last),
-        np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last)),
-    )
+    q_from = start + np.minimum(t, last)
+    k_from = np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last))
     q_at, k_at = p_size + np.minimum(t, last), np.where(k < p_size + size, k, 2**30)
     if not p_size.any():  # prompts: causal attention does not see the padding on their right
         q_at, k_at = t[None], k[None]
@@ -194,18 +190,13 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     flash = kind != "cuda" or (dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0))
     found = []
     for q_from, k_from, real, q_at, k_at in blocks:
-        ends = torch.tensor([[0], [k_at.shape[1] - 1]])  # the first token sees itself, the last one all: plain causal
-        seen, expected = (
-            mask_function(0, 0, ends, torch.arange(k_at.shape[1])[None]),
-            torch.arange(k_at.shape[1]) <= ends,
-        )
-        if q_at.shape == k_at.shape and q_at.shape[0] == 1 and flash and torch.equal(seen, expected):  # prompts
-            found.append((q_from, k_from, real, None))  # the fast causal kernel
-            continue
-        mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
-        found.append(
-            (q_from, k_from, real, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None])
-        )  # once for all layers
+        k, mask = torch.arange(k_at.shape[1]), None  # None: the fast causal kernel
+        ends = k[[0, -1], None]  # the first token sees itself, the last one all: plain causal
+        causal = torch.equal(mask_function(0, 0, ends, k[None]), k <= ends)
+        if not (flash and causal and q_at.shape == k_at.shape == (1, len(k))):  # prompts have that shape
+            mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
+            mask = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
+        found.append((q_from, k_from, real, mask))
     return found
 
 
