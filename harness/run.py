@@ -41,7 +41,7 @@ class Run:
         if len(set(world.gather([self.first]))) > 1:
             raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        self.cfg = cfg = world.gather([claim_out_dir(cfg, code, self.exits) if self.rank0 else cfg])[0]
+        self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
         self.exits.callback(leave_world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
         self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
@@ -57,11 +57,14 @@ class Run:
         optimizer.register_step_pre_hook(lambda *_: self.change())
         if self.checkpoint:
             return self.restore(self.checkpoint.state)
+        self.world.first(self.try_to_save)
+
+    def try_to_save(self) -> None:
+        """That a checkpoint can be written is proved now, not found out after hours."""
         trial = os.path.join(self.cfg.out_dir, ".trial")
-        try:  # that one can be written is proved now, not found out after hours
-            if self.rank0:
-                write_checkpoint(trial, write_model, {})
-                shutil.rmtree(trial)
+        try:
+            write_checkpoint(trial, self.write_model, {})
+            shutil.rmtree(trial)
         except Exception as error:
             why = f"no checkpoint can be saved there ({first_line(error)})"
             raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
