@@ -562,7 +562,7 @@ def file(tmp_path_factory):
     (folder / "neighbour.py").write_text("ZERO = 0\n")
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "dies.py").write_text(
-        f"import os\nif os.getpid() != {os.getpid()}: os._exit(1)\ndef length(completion, row): return 1.0\n"
+        f"import os\nif os.getpid() != {os.getpid()}: os._exit(7)\ndef length(completion, row): return 1.0\n"
     )
     (folder / "functions.py").write_text(FUNCTIONS)
     return str(folder / "functions.py")
