@@ -288,9 +288,6 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Out
 def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: dict, extra: dict) -> dict:
     """What TRL's trainer passes: each column that any row has as a list; messages where there is a chat."""
 
-    def log_metric(name, value):
-        metrics[str(name)] = number(value)
-
     def log_extra(column, values):
         with contextlib.suppress(Exception):  # what cannot be logged is not
             extra[str(column)] = [None if v is None else str(v) if number(v) is None else number(v) for v in values]
@@ -300,8 +297,8 @@ def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: 
     if isinstance(prompts[0], list):  # as there, the first row decides
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     state = SimpleNamespace(**rows[0].get("trainer_state", {}))
-    arguments |= dict(prompts=prompts, completions=completions, trainer_state=state)
-    arguments |= dict(log_extra=log_extra, log_metric=log_metric)
+    arguments |= dict(prompts=prompts, completions=completions, trainer_state=state, log_extra=log_extra)
+    arguments["log_metric"] = lambda name, value: metrics.update({str(name): number(value)})
     signature = inspect.signature(function)
     return {k: v for k, v in arguments.items() if k in signature.parameters or "**" in str(signature)}
 

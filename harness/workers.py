@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
@@ -46,8 +45,8 @@ class Worker:
     def start(self):
         self.kill()  # what the last one started may still be there
         self.connection, theirs = Pipe()
+        command = [sys.executable, "-c", MAIN, HERE]
         with theirs:  # prints go to stderr, so as not to mix with the trainer's
-            command = [sys.executable, "-c", MAIN, HERE]
             self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
         self.ask((os.getpid(), list(map(str, sys.path)), *self.settings), START_LIMIT)
 
@@ -110,7 +109,7 @@ class Scorer:
         scores = Scores([math.nan] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n)
         for reward in self.rewards:
             together = reward.batched and n > 1
-            results = self._outcomes(reward, [range(n)] if together else singles, completions, rows)
+            results = self._outcomes(reward, [list(range(n))] if together else singles, completions, rows)
             if together and (failed := results[0][1]).values is None:
                 line = f"reward {reward.name} failed on {n} samples at once, now one by one"
                 scores.first_failure = scores.first_failure or f"{line}: {failed.cause}: {failed.message}"
@@ -119,7 +118,7 @@ class Scorer:
                 scores.add(reward, job, outcome, rows)
         return scores
 
-    def _outcomes(self, reward: Reward, jobs: list[Sequence[int]], completions: list[str], rows: list[dict]) -> list:
+    def _outcomes(self, reward: Reward, jobs: list[list[int]], completions: list[str], rows: list[dict]) -> list:
         """One call for each job, which is a list of samples: [(job, outcome)]."""
         if reward.trusted:
             return [([i], call_reward(reward, [completions[i]], [rows[i]])) for [i] in jobs]
