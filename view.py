@@ -97,11 +97,10 @@ def read_panels(out_dirs):
         curves = [curve(i, rows, *key) for i, rows in enumerate(runs) for key in keys if series(rows, key[0])]
         values = [0.0, *(value for c in curves for value in c["values"])]
         sizes = sorted(abs(value) for value in values if value) or [0]
-        median = sizes[len(sizes) // 2]
-        log_above = median if sizes[-1] > 30 * median else 0  # one spike must not flatten the rest
-        unit += f", log above {median:.1g}" if log_above else ""
-        ends = dict(low=min(values), high=max(values), log_above=log_above)
-        panels.append(ends | dict(title=title, unit=unit, curves=curves))
+        most = 3 * sizes[len(sizes) * 19 // 20]  # one spike must not flatten the rest: it leaves the panel
+        unit += f",\nspikes to {sizes[-1]:.3g}" if sizes[-1] > most else ""
+        low, high = max(min(values), -most), min(max(values), most)
+        panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
     for run, path in enumerate(paths):
         if all(c["run"] != run for panel in panels for c in panel["curves"]):
             raise ValueError(f"{path} has no metrics of this version: is the run of another one, or at its first step?")
@@ -136,7 +135,7 @@ def draw(out_dirs, path):
         fig.savefig(path)
 
 
-def draw_panel(ax, title, unit, low, high, curves, log_above):
+def draw_panel(ax, title, unit, low, high, curves):
     for c in curves:
         if not c["dots"]:
             ax.plot(c["steps"], c["values"], color=c["color"], lw=1, alpha=0.3)
@@ -146,8 +145,6 @@ def draw_panel(ax, title, unit, low, high, curves, log_above):
     if len(styles) > 1:  # beside the title, where no curve can be
         keys = [ax.plot([], [], ls=style, color="#444444", lw=2)[0] for style in styles.values()]
         ax.legend(keys, styles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
-    if log_above:
-        ax.set_yscale("asinh", linear_width=log_above)
     ax.locator_params("x", nbins=6, integer=True)
     ax.tick_params(labelbottom=True)
     ax.set(title=title, xlabel="step", ylabel=unit if curves else "not logged")

@@ -116,6 +116,16 @@ def test_view_reads_the_names_of_the_last_release():
         assert view.series([row], key) == {3: value}
 
 
+def test_one_spike_does_not_flatten_the_rest(tmp_path):
+    out = write_run(tmp_path / "a", steps=100)
+    with open(f"{out}/metrics.jsonl", "a") as f:
+        f.write('\n{"step": 50, "grad_norm": 800, "reward": -0.5}\n')
+    panels = {panel["title"]: panel for panel in view.read_panels([out])}
+    norm, reward = panels["Gradient norm"], panels["Reward"]
+    assert (norm["low"], norm["high"], norm["unit"]) == (0, 3, "L2, before clipping,\nspikes to 800")
+    assert (reward["low"], reward["high"], reward["unit"]) == (-0.5, 1, "mean of the samples")
+
+
 def test_view_finds_the_newest_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(view, "draw", lambda out_dirs, path: None)
