@@ -435,8 +435,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
         return HFSampler(model, eos_ids, pad_id, cfg)
     say("vLLM starts" + (", which compiles for one to three minutes on a GPU" if world.device.type == "cuda" else ""))
     try:
-        with models.quiet(cfg.verbose):
-            return VLLMSampler(eos_ids, longest_prompt, cfg, world)
+        return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
 

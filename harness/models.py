@@ -1,13 +1,10 @@
 """What is asked of any model, and what the builds of vLLM differ in."""
 
-import contextlib
 import ctypes
 import dataclasses
 import math
 import os
 import re
-import sys
-import tempfile
 
 import torch
 import transformers
@@ -140,23 +137,6 @@ def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
     if problem and cfg.rollout == "vllm":
         raise ConfigError(f"--rollout vllm: {problem}")
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool):
-    """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    terminal, hidden = [os.dup(1), os.dup(2)], tempfile.TemporaryFile()
-    for target in () if verbose else (1, 2):
-        os.dup2(hidden.fileno(), target)
-    try:
-        yield
-        hidden.truncate(0)
-    finally:
-        for target, handle in enumerate(terminal, 1):
-            os.dup2(handle, target)
-            os.close(handle)
-        hidden.seek(0)
-        sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
 
 
 def load_model(path: str, cfg):

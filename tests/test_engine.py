@@ -476,16 +476,14 @@ def test_which_sampler_and_why(monkeypatch):
         harness.models.choose_sampler(Config(rollout="vllm"), cpu, False)
 
 
-def test_an_engine_that_does_not_start(monkeypatch, capfd):
+def test_an_engine_that_does_not_start(monkeypatch):
     def broken(*_):
-        os.write(1, b"the driver's own words\n")
         raise RuntimeError("no memory\nfor it")
 
     monkeypatch.setattr(grpo, "VLLMSampler", broken)
     assert isinstance(grpo.make_sampler("hf", tiny_model(), [1], 0, 9, Config(), CPU), grpo.HFSampler)
     with pytest.raises(harness.flags.TrainingError, match="vllm did not start: no memory .--rollout hf"):
         grpo.make_sampler("vllm", tiny_model(), [1], 0, 9, Config(), CPU)  # auto as well: never HF without a word
-    assert capfd.readouterr().err == "the driver's own words\n"
 
 
 def test_a_token_without_its_log_probability_is_an_error():

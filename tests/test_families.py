@@ -292,19 +292,6 @@ def test_what_the_engine_finds_in_its_environment(monkeypatch):
         assert [os.environ.get(name) for name in names] == ["0", "ERROR", precision]
 
 
-def test_quiet_and_verbose(capfd):
-    for verbose in (False, True):
-        with harness.models.quiet(verbose):
-            os.write(1, b"engine")
-        assert ("engine" in capfd.readouterr().out) is verbose
-    with pytest.raises(RuntimeError), harness.models.quiet(False):
-        os.write(1, b"from a driver\n" * 30)
-        os.write(2, b"the last line")
-        raise RuntimeError
-    shown = capfd.readouterr()
-    assert shown.out == "" and shown.err == "from a driver\n" * 19 + "the last line"
-
-
 def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_two, capsys):
     """transformers writes all but the default one into a folder."""
     from transformers import AutoTokenizer
