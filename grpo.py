@@ -943,7 +943,7 @@ def set_up(cfg: Config, command_line: bool):
     prompts = train_prompts + eval_prompts
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
-    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg, prompts)
+    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)
