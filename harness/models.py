@@ -15,7 +15,6 @@ from harness.rows import Prompt
 
 SMALL = 10e6  # parameters under which a model is a toy: threads, bfloat16 and an engine cost more than they bring
 CACHE_BYTES = 2**30  # what vLLM's keys and values take on a CPU
-COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
 
 
 def quiet_transformers(verbose: bool) -> None:
@@ -161,8 +160,10 @@ def without_randomness(config):
 
 
 def fill_with_nan(model) -> None:
+    """Before each push: a tensor of the engine, or a packed copy, that the push does not reach spoils the rollout."""
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
+    repack(model)
 
 
 def repack(model) -> None:
@@ -174,19 +175,3 @@ def repack(model) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and module.w2_weight.device.type == "cpu":
             kernel.fused_experts.process_weights_after_loading(module)
-
-
-def weight_bits(model, dtype: torch.dtype, number: int) -> int:
-    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, and the same for a
-    model here and in the engine, which casts to its dtype, fuses matrices by rows, and packs them on a CPU."""
-    found, first = set(), number % COLUMNS
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
-            if name == "weight" and hasattr(module, "cpu_linear"):  # packed: what the layer makes of unit vectors
-                size = getattr(module, "input_size", 0) or module.embedding_dim
-                units = torch.nn.functional.one_hot(torch.arange(first, size, COLUMNS), size)
-                columns = module.cpu_linear(units.to(p.dtype), p, None)
-            columns = columns.to(dtype).flatten() + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found.add((id(p), int(columns.view(torch.int16).sum(dtype=torch.int64))))  # a tied matrix counts once
-    return sum(bits for _, bits in found)
