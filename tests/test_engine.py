@@ -71,6 +71,12 @@ def fault_run(out, sampler, fault, monkeypatch):
     honest_generate, reload, reset = sampler.generate, sampler.llm.collective_rpc, sampler.llm.reset_prefix_cache
     repack, pushes = harness.models.repack, []
 
+    def clean(worker):  # of the NaN of the fault before: what is masked is multiplied by 0, and stays NaN
+        for cache in worker.model_runner.kv_caches:
+            cache.zero_()
+
+    reload(clean)
+
     def planted(name, kwargs):
         weights = dict(kwargs["weights_iterator"])
         pushes.append({name: w.clone() for name, w in weights.items()})
