@@ -341,7 +341,6 @@ class VLLMSampler:
 
         self.new_params, self.eos_ids, self.cfg = SamplingParams, eos_ids, cfg
         self.cuda, self.asleep = world.device.type == "cuda", False
-        self.pushes, self.comparable = 0, True
         self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
         length = longest_prompt + cfg.max_completion_length
         options = dict(
@@ -358,15 +357,15 @@ class VLLMSampler:
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
         self.llm = LLM(**options)
-        self.llm.apply_model(models.fill_with_nan)  # a tensor that no push sets stays so, and the first rollout says it
 
     def push(self, model):
-        """In memory: reload, repack, forget cached prefixes; then the engine must hold the trainer's weights."""
+        """In memory: spoil what the engine holds, reload, repack, forget cached prefixes."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.asleep:  # weights first, the cache only after them: the two peaks never meet
             torch.cuda.empty_cache()
             self.wake_up("weights")
+        self.llm.apply_model(models.fill_with_nan)
         weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
         weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
@@ -376,19 +375,6 @@ class VLLMSampler:
         if self.asleep:
             self.wake_up("kv_cache")
             self.asleep = False
-        self.compare(model)
-        self.pushes += 1
-
-    def compare(self, model):
-        """Stops if a push failed. A model that the engine lays out in another way shows that at the first push."""
-        if self.comparable:
-            [theirs] = self.llm.apply_model(lambda engine: models.weight_bits(engine, self.dtype, self.pushes))
-            same = theirs == models.weight_bits(model, self.dtype, self.pushes)
-            if self.pushes and not same:
-                raise TrainingError("after a push the sampler's weights are not the trainer's")
-            if not same:
-                say("vLLM lays this model out in its own way: only sampler_gap, not its weights, shows a failed push")
-            self.comparable = same
 
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
@@ -425,7 +411,7 @@ class VLLMSampler:
         if not np.isfinite(logps).all() or output.finish_reason not in ("stop", "length"):
             raise TrainingError(
                 f"vLLM returned non-finite log-probabilities or a broken completion ({output.finish_reason}): some "
-                "weights of the engine were never set, or the policy itself is not finite"
+                "weights of the engine were not set by the last push, or the policy itself is not finite"
             )
         return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
 
@@ -435,8 +421,7 @@ def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Co
         return HFSampler(model, eos_ids, pad_id, cfg)
     say("vLLM starts" + (", which compiles for one to three minutes on a GPU" if world.device.type == "cuda" else ""))
     try:
-        with models.quiet(cfg.verbose):
-            return VLLMSampler(eos_ids, longest_prompt, cfg, world)
+        return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
 
@@ -944,7 +929,7 @@ def set_up(cfg: Config, command_line: bool):
     prompts = train_prompts + eval_prompts
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
-    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg, prompts)
+    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
     kind, why = models.choose_sampler(cfg, device, models.is_small(policy.model))
 
     world = ranks.join_world(device)

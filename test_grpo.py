@@ -542,7 +542,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
 
 
 def test_end_and_padding_tokens_from_everywhere():
-    tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None, convert_ids_to_tokens=str, chat_template=None)
+    tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None)
     model = tiny_model()
     for eos, expected in ((None, [2]), (7, [7, 2]), ([7, 2], [7, 2])):
         model.generation_config.eos_token_id = eos

@@ -1,5 +1,5 @@
 """
-Look at what a run left in its out_dir. Pictures need matplotlib, tables rich.
+Look at what a run left in its out_dir. Pictures need matplotlib.
 
 python view.py                                  # curves of the newest run here (out, out.1, ...): curves.png in it
 python view.py out_a out_b --out picture.png    # several runs in one picture
@@ -13,30 +13,36 @@ import glob
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import zlib
+from pathlib import Path
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
-PANELS = [  # title, y label, then (key, label, format) for each curve; "o" is for what only evals have
-    ("Reward", "mean of the samples", [("reward", "", "-")]),
-    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "o-")]),
-    ("Length", "tokens a completion", [("completions/mean_length", "train", "-"), ("eval_length", "eval", "o:")]),
-    ("KL to reference", "nats per token", [("kl_k1", "k1", "-"), ("kl", "k3", "--")]),
-    ("Gradient norm", "L2, before clipping", [("grad_norm", "", "-")]),
-    ("Signal", "mean |A|, share of groups", [("advantage_abs", "|A|", "-"), ("frac_reward_zero_std", "A = 0", "--")]),
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080"]  # Okabe and Ito, and grey
+PANELS = [  # title, y label, then (key, label, style) for each curve
+    ("Reward", "mean of the samples", [("reward", "", "solid")]),
+    ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "solid")]),
+    (
+        "Length",
+        "tokens a completion",
+        [("completions/mean_length", "train", "solid"), ("eval_length", "eval", "dotted")],
+    ),
+    ("KL to reference", "nats per token", [("kl_k1", "k1", "solid"), ("kl", "k3", "dashed")]),
+    ("Gradient norm", "L2, before clipping", [("grad_norm", "", "solid")]),
+    ("Signal", "mean |A|, share", [("advantage_abs", "|A|", "solid"), ("frac_reward_zero_std", "A = 0", "dashed")]),
 ]
 STYLE = {"font.size": 15, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "legend.frameon": False}
 STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 18, "axes.titleweight": "bold", "text.parse_math": False}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.w_pad": 0.12}
 STYLE |= {"legend.borderpad": 0, "legend.handlelength": 1.6, "legend.handletextpad": 0.4, "legend.columnspacing": 0.9}
 NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
-MEASURES = {  # of a token, in the page: the kind of its scale, what it is
-    "push": ("signed", "weight in the gradient, in units of an advantage: blue is made likelier, red less likely"),
-    "probability": ("inverse", "before the update"),
-    "entropy": ("level", "nats, of the distribution that the token was drawn from"),
-    "KL to the reference": ("signed", "nats, log p - log p of the reference"),
-    "gap to the sampler": ("signed", "nats, log p - log p of the sampler"),
+MEASURES = {  # of a token, by the names of completions.jsonl: what the page says of it
+    "push": "weight in the gradient, in units of an advantage: blue is made likelier, red less likely",
+    "logp": "log-probability before the update, in nats: the deeper red, the less likely",
+    "entropy": "of the distribution that the token was drawn from, in nats",
+    "kl": "log p - log p of the reference, in nats",
+    "gap": "log p - log p of the sampler, in nats",
 }
 MOST_BYTES = 9_850_000  # of the steps in a page; of a longer run it shows some, evenly spread
 OLD_NAMES = {"completions/mean_length": "completion_length", "kl": "kl_k3", "frac_reward_zero_std": "frac_zero_std"}
@@ -67,13 +73,38 @@ def series(rows, key):
     return dict(sorted({step: float(value) for step, value in found if is_number(value)}.items()))
 
 
-def read_metrics(out_dir):
-    """The rows of a run's metrics; there must be one that a panel shows."""
-    path = os.path.join(out_dir, "metrics.jsonl")
-    rows = read_jsonl(path)
-    if not any(series(rows, key) for *_, curves in PANELS for key, _, _ in curves):
-        raise ValueError(f"{path} has no metrics of this version: is the run of another one, or at its first step?")
-    return rows
+def smooth(values):
+    """Centred mean over about 5 % of the run; at the ends, over what there is of the window."""
+    half = len(values) // 40
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(w) / len(w) for w in windows]
+
+
+def curve(run, rows, key, label, style):
+    """A curve of a panel. Evals are few: they are drawn as dots, and not smoothed."""
+    points, errors = series(rows, key), series(rows, "eval_stderr")
+    values, dots = list(points.values()), key.startswith("eval_") or len(points) == 1
+    errors = [abs(errors.get(step, 0)) for step in points] if key == "eval_accuracy" else []
+    found = dict(run=run, color=COLORS[run % len(COLORS)], label=label, style=style, dots=dots, steps=list(points))
+    return found | dict(values=values, smooth=values if dots else smooth(values), errors=errors)
+
+
+def read_panels(out_dirs):
+    """What the picture and the page draw: of each panel its curves, and the range of their values with 0."""
+    paths, panels = [os.path.join(out_dir, "metrics.jsonl") for out_dir in out_dirs], []
+    runs = [read_jsonl(path) for path in paths]
+    for title, unit, keys in PANELS:
+        curves = [curve(i, rows, *key) for i, rows in enumerate(runs) for key in keys if series(rows, key[0])]
+        values = [0.0, *(value for c in curves for value in c["values"])]
+        sizes = sorted(abs(value) for value in values if value) or [0]
+        most = 3 * sizes[len(sizes) * 19 // 20]  # one spike must not flatten the rest: it leaves the panel
+        unit += f",\nspikes to {sizes[-1]:.3g}" if sizes[-1] > most else ""
+        low, high = max(min(values), -most), min(max(values), most)
+        panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
+    for run, path in enumerate(paths):
+        if all(c["run"] != run for panel in panels for c in panel["curves"]):
+            raise ValueError(f"{path} has no metrics of this version: is the run of another one, or at its first step?")
+    return panels
 
 
 def run_names(out_dirs):
@@ -87,77 +118,48 @@ def visible(text):
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def smooth(values):
-    """Centred mean over about 5 % of the run; at the ends, over what there is of the window."""
-    half = len(values) // 40
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(w) / len(w) for w in windows]
-
-
 def draw(out_dirs, path):
     """One picture of six panels, a colour for each run."""
     # Figure and not pyplot: no backend to choose, no window, no state left behind in the trainer
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    runs = [read_metrics(d) for d in out_dirs]
+    panels, names = read_panels(out_dirs), run_names(out_dirs)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(16, 9), dpi=100, layout="constrained")
-        for ax, (title, ylabel, curves) in zip(fig.subplots(2, 3, sharex=True).flat, PANELS, strict=True):
-            ax.set(title=title, xlabel="step", ylabel=ylabel)
-            draw_panel(ax, curves, runs)
-            if len(curves) > 1:  # beside the title, where no curve can be
-                keys = [Line2D([], [], ls=s.strip("o"), marker=s[: "o" in s], lw=2, c="#444444") for *_, s in curves]
-                ax.legend(keys, [label for _, label, _ in curves], loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
-        keys = [Line2D([], [], color=COLORS[i % len(COLORS)], lw=4) for i in range(len(runs))]
-        fig.legend(keys, run_names(out_dirs), loc="outside upper center", ncols=min(len(runs), 3), fontsize=16)
+        for ax, panel in zip(fig.subplots(2, 3, sharex=True).flat, panels, strict=True):
+            draw_panel(ax, **panel)
+        keys = [ax.plot([], [], color=COLORS[i % len(COLORS)], lw=4)[0] for i in range(len(names))]
+        fig.legend(keys, names, loc="outside upper center", ncols=min(len(names), 3), fontsize=16)
         fig.supxlabel(NOTE, fontsize=14, color="#666666")
         fig.savefig(path)
 
 
-def draw_panel(ax, curves, runs):
-    drawn = []  # every value in the panel
-    for i, rows in enumerate(runs):
-        color = COLORS[i % len(COLORS)]
-        for key, _, line in curves:
-            points = series(rows, key)
-            x, y = list(points), list(points.values())
-            drawn += y
-            if key == "eval_accuracy":
-                error = series(rows, "eval_stderr")
-                ax.errorbar(x, y, [abs(error.get(step, 0)) for step in x], color=color, capsize=4)
-            if line == "-":
-                ax.plot(x, y, color=color, lw=1, alpha=0.3 if len(runs) < 4 else 0.15)
-            marker = "o" if "o" in line or len(x) == 1 else ""
-            ax.plot(x, y if "o" in line else smooth(y), line.strip("o"), color=color, lw=2.5, marker=marker)
-    size = sorted(abs(y) for y in drawn if y)
-    ax.locator_params(nbins=6)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    if not drawn:
-        ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", va="center", color="#666666")
-        ax.set_yticks([])
-    elif curves[0][0] == "eval_accuracy" and 0 <= min(drawn) <= max(drawn) <= 1:
-        ax.set_ylim(-0.02, 1.02)
-    elif size and size[-1] > 30 * size[len(size) // 2]:  # one spike must not flatten the rest
-        median = size[len(size) // 2]
-        ax.set_yscale("symlog", linthresh=median, linscale=max(1, math.log10(size[-1] / median) / 4))
-        ax.yaxis.get_major_locator().set_params(numticks=6)
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y == 0 or abs(y) >= median else "")
-        ax.set_ylabel(f"{ax.get_ylabel()}\nlog above {median:.1g}")
-    elif 0 <= min(drawn) <= max(drawn) / 2 or 0 <= min(drawn) == max(drawn):
-        ax.set_ylim(bottom=0)
+def draw_panel(ax, title, unit, low, high, curves):
+    for c in curves:
+        if not c["dots"]:
+            ax.plot(c["steps"], c["values"], color=c["color"], lw=1, alpha=0.3)
+        line = dict(ls=c["style"], lw=2.5, marker="o" if c["dots"] else "")
+        ax.errorbar(c["steps"], c["smooth"], c["errors"] or None, color=c["color"], capsize=4, elinewidth=1.5, **line)
+    styles = {c["label"]: c["style"] for c in curves}
+    if len(styles) > 1:  # beside the title, where no curve can be
+        keys = [ax.plot([], [], ls=style, color="#444444", lw=2)[0] for style in styles.values()]
+        ax.legend(keys, styles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
+    ax.locator_params("x", nbins=6, integer=True)
     ax.tick_params(labelbottom=True)
+    ax.set(title=title, xlabel="step", ylabel=unit if curves else "not logged")
+    ax.set_ylim(1.05 * low, 1.05 * high + (low == high))
 
 
 def read_steps(out_dir):
     """{step: its rows}"""
     path, steps = os.path.join(out_dir, "completions.jsonl"), {}
+    columns = "group", "prompt", "completion", "reward", "parts", "advantage", "length", "finish_reason"
     for row in read_jsonl(path):
-        if {"group", "prompt", "completion", "reward"} <= set(row):
+        if row.keys() >= set(columns):
             steps.setdefault(row["step"], []).append(row)
     if not steps:
-        raise ValueError(f"{path} has no row with group, prompt, completion and reward: too early, or another version?")
+        raise ValueError(f"{path} has no row with {', '.join(columns)}: too early, or another version?")
     return steps
 
 
@@ -170,143 +172,89 @@ def choose(step, logs):
     return step, [log.get(step, []) for log in logs]
 
 
-def cards(runs):
+def cards(runs, names):
     """The groups of a step, those with the most signal first. Of runs that share their prompts (by the seed) a card
     holds the group of each. runs: of each the rows of the step."""
     found = {}
-    for i, rows in enumerate(runs):
+    for run, rows in enumerate(runs):
         for row in rows:
-            data_row = json.dumps(row.get("row"), indent=1, ensure_ascii=False)
-            card = dict(group=str(row["group"]), prompt=str(row["prompt"]), row=data_row, runs={})
-            card = found.setdefault((card["group"], card["prompt"]), card)
-            card["runs"].setdefault(i, []).append(row)
-    for card in found.values():
-        card["runs"] = [group_of(i, rows) for i, rows in card["runs"].items()]
+            card = found.setdefault((row["group"], row["prompt"]), dict(row=row.get("row"), runs={}))
+            card["runs"].setdefault(run, []).append(row)
+    for (group, prompt), card in found.items():
+        data_row = json.dumps(card["row"], indent=1, ensure_ascii=False)
+        groups = [group_of(rows, f"{names[run]}: " * (len(names) > 1)) for run, rows in card["runs"].items()]
+        card |= dict(title=f"group {group}", prompt=prompt, row=data_row, runs=groups)
     return sorted(found.values(), key=lambda card: -max(group["signal"] for group in card["runs"]))
 
 
-def group_of(run, rows):
+def group_of(rows, name):
     """A group of a run, its samples by reward; equal ones stand there once, with their count."""
     samples = {}
     for row in rows:
-        sample = {key: row[key] if is_number(row.get(key)) else None for key in ("reward", "advantage", "length")}
-        parts = row["parts"].items() if isinstance(row.get("parts"), dict) else []
-        parts = [(name, value if is_number(value) else None) for name, value in parts]
-        first = parts[0][1] if parts else sample["reward"]  # right: by the first reward function, as in pass@k
+        first = next(iter(row["parts"].values()), row["reward"])  # right: by the first reward function, as in pass@k
         verdicts = [] if first is None else ["right" if first > 0.5 else "wrong"]
-        verdicts += ["cut off" if row.get("finish_reason") == "length" else "ended"]
-        sample |= dict(completion=str(row["completion"]), parts=parts, verdicts=verdicts)
-        sample = samples.setdefault(str(sample), sample | dict(count=0, tokens=None))
+        verdicts += ["cut off" if row["finish_reason"] == "length" else "ended"]
+        facts = [f"reward {number(row['reward'])}", *verdicts]
+        facts += [f"{part} {number(value)}" for part, value in row["parts"].items()]
+        facts += [f"advantage {number(row['advantage'], '+')}", f"{row['length']} tokens"]
+        sample = dict(facts=", ".join(facts), verdicts=verdicts, reward=row["reward"], advantage=row["advantage"])
+        sample |= dict(count=0, pieces=[row["completion"]], measures={})
+        sample = samples.setdefault((row["completion"], sample["facts"]), sample)
         sample["count"] += 1
-        sample["tokens"] = sample["tokens"] or measures(row.get("tokens"))
+        if row.get("tokens"):
+            sample |= dict(pieces=row["tokens"]["text"], measures=measures(row["tokens"]))
     samples = sorted(samples.values(), key=lambda s: math.inf if s["reward"] is None else -s["reward"])
-    sizes = [abs(s["advantage"] or 0) for s in samples for _ in range(s["count"])]
+    for sample in samples:
+        sample["facts"] = f"{sample['count']} × " * (sample["count"] > 1) + sample["facts"]
     right = sum(s["count"] for s in samples if "right" in s["verdicts"])
-    return dict(run=run, n=len(rows), right=right, signal=sum(sizes) / len(rows), most=max(sizes), samples=samples)
+    signal = sum(abs(row["advantage"] or 0) for row in rows) / len(rows)
+    title = f"{name}{right} of {len(rows)} right, mean |advantage| {number(signal)}"
+    return dict(title=title, signal=signal, samples=samples)
+
+
+def number(value, sign=""):
+    return "-" if value is None else f"{value + 0.0:{sign}.3g}"
 
 
 def measures(tokens):
-    """{measure: a value for each token}, and the tokens' text. The log holds thousandths. Null: not logged."""
-    text = tokens.get("text") if isinstance(tokens, dict) else None
-    if not isinstance(text, list) or not text:
-        return None
-
-    def logged(name):
-        values = tokens.get(name)
-        whole = isinstance(values, list) and len(values) == len(text)
-        return [value / 1000 if is_number(value) else math.nan for value in values] if whole else [math.nan] * len(text)
-
-    found = dict(push=logged("push"), probability=[math.exp(min(logp, 0)) for logp in logged("logp")])
-    found |= {"entropy": logged("entropy"), "KL to the reference": logged("kl"), "gap to the sampler": logged("gap")}
-    found = {name: [None if math.isnan(v) else float(f"{v:.2g}") for v in values] for name, values in found.items()}
-    return found | dict(text=[str(piece) for piece in text])
+    """{measure: a value for each token}. The log holds thousandths."""
+    found = {name: tokens[name] for name in MEASURES if name in tokens}
+    return {name: [value and float(f"{value / 1000:.2g}") for value in found[name]] for name in found}
 
 
-def print_step(cards, names):
-    """As wide as the terminal, 80 columns where there is none. Of a long text the middle goes: the answer stands at
-    the end. Below the reward stand its parts, which leaves more room for the texts."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text  # takes [red] and :smile: as they stand
-
-    console = Console()
-    room = 3 * console.width  # characters of a text
+def print_step(cards):
+    """Of a long text the middle goes: the answer stands at the end."""
+    room = 3 * shutil.get_terminal_size().columns  # characters of a text
 
     def text(value):
-        shown = visible(str(value)).encode(console.encoding, "backslashreplace").decode(console.encoding)
+        shown = visible(value)
         return shown if len(shown) <= room else f"{shown[: room // 2]} ... {shown[-room // 2 :]}"
 
-    def number(value, spec=".4g"):
-        return "-" if value is None else format(value + 0.0, spec)
-
     for card in cards:
-        console.print("", Text(text(f"group {card['group']}: {card['prompt']}"), "bold"), sep="\n")
+        print("\n==", text(f"{card['title']}: {card['prompt']}"))
         for group in card["runs"]:
-            name = f"{names[group['run']]}: " * (len(names) > 1)
-            print(f"{text(name)}{group['right']} of {group['n']} right, mean |advantage| {group['signal']:.3g}\n")
-            table = Table("times", "completion", "reward", "advantage", "length", box=box.SIMPLE_HEAD, show_edge=False)
-            for s in group["samples"]:
-                rewards = [number(s["reward"]), *(f"{text(name)} {number(value)}" for name, value in s["parts"])]
-                length = number(s["length"], "g") + "\ncut off" * ("cut off" in s["verdicts"])
-                columns = [str(s["count"]), text(s["completion"]), "\n".join(rewards)]
-                columns += [number(s["advantage"], "+.3f"), length]
-                table.add_row(*(Text(column, overflow="fold") for column in columns))
-            console.print(table)
-
-
-def panel_data(runs, title, unit, keys):
-    """What the page draws of a panel of PANELS: its curves, and their range."""
-    curves, drawn = [], [0.0]
-    for i, rows in enumerate(runs):
-        for key, label, line in keys:
-            points = series(rows, key)
-            values, error = list(points.values()), series(rows, "eval_stderr") if key == "eval_accuracy" else {}
-            drawn += values
-            curve = dict(run=i, label=label, steps=list(points), values=values, smooth=smooth(values))
-            curve |= dict(style={"--": "dashed", "o:": "dotted"}.get(line, "solid"), dots="o" in line)
-            curves += [curve | dict(errors=[abs(error.get(step, 0)) for step in points])] if points else []
-    size = sorted(abs(value) for value in drawn if value) or [0]
-    median = size[len(size) // 2]  # one spike must not flatten the rest
-    log_above = median if size[-1] > 30 * median else 0
-    return dict(title=title, unit=unit, curves=curves, low=min(drawn), high=max(drawn), log_above=log_above)
-
-
-def pack(cards):
-    """A step as the page reads it: base64 of compressed JSON, with the end of each measure's scale. That is the 99 %
-    quantile of its absolute values, so that one outlier does not fade the others."""
-    samples = [sample for card in cards for run in card["runs"] for sample in run["samples"] if sample["tokens"]]
-    for sample in samples:
-        text = sample["tokens"]["text"]  # of how many of them the completion is made: that EOS has a text, too
-        made_of = {"".join(text[:n]): n for n in (len(text) - 1, len(text))}
-        sample["completion"] = made_of.get(sample["completion"], sample["completion"])
-    ends = {}
-    for name in MEASURES:
-        values = sorted(abs(value) for s in samples for value in s["tokens"][name] if value is not None)
-        ends[name] = 1 if name == "probability" else values[len(values) * 99 // 100] if values else None
-    text = json.dumps(dict(cards=cards, ends=ends), separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode())).decode()
+            print(text(group["title"]))
+            for sample in group["samples"]:
+                print("\n" + text(sample["facts"]), text("".join(sample["pieces"])), sep="\n")
 
 
 def write_page(out_dirs, step, path):
     """One file that loads nothing."""
-    runs = [read_metrics(d) for d in out_dirs]
-    logs = [read_steps(d) for d in out_dirs]
+    panels, names, logs = read_panels(out_dirs), run_names(out_dirs), [read_steps(d) for d in out_dirs]
     step, _ = choose(step, logs)
-    packed = {n: pack(cards([log.get(n, []) for log in logs])) for n in sorted(set().union(*logs))}
+    packed = {}
+    for n in sorted(set().union(*logs)):
+        text = json.dumps(cards([log.get(n, []) for log in logs], names), separators=(",", ":"))
+        packed[n] = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     steps, share = list(packed), sum(map(len, packed.values())) / MOST_BYTES
     if share > 1:
         steps = sorted({step, *(steps[-1 - int(i * share)] for i in range(int(len(steps) / share)))})
-    logged = {row["step"] for rows in runs for row in rows}
-    data = dict(panels=[panel_data(runs, *panel) for panel in PANELS], measures=MEASURES, step=step, steps=steps)
-    data |= dict(logged=sorted(logged.union(steps)), packed={n: packed[n] for n in steps})
-    colors = ["currentColor" if color == "#000000" else color for color in COLORS]  # black is not seen in dark mode
-    data["runs"] = [dict(name=n, color=colors[i % len(colors)]) for i, n in enumerate(run_names(out_dirs))]
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "harness", "page.html"), encoding="utf-8") as f:
-        page = f.read().replace('"DATA"', json.dumps(data).replace("<", "\\u003c"))  # no text can end the script
-    with open(path + ".new", "w", encoding="utf-8") as f:
-        f.write(page)
-    os.replace(path + ".new", path)  # who loads it while it is made again sees a whole one
+    logged = sorted({*steps, *(step for panel in panels for c in panel["curves"] for step in c["steps"])})
+    data = dict(panels=panels, measures=MEASURES, step=step, steps=steps, logged=logged)
+    data |= dict(packed={n: packed[n] for n in steps}, runs=list(zip(names, COLORS * len(names), strict=False)))
+    page = (Path(__file__).resolve().parent / "harness" / "page.html").read_text(encoding="utf-8")
+    page = page.replace('"DATA"', json.dumps(data).replace("<", "\\u003c"))  # no text can end the script
+    Path(path).write_text(page, encoding="utf-8")
     print(path if share <= 1 else f"{path} (of {len(packed)} steps {len(steps)}: all would be too large)")
 
 
@@ -337,7 +285,7 @@ def main(argv=None):
         else:
             step, rows = choose(args.step, [read_steps(d) for d in out_dirs])
             print(f"step {step}, {sum(map(len, rows))} samples, groups with the most signal first")
-            print_step(cards(rows), run_names(out_dirs))
+            print_step(cards(rows, run_names(out_dirs)))
     except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
         fail(str(e))
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-import view
-
 WINDOW = 5  # steps: a single one says little
 
 
@@ -15,7 +13,7 @@ class Advice:
 
     def see(self, line: dict) -> list[str]:
         """Takes the next line of metrics.jsonl. Returns what there is to say after it, once for each heading."""
-        (self.evals if "eval_accuracy" in line else self.steps).append(line | dict(after=len(self.steps)))
+        (self.evals if "eval_accuracy" in line else self.steps).append(line)
         table = findings(self.steps, self.evals, self.cfg) if len(self.steps) >= WINDOW else []
         new = {heading: text for heading, is_so, text in table if is_so and heading not in self.said}
         self.said |= set(new)
@@ -24,7 +22,7 @@ class Advice:
 
 def values(lines: list[dict], name: str) -> np.ndarray:
     """NaN where there is no number: all comparisons with it are False."""
-    return np.array([line[name] if view.is_number(line.get(name)) else np.nan for line in lines])
+    return np.array([line.get(name) for line in lines], float)
 
 
 def findings(steps: list[dict], evals: list[dict], cfg) -> list[tuple]:
@@ -40,7 +38,7 @@ def findings(steps: list[dict], evals: list[dict], cfg) -> list[tuple]:
     norms = values(steps[-2 * WINDOW :], "grad_norm") / (cfg.max_grad_norm or np.inf)  # at low rates 1 to 4 is healthy
     best, now = max(evals, key=lambda m: m["eval_accuracy"] or 0, default={}), (evals or [{}])[-1]
     (high, low), errors = values([best, now], "eval_accuracy"), values([best, now], "eval_stderr")
-    then = values(steps[max(0, best.get("after", 0) - WINDOW) :][:WINDOW], "reward").mean()
+    then = values([m for m in steps if m["step"] <= max(best.get("step", 0), WINDOW)][-WINDOW:], "reward").mean()
     return [
         ("The reward has one value only", np.ptp(reward0) + std0.sum() == 0,
          f"it is {reward0[0]:.3g} for every sample; read them with view.py --step"),

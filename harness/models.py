@@ -1,13 +1,11 @@
 """What is asked of any model, and what the builds of vLLM differ in."""
 
-import contextlib
 import ctypes
 import dataclasses
+import itertools
 import math
 import os
 import re
-import sys
-import tempfile
 
 import torch
 import transformers
@@ -17,7 +15,6 @@ from harness.rows import Prompt
 
 SMALL = 10e6  # parameters under which a model is a toy: threads, bfloat16 and an engine cost more than they bring
 CACHE_BYTES = 2**30  # what vLLM's keys and values take on a CPU
-COLUMNS = 64  # after a push each 64th column of a matrix is compared, another one each time
 
 
 def quiet_transformers(verbose: bool) -> None:
@@ -57,15 +54,14 @@ def fit_micro_batch(cfg, model, device: torch.device):
     room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
     # bytes that a token leaves in a layer; where that is recomputed, only its input
     layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
-    for recompute in sorted({cfg.gradient_checkpointing, True}):
-        token = 4 * hidden * layers + layer if recompute else layers * layer
-        tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
-        if tokens:
-            break
+    needs = {False: layers * layer, True: 4 * hidden * layers + layer}  # of a token, by whether layers are recomputed
+    ways = itertools.product(sorted({cfg.gradient_checkpointing, True}), (16384, 8192, 4096, 2048))
+    fits = [(t, recompute) for recompute, t in ways if t * needs[recompute] <= room]
     sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.3g}"
     why = f"{sizes}, an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
-    need(tokens, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
-    if recompute and not cfg.gradient_checkpointing:
+    need(fits, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
+    tokens, recompute = fits[0]
+    if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     say(f"--micro_batch_tokens {tokens}{' --gradient_checkpointing' * recompute} ({sizes})")
     return dataclasses.replace(cfg, micro_batch_tokens=tokens, gradient_checkpointing=recompute)
@@ -82,15 +78,15 @@ def compile_layers(model, cfg) -> None:
 
 def freeze_unused(model) -> None:
     """Freezes what text does not reach, such as a vision tower: DDP would wait for its gradient."""
-    learns = {n: p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n}  # two choose few
+    learns = [p for n, p in model.named_parameters() if p.requires_grad and ".experts." not in n]  # two choose few
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     total = model(input_ids=ids, use_cache=False).logits.sum()
-    gradients = torch.autograd.grad(total, list(learns.values()), allow_unused=True)
-    unused = [name for name, gradient in zip(learns, gradients, strict=True) if gradient is None]
-    for name in unused:
-        learns[name].requires_grad_(False)
+    gradients = torch.autograd.grad(total, learns, allow_unused=True)
+    for parameter, gradient in zip(learns, gradients, strict=True):
+        parameter.requires_grad_(gradient is not None)
+    unused = sum(gradient is None for gradient in gradients)
     if unused:
-        say(f"{len(unused)} tensors that text does not use are frozen: {unused[0]}, ...")
+        say(f"{unused} tensors that text does not use are frozen")
 
 
 def check_sizes(model, prompts: list[Prompt], cfg) -> None:
@@ -103,16 +99,12 @@ def check_sizes(model, prompts: list[Prompt], cfg) -> None:
     need(top < words, cfg, name, f"the tokenizer makes the token id {top}, and the model knows {words}")
 
 
-def special_ids(model, tokenizer, cfg, prompts=()) -> tuple[list[int], int]:
+def special_ids(model, tokenizer, cfg) -> tuple[list[int], int]:
     """All ids that end a completion, and one to pad with, all known to the model: some tokenizers have more."""
     eos, known = model.generation_config.eos_token_id, range(model.get_input_embeddings().num_embeddings)
     eos = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
     eos = [i for i in dict.fromkeys(eos) if i in known]  # others are never sampled
     need(eos, cfg, "model", "neither generation_config nor tokenizer names an EOS token it knows")
-    ends = [tokenizer.convert_ids_to_tokens(i) or "" for i in eos]
-    written = any(end in str(tokenizer.chat_template) for end in [*ends, "eos_token"])
-    if any(p.messages for p in prompts) and not written:
-        say(f"warning: no token that ends a completion ({', '.join(ends)}) is in the chat template: see eos_token_id")
     return eos, tokenizer.pad_token_id if tokenizer.pad_token_id in known else eos[0]
 
 
@@ -137,26 +129,8 @@ def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
             type(current_platform).simple_compile_backend = "eager"
     except ImportError as error:
         problem = f"vllm cannot be imported: {error}; {install}"
-    if problem and cfg.rollout == "vllm":
-        raise ConfigError(f"--rollout vllm: {problem}")
+    need(not problem or cfg.rollout != "vllm", cfg, "rollout", problem)
     return ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
-
-
-@contextlib.contextmanager
-def quiet(verbose: bool):
-    """Hides what libraries write to the terminal while an engine starts; the end of it is shown if that fails."""
-    terminal, hidden = [os.dup(1), os.dup(2)], tempfile.TemporaryFile()
-    for target in () if verbose else (1, 2):
-        os.dup2(hidden.fileno(), target)
-    try:
-        yield
-        hidden.truncate(0)
-    finally:
-        for target, handle in enumerate(terminal, 1):
-            os.dup2(handle, target)
-            os.close(handle)
-        hidden.seek(0)
-        sys.stderr.write(b"".join(hidden.readlines()[-20:]).decode(errors="replace"))
 
 
 def load_model(path: str, cfg):
@@ -186,8 +160,10 @@ def without_randomness(config):
 
 
 def fill_with_nan(model) -> None:
+    """Before each push: a tensor of the engine, or a packed copy, that the push does not reach spoils the rollout."""
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
+    repack(model)
 
 
 def repack(model) -> None:
@@ -199,19 +175,3 @@ def repack(model) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and module.w2_weight.device.type == "cpu":
             kernel.fused_experts.process_weights_after_loading(module)
-
-
-def weight_bits(model, dtype: torch.dtype, number: int) -> int:
-    """The bits of every vector and of each 64th column of every matrix, summed as integers: exact, and the same for a
-    model here and in the engine, which casts to its dtype, fuses matrices by rows, and packs them on a CPU."""
-    found, first = set(), number % COLUMNS
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False):
-            columns = p.detach()[..., first::COLUMNS] if p.dim() > 1 else p.detach()
-            if name == "weight" and hasattr(module, "cpu_linear"):  # packed: what the layer makes of unit vectors
-                size = getattr(module, "input_size", 0) or module.embedding_dim
-                units = torch.nn.functional.one_hot(torch.arange(first, size, COLUMNS), size)
-                columns = module.cpu_linear(units.to(p.dtype), p, None)
-            columns = columns.to(dtype).flatten() + 0.0  # makes -0.0 the 0.0 that a product makes of it
-            found.add((id(p), int(columns.view(torch.int16).sum(dtype=torch.int64))))  # a tied matrix counts once
-    return sum(bits for _, bits in found)

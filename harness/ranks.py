@@ -1,7 +1,6 @@
 """Ranks: the same code with one process and with many; seeds."""
 
 import os
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -75,10 +74,3 @@ def leave_world() -> None:
 
 def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 2)
-
-
-def seed_everything(seed: int) -> None:
-    """Nothing here draws from the global generators; a reward or a changed copy that does, resumes exactly too."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

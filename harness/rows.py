@@ -18,7 +18,6 @@ from reward import import_file
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 WHY = {json.JSONDecodeError: "not valid JSON: ", csv.Error: "not a valid CSV (is a quote not closed?): "}
-WHY |= {ModuleNotFoundError: "hub or parquet needs pip install datasets: "}
 COLUMN = r"\{([A-Za-z_]\w*)\}"  # of --prompt_template; braces around anything else stand as they are: \boxed{}
 
 
@@ -62,16 +61,13 @@ def row_source(path: str):
 
 
 def table_rows(text: str, delimiter: str):
-    """Rows of a CSV or TSV, each with as many fields as the header has; what pandas refuses is refused."""
+    """Rows of a CSV or TSV, each with a field for every name of the header; what pandas refuses is refused."""
     csv.field_size_limit(2**31 - 1)
-    table = filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))  # no blank lines
-    header = next(table, [])
-    if len(set(header)) < len(header):
-        raise ValueError(f"the header names a column twice: {', '.join(header)}")
-    for fields in table:
-        if len(fields) != len(header):
-            raise ValueError(f"{len(fields)} fields, where the header has {len(header)}")
-        yield dict(zip(header, fields, strict=True))
+    table = csv.DictReader(io.StringIO(text.lstrip("\r\n"), newline=""), delimiter=delimiter, strict=True)
+    for row in table:  # of too many fields one is named None, of too few one is None, and a name given twice is one
+        if len(row) != len(table.fieldnames) or None in row.values():
+            raise ValueError(f"has not one field for each name of the header: {', '.join(table.fieldnames)}")
+        yield row
 
 
 @dataclass
@@ -127,11 +123,7 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     if not prompt or not isinstance(prompt, (str, list)):
         raise ValueError(f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}")
     if isinstance(prompt, str) and not (cfg.chat or cfg.system_prompt):
-        text, messages, bos = prompt, None, tokenizer.bos_token
-        ids = tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"]  # no second BOS
-        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id] and ids[-len(bare) :] != bare:
-            ids.pop()  # some tokenizers end every text, and nothing follows an end
+        text, messages = prompt, None
     else:
         messages = [dict(role="system", content=cfg.system_prompt)] if cfg.system_prompt else []
         messages += [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
@@ -143,7 +135,10 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
         text = tokenizer.apply_chat_template(messages, **options)
         if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
             raise ValueError("the chat template leaves out the system message, whose text --prompt_template can hold")
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template already wrote the BOS
+    ids, bos = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.bos_token_id
+    if messages is None:  # a template writes what a prompt begins with; some tokenizers would end every text, too
+        start = [i for i in tokenizer("")["input_ids"] if i == bos or i != tokenizer.eos_token_id]
+        ids = ids if ids[: len(start)] == start else start + ids
     if not ids:
         raise ValueError("empty prompt")
     return Prompt(np.array(ids, dtype=np.int32), text, row, messages)

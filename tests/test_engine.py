@@ -52,10 +52,10 @@ ENGINES = [("qwen2", True)]
 MORE_ENGINES = [("mixtral", False), ("qwen3", True), ("llama", False), ("gemma2", True), ("mistral", False)]
 
 
-WEIGHT_FAULTS = ("push", "scaled", "norms", "head")  # seen by weights, so at any learning rate
+WEIGHT_FAULTS = ("push", "norms", "head")  # of what a push does not reach nothing is left: seen at any learning rate
 
 
-FAULTS = ("none", *WEIGHT_FAULTS, "refused", "cache", "swapped", "unset")
+FAULTS = ("none", *WEIGHT_FAULTS, "scaled", "refused", "cache", "swapped", "unset")
 
 
 def fault_run(out, sampler, fault, monkeypatch):
@@ -71,6 +71,12 @@ def fault_run(out, sampler, fault, monkeypatch):
     honest_generate, reload, reset = sampler.generate, sampler.llm.collective_rpc, sampler.llm.reset_prefix_cache
     repack, pushes = harness.models.repack, []
 
+    def clean(worker):  # of the NaN of the fault before: what is masked is multiplied by 0, and stays NaN
+        for cache in worker.model_runner.kv_caches:
+            cache.zero_()
+
+    reload(clean)
+
     def planted(name, kwargs):
         weights = dict(kwargs["weights_iterator"])
         pushes.append({name: w.clone() for name, w in weights.items()})
@@ -79,7 +85,7 @@ def fault_run(out, sampler, fault, monkeypatch):
         if len(pushes) == 2 and fault == "scaled":
             weights = {name: w * 1.001 for name, w in weights.items()}
         if len(pushes) == 2 and fault == "norms":
-            weights |= {name: w for name, w in pushes[0].items() if "norm" in name}
+            weights = {name: w for name, w in weights.items() if "norm" not in name}
         reload(name, kwargs=dict(weights_iterator=iter(weights.items())))
         if fault == "unset":
             sampler.llm.apply_model(lambda m: m.model.norm.weight.data.fill_(math.nan) is None)
@@ -88,8 +94,6 @@ def fault_run(out, sampler, fault, monkeypatch):
         return honest_generate(prompts[::-1] if len(pushes) == 2 and fault == "swapped" else prompts, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampler, "pushes", 0)
-        patch.setattr(sampler, "comparable", True)
         patch.setattr(sampler, "generate", generate)
         patch.setattr(sampler, "close", lambda: None)
         patch.setattr(sampler.llm, "collective_rpc", planted)
@@ -176,7 +180,7 @@ def agreement(folder, engines):
             again = sampler.generate(prompts[1:2], 8, [1], 0.7)[0]
             stable = texts(again) == texts(drawn[1])
             ends = all((c.ids[-1] in (1, 2)) == (c.finish_reason == "stop") for group in drawn for c in group)
-            found = [same, float(gap), stable, ends, sampler.comparable]
+            found = [same, float(gap), stable, ends]
             results.setdefault(f"{kind} {'tied' if tied else 'untied'}", []).append(found)
         sampler.close()
     return results
@@ -306,9 +310,8 @@ class TestEngine:
     def test_engine_and_trainer_agree_before_and_after_a_push(self, engine, kind, tied):
         results = engine[1][f"{kind} {'tied' if tied else 'untied'}"]
         assert len(results) == 3  # the first weights, others, the first ones again
-        for greedy_is_the_same, gap, a_seed_gives_the_same, stop_ids_end, comparable in results:
+        for greedy_is_the_same, gap, a_seed_gives_the_same, stop_ids_end in results:
             assert greedy_is_the_same and gap < 1e-4 and a_seed_gives_the_same and stop_ids_end
-            assert comparable is (kind != "mixtral")  # whose experts a CPU packs
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kind, tied", MORE_ENGINES)
@@ -321,11 +324,11 @@ class TestEngine:
         if fault == "none":
             assert len(gaps) == 2 and max(gaps) < 1e-5 and end == ""
         elif fault in WEIGHT_FAULTS:
-            assert len(gaps) == 1 and end == "after a push the sampler's weights are not the trainer's"
+            assert len(gaps) == 1 and gaps[0] < 1e-5 and "weights of the engine were not set by the last push" in end
         elif fault == "refused":
             assert len(gaps) == 1 and "did not reset its prefix cache" in end
         elif fault == "unset":
-            assert gaps == [] and "some weights of the engine were never set" in end
+            assert gaps == [] and "some weights of the engine were not set by the last push" in end
         else:
             assert len(gaps) == 1 and gaps[0] < 1e-5 and "Likely causes" in end and "--max_sampler_gap 0.0001" in end
 
@@ -460,9 +463,10 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
         sampler.push(model)
         monkeypatch.setattr(sampler.llm, "generate", lambda *_, **__: calls.append(("generate", None)) or [])
         sampler.generate([], 2, [], 1.0), sampler.sleep(), sampler.sleep()
-    reload = [("collective_rpc", None), ("apply_model", None), ("reset_prefix_cache", None)]
-    sampled, compare = [("generate", None), ("sleep", 2)], ("apply_model", None)  # of a layout of its own: once
-    assert calls == [*reload, compare, *sampled, ("wake_up", ["weights"]), *reload, ("wake_up", ["kv_cache"]), *sampled]
+    spoil = repack = ("apply_model", None)
+    reload = [spoil, ("collective_rpc", None), repack, ("reset_prefix_cache", None)]
+    sampled = [("generate", None), ("sleep", 2)]
+    assert calls == [*reload, *sampled, ("wake_up", ["weights"]), *reload, ("wake_up", ["kv_cache"]), *sampled]
 
     def no_memory(tags):
         raise RuntimeError("CUDA Error: out of memory")
@@ -486,16 +490,14 @@ def test_which_sampler_and_why(monkeypatch):
         harness.models.choose_sampler(Config(rollout="vllm"), cpu, False)
 
 
-def test_an_engine_that_does_not_start(monkeypatch, capfd):
+def test_an_engine_that_does_not_start(monkeypatch):
     def broken(*_):
-        os.write(1, b"the driver's own words\n")
         raise RuntimeError("no memory\nfor it")
 
     monkeypatch.setattr(grpo, "VLLMSampler", broken)
     assert isinstance(grpo.make_sampler("hf", tiny_model(), [1], 0, 9, Config(), CPU), grpo.HFSampler)
     with pytest.raises(harness.flags.TrainingError, match="vllm did not start: no memory .--rollout hf"):
         grpo.make_sampler("vllm", tiny_model(), [1], 0, 9, Config(), CPU)  # auto as well: never HF without a word
-    assert capfd.readouterr().err == "the driver's own words\n"
 
 
 def test_a_token_without_its_log_probability_is_an_error():

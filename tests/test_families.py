@@ -234,20 +234,6 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
             harness.models.check_sizes(model, [prompt], Config(max_completion_length=8, **names))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_a_turn_whose_end_ends_no_completion_is_said(name, encode, tmp_path, capsys):
-    """As of base models that have a chat template, and of chat models whose files forget an EOS token."""
-    end = "<|endoftext|>" if name == "qwen2" else "<eos>"
-    path, ids = family(tmp_path / "model", name, eos=end, ends=[end])
-    cfg = Config(model=str(path))
-    said = f"warning: no token that ends a completion ({end}) is in the chat template"
-    model, tokenizer = grpo.load_model(str(path), cfg), harness.rows.load_tokenizer(cfg)
-    for chat in (True, False):
-        prompts = encode([dict(prompt="1+2?")], tokenizer, chat=chat)
-        assert harness.models.special_ids(model, tokenizer, cfg, prompts)[0] == [ids[end]]
-        assert (said in capsys.readouterr().out) is chat
-
-
 def test_parameters_that_no_text_reaches_are_frozen(capsys):
     """The vision tower of a multimodal class: on two ranks DDP would wait for its gradient."""
     from transformers import AutoModelForCausalLM, Gemma3Config
@@ -257,7 +243,7 @@ def test_parameters_that_no_text_reaches_are_frozen(capsys):
     config = Gemma3Config(text_config=text, vision_config=sizes | dict(image_size=28, patch_size=14))
     model = AutoModelForCausalLM.from_config(config).eval()
     harness.models.freeze_unused(model)
-    assert "tensors that text does not use are frozen: model.vision_tower.embeddings" in capsys.readouterr().out
+    assert "tensors that text does not use are frozen" in capsys.readouterr().out
     for name, p in model.named_parameters():
         assert p.requires_grad is not ("vision_tower" in name or "multi_modal_projector" in name)
     for kind, options in (("qwen2", dict(tie_word_embeddings=True)), ("mixtral", {}), ("gemma2", {})):
@@ -290,19 +276,6 @@ def test_what_the_engine_finds_in_its_environment(monkeypatch):
         kind, why = harness.models.choose_sampler(Config(dtype=dtype), CPU.device, False)
         assert kind == "hf" and "vllm cannot be imported" in why
         assert [os.environ.get(name) for name in names] == ["0", "ERROR", precision]
-
-
-def test_quiet_and_verbose(capfd):
-    for verbose in (False, True):
-        with harness.models.quiet(verbose):
-            os.write(1, b"engine")
-        assert ("engine" in capfd.readouterr().out) is verbose
-    with pytest.raises(RuntimeError), harness.models.quiet(False):
-        os.write(1, b"from a driver\n" * 30)
-        os.write(2, b"the last line")
-        raise RuntimeError
-    shown = capfd.readouterr()
-    assert shown.out == "" and shown.err == "from a driver\n" * 19 + "the last line"
 
 
 def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_two, capsys):

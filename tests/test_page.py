@@ -16,6 +16,7 @@ import pytest
 import view
 from tests.test_view import HOSTILE, write_run
 
+UP, DOWN = "rgba(0, 130, 200, %s)", "rgba(213, 94, 0, %s)"
 TOKENS = dict(  # in thousandths
     text=["4", "+", "4", "<eos>"],
     logp=[-500, -3000, 0, -100],
@@ -74,40 +75,30 @@ def test_page_holds_hostile_text(tmp_path):
         source = f.read()
     assert source.count("<script") == source.count("</script>") == 2
     data = data_of(path)
-    assert data["runs"][0]["name"] == "<b><script>"
-    samples = [s for card in data["unpacked"][20]["cards"] for run in card["runs"] for s in run["samples"]]
-    assert sorted(s["completion"] for s in samples) == sorted(HOSTILE)
+    assert data["runs"][0][0] == "<b><script>"
+    samples = [s for card in data["unpacked"][20] for run in card["runs"] for s in run["samples"]]
+    assert sorted(s["pieces"][0] for s in samples) == sorted(HOSTILE)
 
 
 def test_page_has_groups_samples_and_measures(tmp_path):
     data = data_of(write_page(tmp_path, write_groups(tmp_path / "a"), flags=["--step", "2"]))
     assert (data["step"], data["steps"], data["logged"]) == (2, [1, 2, 3], [0, 1, 2, 3])
-    cards = data["unpacked"][2]["cards"]
+    cards = data["unpacked"][2]
     assert [card["prompt"] for card in cards] == [f"prompt {group} of step 2" for group in (2, 1, 0)]
     (run,) = cards[0]["runs"]
-    assert (run["n"], run["right"], run["signal"], run["most"]) == (4, 1, 1.5, 3)
-    assert [(s["completion"], s["count"]) for s in run["samples"]] == [(3, 1), ("wrong", 2), ("cut", 1)]
-    tokens = run["samples"][0]["tokens"]
-    assert tokens.pop("text") == ["4", "+", "4", "<eos>"]
-    assert tokens == {
+    assert (run["title"], run["signal"]) == ("1 of 4 right, mean |advantage| 1.5", 1.5)
+    assert [(s["pieces"], s["count"]) for s in run["samples"]] == [(TOKENS["text"], 1), (["wrong"], 2), (["cut"], 1)]
+    assert run["samples"][0]["measures"] == {
         "push": [1, -2, 0, 0.5],
-        "probability": [0.61, 0.05, 1, 0.9],
+        "logp": [-0.5, -3, 0, -0.1],
         "entropy": [0.25, 2, 0, 0.5],
-        "KL to the reference": [1, -1, 0, 0],
-        "gap to the sampler": [0, -0.5, 0, None],
+        "kl": [1, -1, 0, 0],
+        "gap": [0, -0.5, 0, None],
     }
-    assert data["unpacked"][2]["ends"]["KL to the reference"] == 1
 
 
-@pytest.mark.parametrize("tokens", [None, [], {}, dict(text=[]), dict(text="abc"), dict(logp=[1])])
-def test_tokens_that_are_not_there(tokens):
-    assert view.measures(tokens) is None
-
-
-def test_lists_of_tokens_that_are_not_there():
-    found = view.measures(dict(text=["a", "b"], logp=[-1], entropy=None, push=[float("nan"), 1], kl=["x", None]))
-    assert found.pop("text") == ["a", "b"] and found.pop("push") == [None, 0.001]
-    assert list(found.values()) == [[None, None]] * 4
+def test_measures_that_were_not_logged():
+    assert view.measures(dict(text=["a", "b", "c"], logp=[-1234, 1, None])) == dict(logp=[-1.2, 0.001, None])
 
 
 def test_page_of_a_long_run_leaves_out_steps(tmp_path, monkeypatch, capsys):
@@ -122,21 +113,15 @@ def test_page_of_a_long_run_leaves_out_steps(tmp_path, monkeypatch, capsys):
 
 
 def test_page_of_any_numbers(tmp_path):
-    out, odd = (
-        write_run(tmp_path / "a"),
-        [1e300, -1e300, 5e-324, 10**400, float("nan"), float("inf"), "1", None, [], True],
-    )
-    rng = random.Random(0)
-    for name, keys in (
-        ("metrics", ["reward", "kl", "eval_accuracy"]),
-        ("completions", ["reward", "advantage", "length"]),
-    ):
+    """What the trainer writes where there is no number, and numbers of any size."""
+    out, rng = write_run(tmp_path / "a"), random.Random(0)
+    odd = [1e300, -1e300, 5e-324, None, 0]
+    for name, keys in (("metrics", ["reward", "kl", "eval_accuracy"]), ("completions", ["reward", "advantage"])):
         with open(f"{out}/{name}.jsonl", "a") as f:
-            for _ in range(50):
-                row = dict(step=20, group=rng.choice(odd), prompt=rng.choice(odd), completion=rng.choice(odd))
-                row |= {key: rng.choice(odd) for key in keys} | dict(parts={"a": rng.choice(odd)}, row=rng.choice(odd))
-                row |= dict(tokens=dict(text=[rng.choice(odd)] * 2, logp=[rng.choice(odd), rng.choice(odd)]))
-                f.write("\n" + json.dumps(row))
+            for group in range(50):
+                row = dict(step=20, group=group, prompt="p", completion="c", parts={"a": rng.choice(odd)}, row=None)
+                row |= {key: rng.choice(odd) for key in keys} | dict(length=1, finish_reason="stop")
+                f.write("\n" + json.dumps(row | dict(tokens=dict(text=["a", "b"], logp=[None, rng.choice(odd)]))))
     data = data_of(write_page(tmp_path, out))
     json.dumps(data, allow_nan=False)  # JavaScript's JSON knows no NaN
 
@@ -240,14 +225,14 @@ def test_browser_steps(tmp_path, browser):
         (lambda: browser.press("ArrowRight"), 10),  # there is no further one
         (lambda: browser.mouse("#back", click=True), 5),
         (lambda: browser.set("slider", 0), 2),
-        (lambda: browser.mouse(".plot", click=True, along=0.52), 5),  # the curve begins at step 0
+        (lambda: browser.mouse("#curves svg", click=True, along=0.52), 5),  # the curve begins at step 0
     ]:
         act()
-        browser.until("document.querySelector('.card pre').textContent", f"prompt 2 of step {step}")
+        browser.until("document.querySelector('article pre').textContent", f"prompt 2 of step {step}")
         slider = "document.getElementById('slider').value"
         assert browser.run(f"return [location.hash, {slider}]") == [f"#{step}", str([2, 5, 10].index(step))]
     browser.call("/refresh")  # the page was made again
-    browser.until("document.querySelector('.card pre')?.textContent", "prompt 2 of step 5")
+    browser.until("document.querySelector('article pre')?.textContent", "prompt 2 of step 5")
     assert browser.errors() == []
 
 
@@ -257,7 +242,7 @@ def test_browser_curves(tmp_path, browser):
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a", steps=(5, 10))), "step 10 of 10")
     assert [text.split("\n")[0] for text in browser.texts("#curves h3")] == [panel[0] for panel in view.PANELS]
     assert [text.strip() for text in browser.texts(".value")][:4] == ["1", "0.5", "train 50", "eval 40"]
-    browser.mouse(".plot", along=0.31)
+    browser.mouse("#curves svg", along=0.31)
     assert [text.strip() for text in browser.texts(".value")][:4] == ["0.3", "–", "train 43", "eval –"]
     assert browser.texts("#step") == ["step 3 of 10"]
     browser.mouse("#note")
@@ -268,24 +253,24 @@ def test_browser_curves(tmp_path, browser):
 @pytest.mark.slow
 def test_browser_groups_and_filters(tmp_path, browser):
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
-    assert browser.texts(".card h2") == ["group 2", "group 1", "group 0"]
-    assert browser.texts(".card:first-child .sample > :first-child") == [
-        "reward 1, right, ended\nanswer 1\n+3\n3 tokens",
-        "2 × reward 0, wrong, ended\nanswer 0\n−1\n3 tokens",
-        "reward 0, wrong, cut off\nanswer 0\n−1\n3 tokens",
+    assert browser.texts("article h2") == ["group 2", "group 1", "group 0"]
+    assert browser.texts("article:first-child .sample > :first-child") == [
+        "reward 1, right, ended, answer 1, advantage +3, 3 tokens",
+        "2 × reward 0, wrong, ended, answer 0, advantage -1, 3 tokens",
+        "reward 0, wrong, cut off, answer 0, advantage -1, 3 tokens",
     ]
-    bars = browser.run("return [...document.querySelectorAll('.bar i')].map(i => [i.style.left, i.style.width])")
-    assert bars[0] == ["50%", "50%"] and bars[1][0].startswith("33.3") and bars[1][1].startswith("16.6")
+    script = "return [...document.querySelectorAll('.sample')].map(e => getComputedStyle(e).borderLeftColor)"
+    assert browser.run(script)[:2] == [UP % 0.65, DOWN % 0.65]
     for field, value, samples, cards in [
         ("find", "CUT", 3, 3), ("find", "prompt 1", 4, 1), ("find", "(", 0, 0), ("find", "", 12, 3),
-        ("verdict", "right", 3, 3), ("verdict", "wrong", 9, 3), ("verdict", "cut off", 3, 3), ("group", "1", 1, 1),
-        ("verdict", "", 4, 1), ("group", "", 12, 3),
+        ("verdict", "right", 3, 3), ("verdict", "wrong", 9, 3), ("verdict", "cut off", 3, 3), ("find", "group 1", 1, 1),
+        ("verdict", "", 4, 1), ("find", "", 12, 3),
     ]:  # fmt: skip
         browser.set(field, value)
-        assert browser.texts("#note") == [f"{samples} of 12 samples"] and len(browser.texts(".card")) == cards
+        assert browser.texts("#note") == [f"{samples} of 12 samples"] and len(browser.texts("article")) == cards
     browser.set("verdict", "right")
     browser.press("ArrowLeft")
-    browser.until("document.querySelector('.card pre').textContent", "prompt 2 of step 2")
+    browser.until("document.querySelector('article pre').textContent", "prompt 2 of step 2")
     assert browser.texts("#note") == ["3 of 12 samples"]  # the filter stays
 
 
@@ -293,29 +278,22 @@ def test_browser_groups_and_filters(tmp_path, browser):
 def test_browser_tokens(tmp_path, browser):
     window(browser)
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
-    assert browser.texts("button.more") == ["tokens"] * 3
-    browser.mouse("button.more", click=True)
-    assert browser.texts(".text span") == ["4", "+", "4", "<eos>"] and browser.texts("button.more")[0] == "close"
-    script = "return [...document.querySelectorAll('.text span')].map(e => getComputedStyle(e).backgroundColor)"
+    assert browser.texts(".sample pre")[:3] == ["4+4<eos>", "wrong", "cut"]
+    script = "return [...document.querySelector('.sample pre').children].map(span => span.style.backgroundColor)"
     legends, colors = {}, {}
     for measure in view.MEASURES:
         browser.set("measure", measure)
         legends[measure], colors[measure] = browser.texts("#legend small"), browser.run(script)
     assert [legend[:2] for legend in legends.values()] == [
-        ["−2", "2"], ["0", "1"], ["0", "2"], ["−1", "1"], ["−0.5", "0.5"]
+        ["−2", "2"], ["−3", "0"], ["0", "2"], ["−1", "1"], ["−0.5", "0"]
     ]  # fmt: skip
-    assert all("nats" in legend[2] for legend in list(legends.values())[2:])
-    up, down, level = "rgba(0, 114, 178, %s)", "rgba(213, 94, 0, %s)", "rgba(230, 159, 0, %s)"
-    assert colors["push"] == [up % 0.325, down % 0.65, up % 0, up % 0.16]
-    assert colors["entropy"] == [level % 0.082, level % 0.65, level % 0, level % 0.16]
-    assert colors["probability"][2] == level % 0 and colors["gap to the sampler"][3] == "rgba(0, 0, 0, 0)"  # not logged
-    browser.mouse(".text span:nth-child(2)")
-    values = ["push", "−2", "probability", "0.05", "entropy", "2", "KL to the reference", "−1"]
-    assert browser.texts("#tip")[0].split("\n") == ['"+"', *values, "gap to the sampler", "−0.5"]
-    browser.mouse("#note")
-    assert browser.texts("#tip") == []
-    browser.mouse("button.more", click=True)
-    assert browser.texts(".text span") == [] and browser.texts(".text")[0] == "4+4"
+    assert [legend[2] for legend in legends.values()] == list(view.MEASURES.values())
+    assert colors["push"] == [UP % 0.325, DOWN % 0.65, UP % 0, UP % 0.16]
+    assert colors["entropy"] == [UP % 0.082, UP % 0.65, UP % 0, UP % 0.16]
+    assert colors["gap"][1:] == [DOWN % 0.65, UP % 0, UP % 0]  # the last one was not logged
+    browser.mouse("article pre span:nth-child(2)")
+    tip = "return getComputedStyle(document.querySelector('span:hover'), '::after').content"
+    assert json.loads(browser.run(tip).replace("\\a ", "\\n")) == '"+"\npush −2\nlogp −3\nentropy 2\nkl −1\ngap −0.5'
 
 
 @pytest.mark.slow
@@ -324,11 +302,10 @@ def test_browser_shows_hostile_text_as_text(tmp_path, browser):
     with open(f"{out}/completions.jsonl", "a") as f:
         for i, text in enumerate(HOSTILE):
             row = dict(step=20, group=f"<i>{text}", prompt=f"<img src=x>{text}", completion=text, reward=1, row=[text])
-            row |= dict(parts={f"<script>alert(3)</script>{text}": 1}, advantage=i)
+            row |= dict(parts={f"<script>alert(3)</script>{text}": 1}, advantage=i, length=4, finish_reason="stop")
             row |= dict(tokens=dict(text=["<b>", text, "", "\u202e</script>"], push=[1, 2, 3, 4]))
             f.write("\n" + json.dumps(row))
     browser.open(write_page(tmp_path, out), "step 20 of 30")
-    browser.run("document.querySelectorAll('button.more').forEach(button => button.click())")
     assert browser.run("return document.querySelectorAll('img, .card :is(b, script, i:not(.bar > i))').length") == 0
     whole = "\n".join(browser.texts("body"))
     for text in (
@@ -347,11 +324,11 @@ def test_browser_shows_hostile_text_as_text(tmp_path, browser):
 def test_browser_shows_several_runs_side_by_side(tmp_path, browser):
     a, b = write_groups(tmp_path / "a"), write_groups(tmp_path / "b", steps=(2, 3), groups=2)
     browser.open(write_page(tmp_path, a, b), "step 3 of 3")
-    assert browser.texts("h1 span") == ["a", "b"] and len(browser.texts(".card")) == 3
-    columns = "return [...document.querySelectorAll('.card')].map(c => c.querySelectorAll('section').length)"
+    assert browser.texts("h1 span") == ["a", "b"] and len(browser.texts("article")) == 3
+    columns = "return [...document.querySelectorAll('article')].map(c => c.querySelectorAll('section').length)"
     assert browser.run(columns) == [1, 2, 2]
     browser.set("slider", 0)
-    browser.until("document.querySelector('.card pre').textContent", "prompt 2 of step 1")
+    browser.until("document.querySelector('article pre').textContent", "prompt 2 of step 1")
     assert browser.run(columns) == [1, 1, 1]  # b has not logged this step
 
 
@@ -363,7 +340,6 @@ def test_browser_is_readable(tmp_path, browser, width, scheme):
     window(browser, width, scheme)
     runs = [write_groups(tmp_path / "a", prompts="x" * 3000 + "{group}"), write_groups(tmp_path / "b")]
     browser.open(write_page(tmp_path, *runs), "step 3 of 3")
-    browser.run("document.querySelectorAll('button.more').forEach(button => button.click())")
     assert browser.run("return document.documentElement.scrollWidth") <= width
     style = browser.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
     ink, paper = (sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in style)
@@ -380,7 +356,7 @@ def test_browser_opens_a_hundred_steps_at_once(tmp_path, browser):
         for i in range(64):
             text = rng.choices(words, k=512)
             row = dict(group=i // 8, prompt=f"question {i // 8}", completion="".join(text), reward=i % 2)
-            row |= dict(advantage=rng.gauss(0, 1), length=512, finish_reason="length")
+            row |= dict(parts={}, advantage=rng.gauss(0, 1), length=512, finish_reason="length")
             if i < 8:
                 lists = {name: [round(rng.gauss(0, 1000)) for _ in text] for name in TOKENS if name != "text"}
                 row |= dict(tokens=dict(text=text) | lists)

@@ -4,10 +4,10 @@ import glob
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
-import unicodedata
 import warnings
 
 import pytest
@@ -116,6 +116,16 @@ def test_view_reads_the_names_of_the_last_release():
         assert view.series([row], key) == {3: value}
 
 
+def test_one_spike_does_not_flatten_the_rest(tmp_path):
+    out = write_run(tmp_path / "a", steps=100)
+    with open(f"{out}/metrics.jsonl", "a") as f:
+        f.write('\n{"step": 50, "grad_norm": 800, "reward": -0.5}\n')
+    panels = {panel["title"]: panel for panel in view.read_panels([out])}
+    norm, reward = panels["Gradient norm"], panels["Reward"]
+    assert (norm["low"], norm["high"], norm["unit"]) == (0, 3, "L2, before clipping,\nspikes to 800")
+    assert (reward["low"], reward["high"], reward["unit"]) == (-0.5, 1, "mean of the samples")
+
+
 def test_view_finds_the_newest_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(view, "draw", lambda out_dirs, path: None)
@@ -130,40 +140,27 @@ def test_view_finds_the_newest_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == os.path.join("out", "curves.png") + "\n"
 
 
-def columns(line):
-    """Of a terminal: two for a wide character, none for a combining one."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
-    return len(line) + wide - sum(unicodedata.category(c) == "Mn" for c in line)
-
-
-@pytest.mark.parametrize("width", [60, 80, 160])
-def test_view_step(tmp_path, monkeypatch, capsys, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_view_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
-    lines = capsys.readouterr().out.split("\n")
-    assert lines[0].startswith("step 20, 7 samples")
-    assert max(map(columns, lines)) <= width
-    assert all(line.isprintable() for line in lines)  # nor a lone surrogate
-    whole = "".join(word for line in lines for word in line.split())  # whatever the lines were broken at
-    for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy1", "cutoff", "..."):
-        assert shown in whole
+    out = capsys.readouterr().out
+    assert out.startswith("step 20, 7 samples")
+    assert all(line.isprintable() and len(line) < 200 for line in out.split("\n"))  # nor a lone surrogate
+    for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy 1", "right, cut off", "x ... x", "漢字"):
+        assert shown in out
     view.main([str(tmp_path / "a"), "--step", "10"])
     assert capsys.readouterr().out.startswith("step 10, 7 samples")
 
 
-def test_view_step_shows_texts_as_they_are(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    texts = ["[red]no markup[/red] [/] [link=x]", ":smile: &lt; 50 %", "e\u0301" * 3, "漢字", "a" * 4000 + " so 42"]
-    write_rows(tmp_path, [dict(completion=text, advantage=1) for text in texts])
+def test_view_step_shows_both_ends_of_a_text(tmp_path, capsys):
+    write_rows(tmp_path, [dict(completion="It is" + " a" * 4000 + " so 42")])
     view.main([str(tmp_path), "--step"])
-    out = capsys.readouterr().out
-    assert all(text in out for text in texts[:4]) and "so 42" in out  # the answer stands at the end
-    samples = [line for line in out.split("\n") if "+1.000" in line]
-    assert len({columns(line[: line.index("+1.000")]) for line in samples}) == 1  # under each other
+    assert re.search("\nIt is a a.* \\.\\.\\. .*a a so 42\n", capsys.readouterr().out)
 
 
 def write_rows(out_dir, rows):
-    whole = dict(step=1, group=0, prompt="p", completion="c", reward=1, advantage=0, length=5, finish_reason="stop")
+    whole = dict(step=1, group=0, prompt="p", completion="c", reward=1, parts={}, advantage=0, length=5)
+    whole |= dict(finish_reason="stop")
     with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
         f.writelines(json.dumps(whole | row) + "\n" for row in rows)
 
@@ -181,9 +178,9 @@ def test_view_step_is_by_group(tmp_path, capsys):
     out = capsys.readouterr().out
     places = [
         out.index(text)
-        for text in ("group 1: strong", "yes", " 3 ", "no", "cut off", "group 0: weak", "w2", "w0", "w1")
+        for text in ("group 1: strong", "yes", "3 × ", "no\n", "cut off", "group 0: weak", "w2", "w0", "w1")
     ]
-    assert places == sorted(places) and out.count("strong") == 1 and out.count("no ") == 2
+    assert places == sorted(places) and out.count("strong") == 1 and out.count("\nno\n") == 2
     assert "1 of 5 right, mean |advantage| 1.4" in out and "1 of 3 right, mean |advantage| 0.1" in out
 
 
@@ -208,8 +205,8 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
         (("a", None), ("b", 1)): None,
     }
     for parts, verdict in cases.items():
-        row = dict(completion="c", reward=1, parts=dict(parts), finish_reason="length")
-        assert view.group_of(0, [row])["samples"][0]["verdicts"] == [v for v in (verdict, "cut off") if v]
+        row = dict(completion="c", reward=1, parts=dict(parts), finish_reason="length", advantage=0, length=1)
+        assert view.group_of([row], "")["samples"][0]["verdicts"] == [v for v in (verdict, "cut off") if v]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +258,9 @@ def test_view_command_line(tmp_path):
     done = run("a", "b")
     assert (done.returncode, done.stdout, done.stderr) == (0, "curves.png\n", "")
     assert png_size(tmp_path / "curves.png") == (1600, 900)
-    done = run("a", "--step", PYTHONIOENCODING="ascii", COLUMNS="70")  # not every terminal is UTF-8
+    done = run("a", "--step", PYTHONIOENCODING="ascii")  # not every terminal is UTF-8
     assert done.returncode == 0 and "step 20" in done.stdout and done.stderr == ""
-    assert done.stdout.isascii() and max(map(len, done.stdout.split("\n"))) == 70
+    assert done.stdout.isascii()
     head = f"{sys.executable} {view.__file__} a --step | head -1"
     done = subprocess.run(head, cwd=tmp_path, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("step 20") and done.stderr == ""
