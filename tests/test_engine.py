@@ -184,10 +184,8 @@ def agreement(folder, engines):
 
 def more_engines(folder):
     """The checks that need an engine of their own each."""
-    results, bundled = (
-        agreement(folder, MORE_ENGINES),
-        dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm"),
-    )
+    results = agreement(folder, MORE_ENGINES)
+    bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
     from vllm import LLM
 
     with pytest.MonkeyPatch.context() as monkeypatch:
