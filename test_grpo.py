@@ -86,7 +86,7 @@ def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, redu
     whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
     policy = Policy(tiny_model(dtype=dtype), 1.0)
-    splits = itertools.product((1, 45, 100), (True, False))  # one sample; a few; groups of 5 split in the middle
+    splits = ((1, True), (45, True), (45, False), (100, False))  # one sample; a few; groups of 5 split in the middle
     for budget, packs in splits:
         split = dataclasses.replace(cfg, micro_batch_tokens=budget)
         part, m = update_gradient(split, samples, dtype, policy=policy, packs=packs)

@@ -423,9 +423,9 @@ DEFAULT_RUN = ["--max_steps", 6, "--eval_every", 6]
 
 
 @pytest.fixture(scope="session")
-def default_run(tmp_path_factory):
+def default_run(fork, tmp_path_factory):
     out = tmp_path_factory.mktemp("default") / "out"
-    return run(*DEFAULT_RUN, "--rollout", "hf", "--out_dir", out), out
+    return fork("command_line", *DEFAULT_RUN, "--rollout", "hf", "--out_dir", out)[1](), out
 
 
 PRIME = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97, "--num_minibatches", 2]

@@ -135,10 +135,10 @@ def test_a_config_made_in_python_knows_what_was_given():
 
 
 LATER = "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args([])"
-HOW = [pytest.param(["-m", "grpo", "--show_prompt"], marks=pytest.mark.slow), ["-c", LATER]]  # started beside, imported
 
 
-@pytest.mark.parametrize("args", HOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [["-m", "grpo", "--show_prompt"], ["-c", LATER]])  # started beside them, imported
 def test_a_users_own_reward_py_is_not_ours(args, tmp_path):
     for name in ("reward", "view", "harness"):  # very common names
         (tmp_path / f"{name}.py").write_text("mine = True\n")

@@ -187,6 +187,7 @@ def head_gradients(path):
     torch.save(found, path)
 
 
+@pytest.mark.slow
 def test_a_global_dtype_asked_for_in_backward_is_seen(tmp_path):
     on_cuda("tests.test_cuda.head_gradients", tmp_path / "gradients")
     found = torch.load(tmp_path / "gradients", weights_only=True)
