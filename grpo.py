@@ -361,13 +361,14 @@ class VLLMSampler:
         self.llm.apply_model(models.fill_with_nan)  # a tensor that no push sets stays so, and the first rollout says it
 
     def push(self, model):
-        """In memory: reload, repack, forget cached prefixes; then the engine must hold the trainer's weights."""
+        """In memory, what a checkpoint holds: reload, repack, forget cached prefixes. Then both must hold the same."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.asleep:  # weights first, the cache only after them: the two peaks never meet
             torch.cuda.empty_cache()
             self.wake_up("weights")
         weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
+        weights |= {name: model.get_buffer(name) for name in dict(model.named_buffers()).keys() & model.state_dict()}
         weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
         self.llm.apply_model(models.repack)
@@ -393,7 +394,8 @@ class VLLMSampler:
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
         if self.cuda and not self.asleep:
-            self.llm.sleep(level=2)
+            [alibi] = self.llm.apply_model(models.has_alibi)
+            self.llm.sleep(level=1 if alibi else 2)
             self.asleep = True
 
     def wake_up(self, tag: str):

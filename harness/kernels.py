@@ -145,13 +145,11 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
     follows. -> q_from [N, T] and k_from [N, K], places in the row; which queries are real, in [N * T]; q_at [N, T] and
     k_at [N, K], positions in the text."""
     p_start, p_size, start, size = (x[:, None] for x in (prompt_start, prompt_size, start, size))
-    t = np.arange(size.max())
     k = np.arange(-(-(p_size + size).max() // multiple) * multiple)
+    t = np.arange(size.max()) if p_size.any() else k  # of prompts a square, as causal kernels want it
     last = size - 1  # padding asks what the last token asks, and is seen by none
-    q_from, k_from = (
-        start + np.minimum(t, last),
-        np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last)),
-    )
+    q_from = start + np.minimum(t, last)
+    k_from = np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last))
     q_at, k_at = p_size + np.minimum(t, last), np.where(k < p_size + size, k, 2**30)
     if not p_size.any():  # prompts: causal attention does not see the padding on their right
         q_at, k_at = t[None], k[None]
@@ -191,22 +189,25 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     who sees whom (causal, a sliding window, chunks) is asked by position in the text, not by place in the row."""
     kind = torch.device(device).type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    flash = kind != "cuda" or (dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0))
     found = []
     for q_from, k_from, real, q_at, k_at in blocks:
-        ends = torch.tensor([[0], [k_at.shape[1] - 1]])  # the first token sees itself, the last one all: plain causal
-        seen, expected = (
-            mask_function(0, 0, ends, torch.arange(k_at.shape[1])[None]),
-            torch.arange(k_at.shape[1]) <= ends,
-        )
-        if q_at.shape == k_at.shape and q_at.shape[0] == 1 and flash and torch.equal(seen, expected):  # prompts
-            found.append((q_from, k_from, real, None))  # the fast causal kernel
+        keys, ends = torch.arange(k_at.shape[1]), torch.tensor([[0], [k_at.shape[1] - 1]])
+        causal = torch.equal(mask_function(0, 0, ends, keys[None]), keys <= ends)  # the first token and the last one
+        if causal and q_at.shape == k_at.shape and q_at.shape[0] == 1:  # prompts: the fast causal kernel
+            found.append((q_from, k_from, real, None))
             continue
         mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
-        found.append(
-            (q_from, k_from, real, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None])
-        )  # once for all layers
+        bias = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
+        found.append((q_from, k_from, real, bias))
     return found
+
+
+def shares_keys(attention_mask, key, value) -> bool:
+    """In place of transformers' rule: whether grouped heads get no copy of the keys each. On CUDA only flash does
+    without; else the formula would run, whose memory is quadratic in the length."""
+    if key.is_cuda and (value.dtype.itemsize > 2 or torch.cuda.get_device_properties(key.device).major < 8):
+        return False
+    return attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
 
 
 @torch.compiler.disable  # many shapes: compiled, it would be compiled again and again

@@ -133,6 +133,8 @@ def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
 
         if device.type != current_platform.device_type:
             problem = f"the installed vllm has no {device.type} build; {install}"
+        elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+            problem = "vllm has no kernels for cards below compute capability 7.5; --rollout hf does without"
         elif device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
             type(current_platform).simple_compile_backend = "eager"
     except ImportError as error:
@@ -188,6 +190,11 @@ def without_randomness(config):
 def fill_with_nan(model) -> None:
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
+
+
+def has_alibi(model) -> bool:
+    """ALiBi's slopes are neither parameters nor buffers: sleep level 2 drops them, and no push brings them."""
+    return any(getattr(getattr(m, "impl", None), "alibi_slopes", None) is not None for m in model.modules())
 
 
 def repack(model) -> None:
