@@ -21,6 +21,7 @@ import harness.check
 import harness.checkpoints
 import harness.kernels
 import harness.models
+import harness.ranks
 import harness.run
 from grpo import Config, Policy
 from harness.flags import ConfigError
@@ -236,12 +237,13 @@ class Engine:
         self.rule("reload", "weights" in self.awake, "writes into memory that was given away")
         first = "reload" not in self.calls[:-1]
         self.rule("reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache")
-        weights, own = dict(kwargs["weights_iterator"]), self.model.state_dict()
-        own.pop("lm_head.weight")  # tied
-        assert set(weights) == set(own)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                own[name].copy_(weight)
+        weights = {name: weight.cpu() for name, weight in kwargs["weights_iterator"]}
+        options = dict(config=self.model.config, dtype=self.model.dtype, output_loading_info=True)
+        read, found = type(self.model).from_pretrained(
+            None, state_dict=weights, **options
+        )
+        assert not found["missing_keys"] and not found["unexpected_keys"], found
+        self.model.load_state_dict(read.state_dict())
         self.loaded, self.fresh = True, False
         return [None]
 
@@ -290,21 +292,26 @@ class Engine:
         return types.SimpleNamespace(outputs=outputs)
 
 
-def with_engine(*args):
-    """The command line where `import vllm` finds the engine."""
+def engines():
+    """What `import vllm` finds from now on; the list of the engines that are made."""
     made = []
     vllm, platforms = types.ModuleType("vllm"), types.ModuleType("vllm.platforms")
     vllm.LLM = lambda **options: made.append(Engine(**options)) or made[-1]
     vllm.SamplingParams = types.SimpleNamespace
     platforms.current_platform = types.SimpleNamespace(device_type="cuda")
     sys.modules |= {"vllm": vllm, "vllm.platforms": platforms}
-    code = 1
+    return made
+
+
+def with_engine(*args):
+    """The command line where `import vllm` finds the engine."""
+    made, code = engines(), 1
     try:
         command_line(*args)
     except SystemExit as stop:
         code = stop.code
     assert code == 0
-    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
+    print("calls:", *(call for engine in made for call in engine.calls if call != "apply_model"), sep="\n")
 
 
 @pytest.mark.slow
@@ -349,24 +356,29 @@ def test_the_engine_refuses_another_order(order, monkeypatch):
 
 
 @pytest.mark.parametrize("alibi", [False, True])
-def test_what_is_no_parameter_outlives_a_sleep(alibi, monkeypatch):
+def test_what_is_no_parameter_outlives_a_sleep(alibi, tmp_path, monkeypatch):
     """Buffers, as of a MoE's router, are pushed with the weights; ALiBi's slopes, which no push brings, are kept."""
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=Engine, SamplingParams=None))
-    sampler = grpo.VLLMSampler([1], 9, Config(model=BUNDLED.model, dtype="float32"), World(0, 1, CUDA))
-    engine, model = sampler.llm.model, grpo.load_model(BUNDLED.model, BUNDLED)
-    theirs, ours = engine.model.layers[0], model.model.layers[0]
-    theirs.register_buffer("router", torch.full((3,), math.nan))
-    ours.register_buffer("router", torch.ones(3))
-    ours.register_buffer("not_saved", torch.ones(3), persistent=False)
+    sizes = dict(hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, vocab_size=9)
+    sizes |= dict(num_attention_heads=1, num_key_value_heads=1, n_routed_experts=2, num_experts_per_tok=1)
+    config = Glm4MoeConfig(**sizes, first_k_dense_replace=0)
+    config.save_pretrained(tmp_path)
+    sampler = grpo.VLLMSampler([1], 9, Config(model=str(tmp_path), dtype="float32"), World(0, 1, CUDA))
+    model = AutoModelForCausalLM.from_config(config)
+    theirs, ours = (m.model.layers[0].mlp for m in (sampler.llm.model, model))
+    theirs.gate.e_score_correction_bias.fill_(math.nan)
     if alibi:
         theirs.impl = types.SimpleNamespace(alibi_slopes=torch.ones(4))
     sampler.push(model)
-    ours.router += 1
     sampler.sleep()
-    assert theirs.mlp.up_proj.weight.isnan().any() != alibi
+    assert theirs.experts.down_proj.isnan().any() != alibi
+    ours.gate.e_score_correction_bias += 1
     sampler.push(model)
-    assert torch.equal(theirs.router, ours.router) and not theirs.mlp.up_proj.weight.isnan().any()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(sampler.llm.model.state_dict()[name], weight), name
     assert not alibi or theirs.impl.alibi_slopes.tolist() == [1.0] * 4
 
 
@@ -512,3 +524,43 @@ def test_what_a_card_can_do_decides_dtype_and_attention(tmp_path, name):
     # one mask for all layers, to be added as it is, of a width that the kernel takes without padding it
     assert answers["passes"] == 1 and answers["biases"]
     assert all(kind == f"torch.{dtype}" and width % 8 == 0 for kind, width in answers["biases"])
+
+
+def points(path, device="cuda"):
+    """What studies/machine.py finds of the points that it asks."""
+    sys.path.insert(0, os.path.join(HERE, "studies"))
+    import machine
+
+    engines()
+    machine.SCRIPT = [STANDIN, "tests.test_cuda.with_engine"]
+    machine.random_model = lambda _, device: tiny_model().to(device)
+    machine.check_points(harness.ranks.pick_device(device))
+    with open(path, "w") as file:
+        json.dump(machine.POINTS, file)
+
+
+MISSING = {
+    "NVIDIA H100 80GB HBM3": (2, [9, 0], {6, 7}),  # two of them, but neither NCCL nor NVIDIA's driver
+    "Tesla T4": (1, [7, 5], {3, 5, 6, 7}),
+    "Tesla V100-SXM2-16GB": (1, [7, 0], {2, 3, 5, 6, 7, 10}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISSING)
+def test_machine_finds_what_is_expected_of_a_card(tmp_path, name):
+    devices, capability, missing = MISSING[name]
+    on_cuda("tests.test_cuda.points", tmp_path / "points", name=name, capability=capability, devices=devices)
+    found = json.loads((tmp_path / "points").read_text())
+    assert {number for number, *_ in found} == {*range(1, 11)}
+    assert not [line for line in found if line[-1] == "NOT AS EXPECTED"]
+    assert {number for number, *_, answer in found if answer == "cannot be asked here"} == missing
+
+
+@pytest.mark.slow
+def test_machine_says_what_a_cpu_cannot_answer(tmp_path):
+    code = f"from tests import test_cuda; test_cuda.points({str(tmp_path / 'points')!r}, 'cpu')"
+    assert run("-c", code).returncode == 0
+    found = json.loads((tmp_path / "points").read_text())
+    assert {number for number, *_, answer in found if answer == "ok"} == {8}
+    assert all(line[2:] == ["needs a GPU", "cannot be asked here"] for line in found if line[0] != 8)
