@@ -239,9 +239,7 @@ class Engine:
         self.rule("reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache")
         weights = {name: weight.cpu() for name, weight in kwargs["weights_iterator"]}
         options = dict(config=self.model.config, dtype=self.model.dtype, output_loading_info=True)
-        read, found = type(self.model).from_pretrained(
-            None, state_dict=weights, **options
-        )
+        read, found = type(self.model).from_pretrained(None, state_dict=weights, **options)
         assert not found["missing_keys"] and not found["unexpected_keys"], found
         self.model.load_state_dict(read.state_dict())
         self.loaded, self.fresh = True, False
