@@ -784,11 +784,12 @@ def test_pass_at_k_is_unbiased():
     assert harness.log.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
 
 
-def gradients_in_their_buckets(out):
+def gradients_in_their_buckets(out, tied=False):
     """Run by every rank: for each step after the first, whether every gradient lies in a bucket before every backward
     of its micro-batches."""
     world = harness.ranks.join_world(torch.device("cpu"))
-    policy, buckets, places, honest = Policy(tiny_model(), 1.0), {}, [], grpo.grpo_loss
+    policy, buckets, places = Policy(tiny_model(tie_word_embeddings=tied), 1.0), {}, []
+    honest = grpo.grpo_loss
     cfg = Config(max_sampler_gap=1e9, micro_batch_tokens=20)
     ddp, optimizer = grpo.wrap(policy, cfg, world), grpo.make_optimizer(policy, cfg)
     ddp.register_comm_hook(buckets, lambda state, bucket: reduce_and_note(state, bucket, world))
@@ -819,9 +820,10 @@ def reduce_and_note(state, bucket, world):
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def test_gradients_stay_in_ddps_buckets(fork, tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_stay_in_ddps_buckets(tied, fork, tmp_path):
     """With several micro-batches: else each parameter has two gradients, one of its own and one in the bucket."""
-    done = fork("test_grpo.gradients_in_their_buckets", tmp_path / "out", ranks=2)[1]()
+    done = fork("test_grpo.gradients_in_their_buckets", tmp_path / "out", tied=tied, ranks=2)[1]()
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(read(tmp_path / "out")) == [True] * 3
 

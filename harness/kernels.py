@@ -1,4 +1,4 @@
-"""What makes the policy fast, and what a first reader can skip: the output head in chunks with its own backward, and
+"""What makes the policy fast, and what a first reader can skip: the output head in tiles with its own backward, and
 rows without padding with their attention.
 
 N = samples, T = completion tokens (padded), n = real completion tokens, S = tokens of a row, V = vocabulary, H = hidden
@@ -15,66 +15,76 @@ from torch import nn
 # ----------------------------------------------------------------------------------------------------------------
 # The output head: log-probabilities without logits
 
-HEAD_CHUNK = dict(cpu=2**26, cuda=2**27)  # logits alive at once in the output head, in elements: 0.25 and 0.5 GB
+# Logits of a tile, which has all rows and some columns of the vocabulary. On CUDA 8,192 rows make 16,384 columns: at V
+# 151,936, H 1,536 a micro-batch then moves 2.8 GB of the weight's gradient; as many in rows of all columns moved 45 GB.
+HEAD_TILE = dict(cpu=2**22, cuda=2**27)
+HEAD_KEPT = 2**26  # logits of the first tiles that backward need not compute again
 
 
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
 
-    Logits [n, V] never exist: a chunk of them is there at a time (HEAD_CHUNK), and all but the last again in backward,
-    where the gradient of a log-probability by its logits, onehot(target) - softmax, is written over it. Half the time
-    of log_softmax under torch.utils.checkpoint.
+    Logits [n, V] never exist: a tile of them is there at a time, and most again in backward, where the gradient of a
+    log-probability by its logits, onehot(target) - softmax, is written over it. The weight's is added, in place, to the
+    .grad of earlier micro-batches: nothing else of its size is made, and hooks on the weight see the first one only.
     """
 
     @staticmethod
-    def logits(hidden, weight, bias, temperature):
-        logits = nn.functional.linear(hidden, weight, bias)  # [c, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits if temperature == 1 else logits.div_(temperature)
+    def tiles(ctx, hidden, weight, bias, targets):
+        """For each: its columns, weight [w, H], logits [n, w], the targets' places in it [n, 1] and which are there."""
+        for start in range(0, len(weight), ctx.width):
+            tile = slice(start, start + ctx.width)
+            part, logits = weight[tile].to(hidden.dtype), ctx.kept.pop(start, None)
+            if logits is None:
+                logits = nn.functional.linear(hidden, part, None if bias is None else bias[tile])
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                logits = logits if ctx.temperature == 1 else logits.div_(ctx.temperature)
+            place = (targets[:, None] - start).clamp(0, len(part) - 1)
+            yield tile, part, logits, place, place + start == targets[:, None]
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature):
-        kind = hidden.device.type
+        n, kind, parts = len(hidden), hidden.device.type, []
         # Asked here: backward runs after the autocast block, where the answer on CUDA would be float16.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.weight_dtype, ctx.temperature = weight.dtype, temperature
-        hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-        ctx.size, parts = max(1, HEAD_CHUNK.get(kind, 2**26) // weight.shape[0]), []
+        hidden, bias = (None if x is None else x.to(dtype) for x in (hidden, bias))
+        ctx.weight, ctx.temperature, ctx.width, ctx.kept = weight, temperature, HEAD_TILE.get(kind, 2**22) // n or 1, {}
         with torch.autocast(kind, enabled=False):  # what follows the product is in float32
-            for part, y in zip(hidden.split(ctx.size), targets.split(ctx.size), strict=True):
-                logits = HeadLogps.logits(part, weight, bias, temperature)
-                top = logits.amax(-1, keepdim=True)
-                exps = logits.sub_(top).exp()
-                total = exps.sum(-1)  # [c]
-                logps = logits.gather(-1, y[:, None])[:, 0] - total.log()
-                entropy = total.log() - torch.linalg.vecdot(exps, logits) / total  # / total: exps to probabilities
-                parts.append((logps, entropy, total.log() + top[:, 0]))
-        ctx.kept = exps.div_(total[:, None])  # the last chunk's softmax: backward begins there
-        logps, entropy, norms = (torch.cat(part) for part in zip(*parts, strict=True))  # [n] each
-        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+            for tile, _, logits, place, inside in HeadLogps.tiles(ctx, hidden, weight, bias, targets):
+                top = logits.amax(-1)
+                exps = logits.sub(top[:, None]).exp_()
+                target = logits.gather(-1, place).where(inside, 0)[:, 0]
+                parts.append((target, top, exps.sum(-1), torch.linalg.vecdot(exps, logits)))  # [n] each
+                if n * tile.stop <= HEAD_KEPT or tile.start == 0:
+                    ctx.kept[tile.start] = logits
+        target, tops, totals, moments = (torch.stack(part) for part in zip(*parts, strict=True))  # [tiles, n] each
+        norm = (tops + totals.log()).logsumexp(0)
+        entropy = norm - ((tops - norm).exp() * moments).sum(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm)
         ctx.mark_non_differentiable(entropy)
-        return logps, entropy
+        return target.sum(0) - norm, entropy
 
     @staticmethod
     def backward(ctx, grad_logps, _):
-        hidden, weight, bias, targets, norms = ctx.saved_tensors
-        grad_weight, grad_bias = None, None if bias is None else torch.zeros_like(bias, dtype=ctx.weight_dtype)
-        grads = grad_logps / ctx.temperature  # logits are divided by it
-        chunks = zip(*(x.split(ctx.size)[::-1] for x in (hidden, targets, norms, grads)), strict=True)
-        grad_hidden, softmax, ctx.kept = [], ctx.kept, None
+        hidden, weight, bias, targets, norm = ctx.saved_tensors
+        grads = (grad_logps / ctx.temperature)[:, None]  # [n, 1]: logits are divided by it
+        grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=grads.dtype), None
+        grad_bias = None if bias is None else torch.empty_like(bias, dtype=grads.dtype)
+        earlier = ctx.weight.grad if ctx.weight.is_leaf else None
+        if ctx.needs_input_grad[1]:  # else frozen
+            node = torch.autograd.graph.get_gradient_edge(ctx.weight).node  # an error in torch.autograd.grad
+            adds = earlier is not None and torch._C._will_engine_execute_node(node)
+            grad_weight = earlier if adds else torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, y, norm, grad in chunks:
-                if softmax is None:
-                    softmax = HeadLogps.logits(part, weight, bias, ctx.temperature).sub_(norm[:, None]).exp_()
-                grad_logits = softmax.mul_(-grad[:, None]).scatter_add_(-1, y[:, None], grad[:, None]).to(hidden.dtype)
-                grad_hidden.append(grad_logits @ weight)
-                if ctx.needs_input_grad[1]:  # else frozen
-                    product = (grad_logits.T @ part).to(ctx.weight_dtype)  # [V, H]
-                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
-                if grad_bias is not None:
-                    grad_bias += grad_logits.sum(0)
-                softmax = None
-        return torch.cat(grad_hidden[::-1]), grad_weight, grad_bias, None, None
+            for tile, part, logits, place, inside in HeadLogps.tiles(ctx, hidden, weight, bias, targets):
+                softmax = logits.sub_(norm[:, None]).exp_()
+                grad_logits = softmax.mul_(-grads).scatter_add_(-1, place, grads.where(inside, 0)).to(hidden.dtype)
+                grad_hidden += grad_logits @ part
+                if grad_weight is not None:
+                    grad_weight[tile] += grad_logits.T @ hidden
+                if bias is not None:
+                    grad_bias[tile] = grad_logits.sum(0)
+        return grad_hidden, None if grad_weight is earlier else grad_weight, grad_bias, None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def check_gradient(m) -> None:
     exact = logits.log_softmax(-1).gather(-1, plain["targets"][:, None])[:, 0]  # [n]
     advantages = batch["advantages"][:, None].expand_as(mask)[mask]  # [n]
     true = torch.autograd.grad(-(exact * advantages).sum(), parameters)
-    whole, kernels.HEAD_CHUNK[kind] = kernels.HEAD_CHUNK[kind], logits.numel() // 5  # some chunks for any vocabulary
+    whole, kernels.HEAD_TILE[kind] = kernels.HEAD_TILE[kind], logits.numel() // 5  # some tiles for any vocabulary
     del logits
     for dtype in dict.fromkeys((cfg.dtype, "bfloat16")):
         run, limit = dataclasses.replace(cfg, dtype=dtype), 0.1 if dtype == "bfloat16" else 1e-4
@@ -141,7 +141,7 @@ def check_gradient(m) -> None:
         gap = (logps[mask] - exact).detach().abs()
         shown = f"off by {gap.mean():.2g} on average (below {limit:g}), at most {gap.max():.2g}"
         right(m, f"{dtype}: log-probabilities of random tokens", gap.mean() < limit, shown)
-    kernels.HEAD_CHUNK[kind] = whole
+    kernels.HEAD_TILE[kind] = whole
 
 
 def check_micro_batches(m) -> None:
@@ -226,7 +226,7 @@ class Clock(harness.run.Clock):
 
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
-    chunk = kernels.HEAD_CHUNK[m.world.device.type]
+    chunk = kernels.HEAD_TILE[m.world.device.type]
     cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), Clock(m.world.device), []
     line = [what, size, f"2**{chunk.bit_length() - 1}"]
     free(m)
@@ -258,7 +258,7 @@ def speed(m, quick: bool) -> None:
     kind, alone = m.world.device.type, World(0, 1, m.world.device)
     sizes = [2048, 8192, 16384, 32768] if m.cuda else [1024, 4096] if quick else [2048, 8192]
     samples, rounds = made_up(m, sizes[-1] * m.world.size // m.length), 3 if m.cuda else 1 if quick else 2
-    chunk = kernels.HEAD_CHUNK[kind]
+    chunk = kernels.HEAD_TILE[kind]
 
     def sweep(what):
         return max((size for size in sizes if timed(m, what, samples, size, rounds)), default=0)
@@ -267,9 +267,9 @@ def speed(m, quick: bool) -> None:
     fits = sweep("update")
     for power in range(24, 29) if m.cuda else (24, 26):
         if 2**power != chunk and (m.cuda or m.model.config.vocab_size * sizes[-1] > 2**24):
-            kernels.HEAD_CHUNK[kind] = 2**power
+            kernels.HEAD_TILE[kind] = 2**power
             timed(m, "update", samples, sizes[-2], rounds)
-    kernels.HEAD_CHUNK[kind] = chunk
+    kernels.HEAD_TILE[kind] = chunk
     m.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     sweep("update, checkpointed")
     m.model.gradient_checkpointing_disable()
@@ -315,7 +315,7 @@ def memory(m) -> None:
         if what == "update" and not isinstance(rate, str) and head is not None:
             logits = min(2 ** int(chunk[3:]), 3 * size // 4 * head.weight.shape[0])
             total = state + 4 * n + copies + slope * size + 10 * logits + 6 * head.weight.numel()
-            MEMORY.append([f"update, micro-batch {size}, chunk {chunk}: peak, GB", total / 1e9, peak])
+            MEMORY.append([f"update, micro-batch {size}, tile {chunk}: peak, GB", total / 1e9, peak])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -629,7 +629,7 @@ def main() -> int:
     wrong = any(row[-1] == "NOT AS EXPECTED" for row in POINTS)
     if args.points:
         return int(wrong)
-    kernels.HEAD_CHUNK.setdefault(device.type, 2**24)
+    kernels.HEAD_TILE.setdefault(device.type, 2**24)
     m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
     with tempfile.TemporaryDirectory() as folder:
@@ -673,7 +673,7 @@ def main() -> int:
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
         shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]
-        header = ["pass", "micro-batch", "head chunk", "tokens/s", "TFLOP/s a device", "MFU", "peak GB"]
+        header = ["pass", "micro-batch", "head tile", "tokens/s", "TFLOP/s a device", "MFU", "peak GB"]
         tables += [[header, *rates], [["memory", "arithmetic", "measured"], *MEMORY]]
         tables += [[["phase", "seconds", "share"], *shares], [["point", "expected", "found here", "answer"], *POINTS]]
         save(args, "machine", draw(seconds, title), *tables)

@@ -183,7 +183,7 @@ def head_gradients(path):
     def planted(ctx, grad_logps, grad_entropy):
         asked = torch.get_autocast_dtype("cuda")
         saved = [x.to(asked) if x is not None and x.dtype == torch.bfloat16 else x for x in ctx.saved_tensors]
-        own = {name: getattr(ctx, name) for name in ("size", "kept", "temperature", "weight_dtype", "needs_input_grad")}
+        own = {name: getattr(ctx, name) for name in ("weight", "temperature", "width", "kept", "needs_input_grad")}
         hidden, *rest = honest(types.SimpleNamespace(saved_tensors=saved, **own), grad_logps, grad_entropy)
         return hidden, *rest
 

@@ -1,4 +1,4 @@
-"""What makes the policy fast changes no number: the chunked head, packed rows and their attention, compiled layers."""
+"""What makes the policy fast changes no number: the head in tiles, packed rows and their attention, compiled layers."""
 
 import dataclasses
 import functools
@@ -31,18 +31,58 @@ from tests.common import (
 pytest_plugins = "tests.common"
 
 
-@pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
-def test_gradient_of_the_chunked_head(frozen, with_bias, monkeypatch):
-    monkeypatch.setitem(harness.kernels.HEAD_CHUNK, "cpu", 7 * 4)  # 4 tokens at once, of 10
-    hidden, weight, bias = (torch.randn(*shape, dtype=F64) for shape in ((10, 5), (7, 5), (7,)))
+def in_tiles(monkeypatch, logits, kept=0):
+    """Of so many logits; backward finds the first ones as forward left them."""
+    monkeypatch.setitem(harness.kernels.HEAD_TILE, "cpu", logits)
+    monkeypatch.setattr(harness.kernels, "HEAD_KEPT", kept)
+
+
+def head_inputs(frozen=False, with_bias=False, dtype=F64):
+    hidden, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((10, 5), (7, 5), (7,)))
     hidden.requires_grad_(), weight.requires_grad_(not frozen), bias.requires_grad_()
-    arguments = (hidden, weight, bias if with_bias else None, torch.randint(0, 7, (10,)), 0.7)
+    return hidden, weight, bias if with_bias else None, torch.randint(0, 7, (10,)), 0.7
+
+
+def plain_logps(hidden, weight, bias, targets, temperature):
+    logps = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    return logps.gather(-1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+
+@pytest.mark.parametrize("columns, kept", [(1, 0), (2, 0), (3, 60), (4, 0), (6, 0), (7, 0), (100, 0)])  # V is 7
+@pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
+def test_gradient_of_the_head_in_tiles(frozen, with_bias, columns, kept, monkeypatch):
+    in_tiles(monkeypatch, 10 * columns, kept)
+    arguments = head_inputs(frozen, with_bias)
     assert torch.autograd.gradcheck(lambda *x: harness.kernels.HeadLogps.apply(*x)[0], arguments)
     logps, entropy = harness.kernels.HeadLogps.apply(*arguments)
     assert not entropy.requires_grad
-    expected = (torch.nn.functional.linear(*arguments[:3]) / 0.7).log_softmax(-1)
-    assert torch.allclose(logps, expected[torch.arange(10), arguments[3]], atol=1e-12)
-    assert torch.allclose(entropy, -(expected.exp() * expected).sum(-1), atol=1e-12)
+    assert all(
+        torch.allclose(*pair, atol=1e-12) for pair in zip((logps, entropy), plain_logps(*arguments), strict=True)
+    )
+
+
+def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
+    """By loss.backward() only: torch.autograd.grad leaves .grad alone, and raises where it would miss a part of it."""
+    in_tiles(monkeypatch, 20)
+    head, (hidden, weight, *rest) = harness.kernels.HeadLogps.apply, head_inputs()
+    expected = torch.autograd.grad(plain_logps(hidden, weight, *rest)[0].sum(), (hidden, weight))
+    found = torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), (hidden, weight))
+    assert weight.grad is None and all(relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
+    head(hidden, weight, *rest)[0].sum().backward()
+    first = weight.grad
+    (head(hidden, weight, *rest)[0] + head(hidden, weight, *rest)[0]).sum().backward()
+    assert weight.grad is first and relative(first, 3 * expected[1]) < 1e-12
+    assert relative(*torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), hidden), expected[0]) < 1e-12
+    with pytest.raises(RuntimeError, match="autograd.grad"):
+        torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), weight)
+    doubled = 2 * weight  # as of adapters that are merged: no .grad of its own
+    head(hidden, doubled, *rest)[0].sum().backward()
+    [more] = torch.autograd.grad(plain_logps(hidden, 2 * weight, *rest)[0].sum(), weight)
+    assert weight.grad is first and relative(first, 3 * expected[1] + more) < 1e-12
+    with torch.autograd.graph.save_on_cpu():  # what is saved comes back as another tensor
+        loss = head(hidden, weight, *rest)[0].sum()
+    loss.backward()
+    assert relative(weight.grad, 4 * expected[1] + more) < 1e-12
 
 
 @pytest.mark.parametrize("kind, options", MODELS)
@@ -226,12 +266,18 @@ def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
         assert max(loads) < 1.5 * sum(loads) / n_ranks + 100
 
 
-def test_the_head_is_chunked_and_the_chunks_change_nothing(monkeypatch):
-    samples, cfg = random_samples(9, 3), Config(beta=0.1)
-    whole, _ = update_gradient(cfg, samples, F64)
-    monkeypatch.setitem(harness.kernels.HEAD_CHUNK, "cpu", 32 * 5)  # 5 tokens at once
-    chunked, _ = update_gradient(cfg, samples, F64)
-    assert relative(chunked, whole) < 1e-12
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_tiles_change_nothing(tied, monkeypatch):
+    """Against the model's own logits, in several micro-batches: a tied weight has a gradient as the embedding, too."""
+    samples, cfg = random_samples(9, 3), Config(beta=0.1, micro_batch_tokens=30)
+    policy = Policy(tiny_model(tie_word_embeddings=tied), 1.0)
+    policy.plain_head = False
+    expected, metrics = update_gradient(cfg, samples, policy=policy)
+    policy.plain_head = True
+    for logits in (32 * 5, 2**22):
+        in_tiles(monkeypatch, logits)
+        found, same = update_gradient(cfg, samples, policy=policy)
+        assert relative(found, expected) < 1e-6 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
 
 
 def cosine(a, b):
