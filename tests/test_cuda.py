@@ -539,7 +539,6 @@ def points(path, device="cuda"):
 
 MISSING = {
     "NVIDIA H100 80GB HBM3": (2, [9, 0], {6, 7}),  # two of them, but neither NCCL nor NVIDIA's driver
-    "Tesla T4": (1, [7, 5], {3, 5, 6, 7}),
     "Tesla V100-SXM2-16GB": (1, [7, 0], {2, 3, 5, 6, 7, 10}),
 }
 
