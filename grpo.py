@@ -188,7 +188,8 @@ def resolved(cfg: Config, model, device: torch.device) -> Config:
 
 
 def autocast(cfg: Config, device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    """In a pass that learns no cast is kept: each weight needs one, and of layers that are recomputed none stays."""
+    return torch.autocast(device.type, torch.bfloat16, cfg.dtype == "bfloat16", not torch.is_grad_enabled())
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -203,11 +203,9 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     for q_from, k_from, real, q_at, k_at in blocks:
         keys, ends = torch.arange(k_at.shape[1]), torch.tensor([[0], [k_at.shape[1] - 1]])
         causal = torch.equal(mask_function(0, 0, ends, keys[None]), keys <= ends)  # the first token and the last one
-        if causal and q_at.shape == k_at.shape and q_at.shape[0] == 1:  # prompts: the fast causal kernel
-            found.append((q_from, k_from, real, None))
-            continue
-        mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
-        bias = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
+        prompts = causal and q_at.shape == k_at.shape and q_at.shape[0] == 1  # for the fast causal kernel
+        mask = None if prompts else mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
+        bias = None if prompts else torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
         found.append((q_from, k_from, real, bias))
     return found
 

@@ -54,12 +54,13 @@ def fit_micro_batch(cfg, model, device: torch.device):
     kept = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
     kept += 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters  # the reference
     card = torch.cuda.get_device_properties(device).total_memory
-    room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
+    room = 0.95 * card - 2e9 - kept - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
     # bytes that a token leaves in a layer; where that is recomputed, only its input
     layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
     for recompute in sorted({cfg.gradient_checkpointing, True}):
         token = 4 * hidden * layers + layer if recompute else layers * layer
-        tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token <= room), 0)
+        copies = 2 * half * parameters * (not recompute)  # for autocast
+        tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token + copies <= room), 0)
         if tokens:
             break
     sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.3g}"
