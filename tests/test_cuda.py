@@ -452,9 +452,10 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
     assert chosen("0.5B", 85) == (16384, False)
     assert chosen("0.5B", 15.8, dtype="float32")[1]  # recomputed
     assert chosen("1.5B", 85) == (8192, False)
-    assert chosen("1.5B", 42.3) == (8192, True)
+    assert chosen("1.5B", 42.3) == (16384, True)
+    assert chosen("7B", 150, beta=0) == (8192, True)
     assert chosen("0.5B", 85, micro_batch_tokens=100) == (100, False)
-    for size, memory in (("1.5B", 25.2), ("7B", 150)):  # 7B: by 5 GB, in the count of studies/memory.py
+    for size, memory in (("1.5B", 25.2), ("7B", 150)):
         with pytest.raises(ConfigError, match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller"):
             chosen(size, memory)
     assert harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
