@@ -313,11 +313,11 @@ class HFSampler:
         """n completions for each prompt, sample i from the random stream (seed, i); temperature 0 is greedy."""
         from transformers import LogitsProcessorList
 
-        device, rows = self.model.device, [(p, i) for p in range(len(prompts)) for i in range(n)]
-        rows.sort(key=lambda row: len(prompts[row[0]]))  # rows of one call have prompts of similar length
+        device, wanted = self.model.device, [(p, i) for p in range(len(prompts)) for i in range(n)]
+        wanted.sort(key=lambda row: len(prompts[row[0]]))  # rows of one call have prompts of similar length
         completions = {}
-        for start in range(0, len(rows), GENERATE_ROWS):
-            part = rows[start : start + GENERATE_ROWS]
+        for start in range(0, len(wanted), GENERATE_ROWS):
+            part = wanted[start : start + GENERATE_ROWS]
             ids = kernels.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
             mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
             inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
@@ -395,7 +395,8 @@ class VLLMSampler:
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
         if self.cuda and not self.asleep:
-            [alibi] = self.llm.apply_model(models.has_alibi)
+            [layers] = self.llm.apply_model(lambda engine: [getattr(m, "impl", None) for m in engine.modules()])
+            alibi = any(getattr(layer, "alibi_slopes", None) is not None for layer in layers)  # no push brings these
             self.llm.sleep(level=1 if alibi else 2)
             self.asleep = True
 
@@ -470,14 +471,14 @@ def decode(tokenizer, ids: np.ndarray, eos_ids: list[int]) -> str:
 def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scores:
     """Fills in the rewards: NaN where none applies, or where one failed and --reward_failure says exclude."""
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
-    rows = [
+    known = [
         s.prompt.row
         | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
         | dict(completion_length=len(s.completion_ids), max_completion_length=cfg.max_completion_length)
         | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples
     ]
-    scores = scorer.score([s.text for s in samples], rows)
+    scores = scorer.score([s.text for s in samples], known)
     for i, sample in enumerate(samples):
         sample.reward = scores.totals[i]
         sample.parts = {name: values[i] for name, values in scores.parts.items()}

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import logging
 import math
 import operator
 import os
@@ -18,6 +17,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -54,7 +54,7 @@ SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\
 THIN_SPACE = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[!,;: ]|[~\xa0\u2009\u202f])(?=[0-9]{3})")  # between thousands
 MARKUP = re.compile(
     r"\^\{?\\circ|\\(?:text|math|boxed|left|right)[a-z]{0,2}(?![a-z])|\\[^A-Za-z]|(?<=[A-Za-z])\^\{?[23]|"
-    '[*_`"(){}~#%\xb0\xa2$\u20ac\xa3\xa5\u20b9]|\\[|\\]'
+    '[][*_`"(){}~#%\xb0\xa2$\u20ac\xa3\xa5\u20b9]'
 )
 # ASCII digits only, and not too many: what turns them into a number takes quadratic time
 NUMBER = r"[-+]? ?(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,300}|[0-9]{1,1000})(?:\.[0-9]{0,1000})?|\.[0-9]{1,1000})"
@@ -70,6 +70,7 @@ FORMAT = re.compile(
     r"(?s)<think>((?:(?!</?think>).)*)</think>\s*(<answer>)?((?:(?!</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>).)*)(?(2)</answer>)"
 )
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.USub: operator.neg}
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
 
@@ -79,8 +80,17 @@ def exact(text: str) -> Fraction | None:
     return Fraction(re.sub("[, ]", "", text)) if re.fullmatch(NUMBER, text) else None
 
 
-def number_of(text: str, marked: bool) -> Fraction | None:
-    """The last number of a text, if its neighbours leave it alone; if marked, it must be the only one."""
+def final_number(text: str) -> Fraction | None:
+    r"""The only number of the line after the last `####`, else in the last `\boxed{}`; without them the text's last
+    number. None if its neighbours do not leave it alone."""
+    _, marked, line = text.rpartition("####")
+    if marked:
+        text = line.strip().partition("\n")[0]
+    elif marked := "\\boxed{" in text:
+        boxed = BOXED.match(text, text.rindex("\\boxed{"))
+        text = boxed[1] if boxed else ""
+    else:
+        text = re.sub("[!?]", ".", text)
     text = " ".join(MARKUP.sub(" ", THIN_SPACE.sub(",", text.translate(SIGNS))).split())
     found = LAST.search(text)
     before = text[: found.start()].rstrip() if found else ""
@@ -88,17 +98,6 @@ def number_of(text: str, marked: bool) -> Fraction | None:
         return None
     digits, after = found.groups()
     return None if NO_UNIT.search(after if marked else re.match(r" ?[-/]?\w*", after)[0]) else exact(digits)
-
-
-def final_number(text: str) -> Fraction | None:
-    r"""The one number after the last `####`, else in the last `\boxed{}`; without them the text's last number."""
-    _, mark, marked = text.rpartition("####")
-    if mark:
-        return number_of(marked.strip().partition("\n")[0], marked=True)
-    if "\\boxed{" in text:
-        boxed = BOXED.match(text, text.rindex("\\boxed{"))
-        return number_of(boxed[1], marked=True) if boxed else None
-    return number_of(re.sub("[!?]", ".", text), marked=False)
 
 
 def answer_reward(completion: str, row: dict) -> float:
@@ -126,26 +125,24 @@ def countdown_reward(completion: str, row: dict) -> float:
     """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"], else 0.0."""
 
     def value_of(node: ast.AST) -> Fraction:
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value_of(node.operand)
-        return Fraction(node.value) if isinstance(node, ast.Constant) else Fraction("")  # a ValueError
+        if isinstance(node, ast.Constant):
+            return Fraction(node.value)
+        parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        return OPERATORS[type(node.op)](*map(value_of, parts))
 
     text = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
-    if len(text) > 400:  # nesting must not exhaust the parser's stack
-        return 0.0
-    for _ in range(text.count("frac")):  # from the innermost outwards
+    for _ in range(4):  # from the innermost outwards
         text = FRACTION.sub(r"((\1)/(\2))", text)
     text = re.sub(r"\\boxed|\\[()\[\]]|\$", "", text.replace(r"\times", "*").replace(r"\cdot", "*"))
     expression, equals, right = (part.strip(" .") for part in text.partition("="))
     expression = expression.translate(str.maketrans("{}[]", "()()"))
-    used = sorted(map(int, re.findall("[0-9]+", expression)))
-    if not re.fullmatch(r"[0-9()+*/ -]+", expression) or used != sorted(map(Fraction, row["numbers"])):
+    if len(text) > 400 or not re.fullmatch(r"[0-9()+*/ -]+", expression):  # nesting must not exhaust the parser's stack
+        return 0.0
+    if sorted(map(int, re.findall("[0-9]+", expression))) != sorted(map(Fraction, row["numbers"])):
         return 0.0
     try:
         value = value_of(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # the last two: of the parser
+    except (SyntaxError, AttributeError, LookupError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == Fraction(row["target"]) and (not equals or value == exact(right.strip("}"))))
 
@@ -162,17 +159,16 @@ def math_reward(completion: str, row: dict) -> float:
     from math_verify import parse, verify
     from sympy import And, Eq
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its SIGALRM limits are off
     gold = str(row["answer"])
-    gold = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}", parsing_timeout=None)
-    answer = parse(answer_of(completion, row), parsing_timeout=None)
+    gold = parse(gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
+    answer = parse(answer_of(completion, row))
     if not gold:
         raise ValueError("math-verify reads nothing in row['answer']")
-    if not verify(gold, answer, timeout_seconds=None):
+    if not verify(gold, answer):
         return 0.0
     equations = answer[0].atoms(Eq) if isinstance(answer[0], (Eq, And)) else ()
     numbers = [side for equation in equations for side in equation.args if side.is_number]
-    return float(all(verify(numbers[0], number, timeout_seconds=None) for number in numbers))
+    return float(all(verify(numbers[0], number) for number in numbers))
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,6 @@ class Reward:  # one part of it: the total of a sample is the sum of weight * pa
     columns: tuple[str, ...] = ()  # keys that every data row must have
     trusted: bool = False  # True: runs in the trainer's process; False: in a worker
     batched: bool = False  # TRL style: fn(completions, **columns) -> list
-    spec: str = ""  # the item of --reward that loads it in a worker
     path: str = ""  # the file it came from, with its text: workers that start later run what the first ones ran
     text: str = ""
 
@@ -198,43 +193,43 @@ BUILT_IN = {
 }
 
 
-def load_rewards(spec: str, texts: dict[str, str] | None = None) -> list[Reward]:
-    """The rewards of `--reward spec`, from files or from their earlier texts (path -> text). Errors are ValueErrors."""
+def load_rewards(spec: str) -> list[Reward]:
+    """The rewards of `--reward spec`. Errors are ValueErrors."""
     rewards = {}
     for item in map(str.strip, spec.split(",")):
         match = re.fullmatch(r"(?:([^:]+\.py):)?([^:]+)(?::([^:]+))?", item)
         path, name, weight = match.groups() if match else (None, "", None)
         if number(float(weight or 1)) is None or not name:
-            raise ValueError(
-                f"'{item}': expected name[:weight] or path/to/file.py:function[:weight], weight a finite number"
-            )
+            expected = "name[:weight] or path/to/file.py:function[:weight], weight a finite number"
+            raise ValueError(f"'{item}': expected {expected}")
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
-        found = _from_file(path, name, texts or {}) if path else BUILT_IN.get(name)
-        if found is None:
-            raise ValueError(f"{name} is unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
-        if found.function is math_reward:
-            math_reward("1", {"answer": "1"})  # loads library and grammar here, not in a worker's first timed call
-        rewards[name] = replace(found, weight=float(weight or 1), spec=f"{found.path}:{name}" if path else name)
+        rewards[name] = replace(find_reward(name, path), weight=float(weight or 1))
     return list(rewards.values())
 
 
-def _from_file(path: str, name: str, texts: dict[str, str]) -> Reward:
-    """Our kind is known by the name `row`: fn(completion, answer) would get the whole row as its answer."""
-    module = import_file(path, texts.get(os.path.abspath(os.path.expanduser(path))))
+def find_reward(name: str, path: str | None = None, text: str | None = None) -> Reward:
+    """A built-in reward, or a function of a file or of its earlier text. Our kind is known by the name `row`:
+    fn(completion, answer) would get the whole row as its answer."""
+    if not path:
+        if name not in BUILT_IN:
+            raise ValueError(f"{name} is unknown; known: {', '.join(BUILT_IN)}, path/to/file.py:function")
+        if name == "math":
+            math_reward("1", {"answer": "1"})  # loads library and grammar here, not in a worker's first timed call
+        return BUILT_IN[name]
+    module = import_file(path, text)
     function = getattr(module, name, None)
-    if not callable(function) or inspect.isbuiltin(function):
+    if not callable(function):
         raise ValueError(f"{module.__file__} has no plain function {name}")
     signature = inspect.signature(function)
-    named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needs = [p.name for p in named if p.default is p.empty]
-    batched = str(signature).startswith("(**") or not TRL_KEYS.isdisjoint(p.name for p in named)
-    if not batched and not (len(needs) <= 2 <= len(named) and named[1].name.startswith(("row", "_"))):
+    batched = str(signature).startswith("(**") or not TRL_KEYS.isdisjoint(signature.parameters)
+    if not batched and not "".join([*signature.parameters][1:2]).startswith(("row", "_")):
         styles = "neither (completion, row), by these names, nor TRL's (completions, **columns)"
         raise ValueError(f"{name}{signature} takes {styles}; a decorator needs functools.wraps")
+    needs = [p.name for p in signature.parameters.values() if p.default is p.empty and "*" not in str(p)]
     columns = getattr(function, "columns", needs if batched else ())  # as fn.columns = ("answer",) says it
     columns = tuple(key for key in columns if key not in TRAINER_KEYS | TRL_KEYS)
-    return Reward(name, 1.0, function, columns, batched=batched, path=module.__file__, text=module.__source__)
+    return Reward(name, 1.0, function, columns, False, batched, module.__file__, module.__source__)
 
 
 def import_file(path: str, text: str | None = None) -> ModuleType:
@@ -248,9 +243,7 @@ def import_file(path: str, text: str | None = None) -> ModuleType:
         module = ModuleType(name)
         module.__file__, module.__source__ = path, text
         neighbours = {found.name for found in pkgutil.iter_modules([folder])} - sys.stdlib_module_names
-        for other in [other for other in sys.modules if other.partition(".")[0] in neighbours]:
-            if not str(getattr(sys.modules[other], "__file__", None)).startswith(folder + os.sep):
-                others[other] = sys.modules.pop(other)
+        others = {m: sys.modules.pop(m) for m in list(sys.modules) if m.partition(".")[0] in neighbours}
         sys.path.insert(0, folder)
         sys.modules[name] = module  # before it runs: its dataclasses look themselves up
         exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
@@ -269,9 +262,9 @@ def sources(rewards: list[Reward]) -> dict[str, str]:
 
 
 class Outcome(NamedTuple):  # of one call of a reward function, in the trainer or in a worker
-    values: list[float | None] | None  # one per sample: NaN: does not apply, None: no finite number; None: it failed
-    cause: str = ""
-    message: str = ""
+    values: list[float | None] | None  # one per sample: NaN: does not apply, None: failed; None: all of them did
+    cause: str = "invalid"  # why
+    message: str = "not a finite number"
     metrics: dict = {}  # what it logged, as TRL's log_metric and log_extra do: name -> number or None,
     extra: dict = {}  # column -> a number, a text or None per sample
 
@@ -284,13 +277,30 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> Out
         values = asyncio.run(values) if inspect.iscoroutine(values) else values
         values = values if reward.batched else [values]
         if isinstance(values, (dict, set, str)) or len(values) != len(rows):
-            return Outcome(None, "invalid", f"not a list of {len(rows)} numbers")
-        return Outcome([math.nan if value is None else number(value) for value in values], "", "", metrics, extra)
-    except MemoryError:
-        return Outcome(None, "memory", "MemoryError")
+            return Outcome(None, message=f"not a list of {len(rows)} numbers")
+        return Outcome([math.nan if v is None else number(v) for v in values], metrics=metrics, extra=extra)
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(None, "exception", f"{one_line(error)} ({os.path.basename(where.filename)}:{where.lineno})")
+        cause = "memory" if isinstance(error, MemoryError) else "exception"
+        return Outcome(None, cause, f"{one_line(error)} ({os.path.basename(where.filename)}:{where.lineno})")
+
+
+def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: dict, extra: dict) -> dict:
+    """What TRL's trainer passes: each column that any row has as a list; messages where there is a chat."""
+
+    def log_extra(column, values):
+        with contextlib.suppress(Exception):  # what cannot be logged is not
+            extra[str(column)] = [None if v is None else str(v) if number(v) is None else number(v) for v in values]
+
+    arguments = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
+    prompts = [row.get("prompt_messages") or row.get("prompt_text") for row in rows]
+    if isinstance(prompts[0], list):  # as there, the first row decides
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    state = SimpleNamespace(**rows[0].get("trainer_state", {}))
+    arguments |= dict(prompts=prompts, completions=completions, trainer_state=state, log_extra=log_extra)
+    arguments["log_metric"] = lambda name, value: metrics.update({str(name): number(value)})
+    signature = inspect.signature(function)
+    return {k: v for k, v in arguments.items() if k in signature.parameters or "**" in str(signature)}
 
 
 @dataclass
@@ -298,25 +308,19 @@ class Scores:
     totals: list[float]  # [samples], sum of weight * part; NaN where no reward applies
     parts: dict[str, list[float]]  # name of the reward -> [samples]; 0.0 where it failed, NaN where it does not apply
     failed: list[bool]  # [samples], whether any part failed; sum(failed) is how many samples
-    failures: dict[str, int] = field(default_factory=dict)  # cause -> number of failed parts
-    first_failure: str = ""  # one line for the log: reward, sample, cause, row
-    first_retry: str = ""  # one line: a call with many samples failed and they were tried again one by one
+    failures: Counter = field(default_factory=Counter)  # cause -> number of failed parts
+    first_failure: str = ""  # one line for the log: reward, sample or call, cause, row
     metrics: dict[str, float] = field(default_factory=dict)  # log_metric: the last value, as TRL names it
     extra: dict[str, list] = field(default_factory=dict)  # log_extra: column -> [samples], None where not logged
-
-    @property
-    def without_reward(self) -> int:
-        return sum(map(math.isnan, self.totals))
 
     def add(self, reward: Reward, job: list[int], outcome: Outcome, rows: list[dict]):
         for i, part in zip(job, outcome.values or [None] * len(job), strict=True):
             if part is None:
-                part, cause, message = 0.0, outcome.cause or "invalid", outcome.message or "not a finite number"
-                self.failed[i] = True
-                self.failures[cause] = self.failures.get(cause, 0) + 1
+                part, self.failed[i] = 0.0, True
+                self.failures[outcome.cause] += 1
                 row = ", ".join(f"{k}={v!a:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS)
-                line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}: {cause}: {message}"
-                self.first_failure = self.first_failure or f"{line}; row: {row[:500]}"
+                line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}: {outcome.cause}: "
+                self.first_failure = self.first_failure or f"{line}{outcome.message}; row: {row[:500]}"
             self.parts[reward.name][i] = part
             if not math.isnan(part):
                 self.totals[i] = reward.weight * part + (0.0 if math.isnan(self.totals[i]) else self.totals[i])
@@ -324,29 +328,6 @@ class Scores:
         for column, logged in outcome.extra.items():
             for i, value in zip(job, logged, strict=False):
                 self.extra.setdefault(column, [None] * len(rows))[i] = value
-
-
-def _trl_arguments(function, completions: list[str], rows: list[dict], metrics: dict, extra: dict) -> dict:
-    """What TRL's trainer passes: each column that any row has as a list; messages where there is a chat."""
-
-    def log_metric(name, value):
-        metrics[str(name)] = number(value)
-
-    def log_extra(column, values):
-        with contextlib.suppress(Exception):  # what cannot be logged is not
-            extra[str(column)] = [None if v is None else str(v) if number(v) is None else number(v) for v in values]
-
-    prompts = [row.get("prompt_messages") or row.get("prompt_text") for row in rows]
-    completions = [
-        [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
-    columns = set().union(*rows) - {"prompt", "prompt_messages", "completion"}
-    arguments = {key: [row.get(key) for row in rows] for key in columns}
-    arguments |= dict(prompts=prompts, completions=completions, log_extra=log_extra, log_metric=log_metric)
-    arguments |= dict(trainer_state=SimpleNamespace(**rows[0].get("trainer_state", {})))
-    signature = inspect.signature(function)
-    return {k: v for k, v in arguments.items() if k in signature.parameters or "**" in str(signature)}
 
 
 def number(value) -> float | None:

@@ -24,11 +24,10 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
     the neighbours' lengths. ValueError if padded rows are off, too.
     """
-    from transformers import AttentionInterface
-    from transformers.integrations import sdpa_attention
+    import transformers.integrations.sdpa_attention
 
-    sdpa_attention.use_gqa_in_sdpa = shares_keys
-    AttentionInterface.register("packed", packed_attention)
+    transformers.integrations.sdpa_attention.use_gqa_in_sdpa = shares_keys
+    transformers.AttentionInterface.register("packed", packed_attention)
     words, longest = policy.model.config.get_text_config().vocab_size, max(4, longest)
     few, ids = min(8, longest // 2), np.resize(np.array(ids) % words, longest + 24)
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])

@@ -60,6 +60,12 @@ def with_run(config, given: dict) -> dict:
     return {k: v for k, v in saved.items() if k in known} | given | dict(out_dir=out_dir, resume=resume)
 
 
+def refuse_used(out: str, goes_on: bool) -> None:
+    if not goes_on and (checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))):
+        why = "--resume goes on with a run, for a new one name another directory"
+        raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
+
+
 def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
     """Rank 0 only. The Config with the directory of this run, which is locked and holds config.json from now on."""
     out, goes_on = cfg.out_dir, cfg.resume == "latest"
@@ -70,12 +76,11 @@ def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
                 break
             out = f"{UNNAMED}.{number}"
         os.makedirs(out, exist_ok=True)
-        if not goes_on and (checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))):
-            why = "--resume goes on with a run, for a new one name another directory"
-            raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
+        refuse_used(out, goes_on)  # before a lock lies in it
         lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
         lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
         exits.callback(lock.release)
+        refuse_used(out, goes_on)  # by the run that had the lock
         cfg = dataclasses.replace(cfg, out_dir=out)
         new = Path(out, "config.json.new")  # with that ending until it is whole
         notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code)

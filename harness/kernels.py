@@ -115,39 +115,37 @@ def rows_of(samples, packs: bool, multiple: int = 1) -> dict:
     targets [n]: the completions' tokens; place [n]: where they stand in [N, T]; read [n]: the place in the rows of the
     token before each, whose output predicts it.
     """
+    order = np.argsort([-len(s.completion_ids) for s in samples], kind="stable")
+    samples = [samples[i] for i in order]  # long ones first, in all that follows
     P = np.array([len(s.prompt.ids) for s in samples])  # [N]
     C = np.array([len(s.completion_ids) for s in samples])  # [N]
-    N, T = len(samples), C.max()
-    row = dict(shape=(N, int(T)), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
-    row |= dict(place=spans(np.arange(N) * T, C))
+    N, T = len(samples), int(C[0])
+    row = dict(shape=(N, T), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
+    row |= dict(place=spans(order * T, C))
     if not packs:
         ids = padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64)  # [N, L]
         return row | dict(ids=ids, read=spans(np.arange(N) * ids.shape[1] + P - 1, C))
     prompts = {s.group: s.prompt.ids for s in samples}
-    order = np.argsort(-C, kind="stable")
-    sizes = np.array([*map(len, prompts.values()), *(C[order] - 1)])
+    ids = np.concatenate([*prompts.values(), *(s.completion_ids[:-1] for s in samples)]).astype(np.int64)
+    sizes = np.array([*map(len, prompts.values()), *(C - 1)])
     starts = np.cumsum(sizes) - sizes
-    prompt_start, prompt_size, start = starts[: len(prompts)], sizes[: len(prompts)], np.empty(N, np.int64)
-    start[order] = starts[len(prompts) :]
     number = {group: i for i, group in enumerate(prompts)}
-    which = np.array([number[s.group] for s in samples])  # [N]: the sample's prompt
-    ids = np.concatenate([*prompts.values(), *(samples[i].completion_ids[:-1] for i in order)]).astype(np.int64)
-    positions = spans(np.concatenate([0 * prompt_size, P[order]]), sizes)
+    prompt_start, start = starts[[number[s.group] for s in samples]], starts[len(prompts) :]  # [N] each
+    first, zero = starts[: len(prompts)], np.zeros(len(prompts), np.int64)
+    positions = spans(np.concatenate([zero, P]), sizes)
     read = spans(start - 1, C)
-    read[np.cumsum(C) - C] = (prompt_start + prompt_size - 1)[which]  # a first token follows its prompt
-    blocks = [block(prompt_start, 0 * prompt_size, prompt_start, prompt_size, multiple)]
-    for part in two_parts(order, C[order]):
-        blocks.append(block(prompt_start[which[part]], P[part], start[part], C[part] - 1, multiple))
+    read[np.cumsum(C) - C] = prompt_start + P - 1  # a first token follows its prompt
+    blocks = [block(first, zero, first, sizes[: len(prompts)], multiple)]
+    blocks += [block(prompt_start[part], P[part], start[part], C[part] - 1, multiple) for part in two_parts(C)]
     return row | dict(ids=ids[None], positions=positions[None], read=read, blocks=blocks)
 
 
-def two_parts(order, lengths) -> list:
+def two_parts(lengths) -> list[slice]:
     """Attention pads a block: long completions apart from short ones, where that saves a fifth of it."""
-    N, cuts = len(order), np.arange(len(order))
+    N, cuts = len(lengths), np.arange(len(lengths))
     area = cuts * lengths[0] + (N - cuts) * lengths  # of the rows before the cut and those after it
     cut = area.argmin() if 5 * area.min() < 4 * N * lengths[0] else 0
-    longest = {0: lengths[0], cut: lengths[cut]}
-    return [order[a:b] for a, b in ((0, cut), (cut, N)) if a < b and longest[a] > 1]  # 1: nothing follows the prompts
+    return [slice(a, b) for a, b in ((0, cut), (cut, N)) if a < b and lengths[a] > 1]  # 1: nothing follows the prompts
 
 
 def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
@@ -201,21 +199,20 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     found = []
     for q_from, k_from, real, q_at, k_at in blocks:
-        keys, ends = torch.arange(k_at.shape[1]), torch.tensor([[0], [k_at.shape[1] - 1]])
-        causal = torch.equal(mask_function(0, 0, ends, keys[None]), keys <= ends)  # the first token and the last one
-        prompts = causal and q_at.shape == k_at.shape and q_at.shape[0] == 1  # for the fast causal kernel
-        mask = None if prompts else mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
-        bias = None if prompts else torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
-        found.append((q_from, k_from, real, bias))
+        k, mask = torch.arange(k_at.shape[1]), None  # None: the fast causal kernel
+        ends = k[[0, -1], None]  # the first token sees itself, the last one all: plain causal
+        causal = torch.equal(mask_function(0, 0, ends, k[None]), k <= ends)
+        if not (causal and q_at.shape == k_at.shape == (1, len(k))):  # prompts have that shape
+            mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
+            mask = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
+        found.append((q_from, k_from, real, mask))
     return found
 
 
 def shares_keys(attention_mask, key, value) -> bool:
-    """In place of transformers' rule: whether grouped heads get no copy of the keys each. On CUDA only flash does
-    without; else the formula would run, whose memory is quadratic in the length."""
-    if key.is_cuda and (value.dtype.itemsize > 2 or torch.cuda.get_device_properties(key.device).major < 8):
-        return False
-    return attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
+    """For transformers: grouped heads without copies of keys? On CUDA only for flash; the other kernel is quadratic."""
+    flash = not key.is_cuda or (value.itemsize == 2 and torch.cuda.get_device_properties(key.device).major >= 8)
+    return flash and attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
 
 
 @torch.compiler.disable  # many shapes: compiled, it would be compiled again and again

@@ -58,8 +58,7 @@ def fit_micro_batch(cfg, model, device: torch.device):
     # bytes that a token leaves in a layer; where that is recomputed, only its input
     layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
     for recompute in sorted({cfg.gradient_checkpointing, True}):
-        token = 4 * hidden * layers + layer if recompute else layers * layer
-        copies = 2 * half * parameters * (not recompute)  # for autocast
+        token, copies = (4 * hidden * layers + layer, 0) if recompute else (layers * layer, 2 * half * parameters)
         tokens = next((t for t in (16384, 8192, 4096, 2048) if t * token + copies <= room), 0)
         if tokens:
             break
@@ -191,11 +190,6 @@ def without_randomness(config):
 def fill_with_nan(model) -> None:
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
-
-
-def has_alibi(model) -> bool:
-    """ALiBi's slopes are neither parameters nor buffers: sleep level 2 drops them, and no push brings them."""
-    return any(getattr(getattr(m, "impl", None), "alibi_slopes", None) is not None for m in model.modules())
 
 
 def repack(model) -> None:

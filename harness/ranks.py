@@ -27,6 +27,17 @@ class World:
         dist.all_gather_object(lists, items)
         return [item for part in lists for item in part]
 
+    def first(self, call):
+        """What call() gives on rank 0, on every rank; so is the user's error that it finds there."""
+        try:
+            found = call() if self.rank == 0 else None
+        except ConfigError as error:
+            found = error
+        found = self.gather([found])[0]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
 
 def pick_device(kind: str) -> torch.device:
     """The device of this rank, and of what torch makes by itself. auto: never a silent run on the CPU beside a GPU."""

@@ -41,7 +41,7 @@ class Run:
         if len(set(world.gather([self.first]))) > 1:
             raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        self.cfg = cfg = world.gather([claim_out_dir(cfg, code, self.exits) if self.rank0 else cfg])[0]
+        self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
         self.exits.callback(leave_world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
         self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
@@ -57,11 +57,14 @@ class Run:
         optimizer.register_step_pre_hook(lambda *_: self.change())
         if self.checkpoint:
             return self.restore(self.checkpoint.state)
+        self.world.first(self.try_to_save)
+
+    def try_to_save(self) -> None:
+        """That a checkpoint can be written is proved now, not found out after hours."""
         trial = os.path.join(self.cfg.out_dir, ".trial")
-        try:  # that one can be written is proved now, not found out after hours
-            if self.rank0:
-                write_checkpoint(trial, write_model, {})
-                shutil.rmtree(trial)
+        try:
+            write_checkpoint(trial, self.write_model, {})
+            shutil.rmtree(trial)
         except Exception as error:
             why = f"no checkpoint can be saved there ({first_line(error)})"
             raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
@@ -122,15 +125,14 @@ class Run:
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
         """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
         first step got a reward. And what they logged of their own: the mean over the ranks that did."""
-        for kind in ("first_failure", "first_retry"):
-            for line in [getattr(s, kind) for s in scores if getattr(s, kind) and kind not in self.said][:1]:
-                self.said.add(kind)
-                say(line)
+        for line in [s.first_failure for s in scores if s.first_failure and "failure" not in self.said][:1]:
+            self.said.add("failure")
+            say(line)
         failed = sum(sum(s.failed) for s in scores)
-        if step == 1 and failed + sum(s.without_reward for s in scores) == n_samples:
+        if step == 1 and failed + sum(math.isnan(total) for s in scores for total in s.totals) == n_samples:
             why = "failed; the line above says how the first one did" if failed else "returned None, for every sample"
             raise TrainingError(f"every reward of the first step {why}")
-        causes = sum((Counter(s.failures) for s in scores), Counter())
+        causes = sum((s.failures for s in scores), Counter())
         metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
         for name in sorted({name for s in scores for name in s.metrics}):
             values = [s.metrics[name] for s in scores if name in s.metrics]

@@ -6,15 +6,14 @@ import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 
-from reward import Outcome, Reward, Scores, call_reward, load_rewards, one_line
+from reward import Outcome, Reward, Scores, call_reward, find_reward
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"  # found by place
@@ -28,7 +27,8 @@ class Worker:
     reach it, and it can be killed with everything that it started. It starts when it is first needed."""
 
     def __init__(self, rewards: list[Reward], timeout: float, memory: int):
-        self.rewards, self.timeout, self.memory, self.process = rewards, timeout, memory, None
+        files = [(reward.name, reward.path, reward.text) for reward in rewards if not reward.trusted]
+        self.settings, self.timeout, self.process = (files, memory), timeout, None
 
     def call(self, *question) -> Outcome:
         try:
@@ -39,19 +39,16 @@ class Worker:
             self.kill()
             return Outcome(None, "timeout", str(error))
         except (OSError, EOFError):
+            time.sleep(0.3)  # for the exit code to be its own
             return Outcome(None, "died", f"the worker ended with exit code {self.kill()}")
-        except Exception as error:
-            return Outcome(None, "exception", f"a row cannot be sent to a worker: {one_line(error)}")
 
     def start(self):
         self.kill()  # what the last one started may still be there
-        ours, theirs = socket.socketpair()
-        self.connection, command = Connection(ours.detach()), [sys.executable, "-c", MAIN, HERE]
+        self.connection, theirs = Pipe()
+        command = [sys.executable, "-c", MAIN, HERE]
         with theirs:  # prints go to stderr, so as not to mix with the trainer's
             self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
-        texts = {reward.path: reward.text for reward in self.rewards if reward.path}
-        specs = [reward.spec for reward in self.rewards if not reward.trusted]
-        self.ask((os.getpid(), specs, texts, list(map(str, sys.path)), self.timeout, self.memory), START_LIMIT)
+        self.ask((os.getpid(), list(map(str, sys.path)), *self.settings), START_LIMIT)
 
     def ask(self, question: tuple, limit: float) -> Outcome:
         self.connection.send(question)
@@ -81,28 +78,22 @@ def serve():
         os.killpg(0, signal.SIGKILL)
 
     try:
-        trainer, specs, texts, path, timeout, memory = connection.recv()
+        trainer, path, files, memory = connection.recv()
         threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-        sys.path[:] = [*map(os.path.dirname, texts), *path]  # a function may import its neighbours when it is called
-        rewards = {spec: load_rewards(spec, texts)[0] for spec in specs}
+        sys.path[:] = [*(os.path.dirname(file) for _, file, _ in files if file), *path]  # for imports within a call
+        rewards = {name: find_reward(name, file, text) for name, file, text in files}
         memory += 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on top of what the imports took
-        _limit(resource.RLIMIT_DATA, memory)
+        with contextlib.suppress(OSError, ValueError):  # not every system has it
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         outcome = Outcome([])
         while True:
             connection.send(tuple(outcome))
-            spec, completions, rows = connection.recv()
-            # the trainer enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
-            _limit(resource.RLIMIT_CPU, int(time.process_time() + os.cpu_count() * (timeout + 10)))
-            outcome = call_reward(rewards[spec], completions, rows)
+            name, completions, rows = connection.recv()
+            outcome = call_reward(rewards[name], completions, rows)
             if os.getpid() != worker:
                 os._exit(0)  # the function forked, and this is the child
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
-
-
-def _limit(kind: int, amount: int):
-    with contextlib.suppress(OSError, ValueError):  # not every system has them, or lets them rise
-        resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))
 
 
 class Scorer:
@@ -114,14 +105,14 @@ class Scorer:
 
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
-        n = len(rows)
+        n, singles = len(rows), [[i] for i in range(len(rows))]
         scores = Scores([math.nan] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n)
         for reward in self.rewards:
-            singles = [[i] for i in range(n)]
-            results = self._outcomes(reward, [list(range(n))] if reward.batched and n else singles, completions, rows)
-            if reward.batched and n > 1 and (cause := results[0][1].cause):
-                line = f"reward {reward.name}: a call with {n} samples failed, now one by one"
-                scores.first_retry = scores.first_retry or f"{line}: {cause}: {results[0][1].message}"
+            together = reward.batched and n > 1
+            results = self._outcomes(reward, [list(range(n))] if together else singles, completions, rows)
+            if together and (failed := results[0][1]).values is None:
+                line = f"reward {reward.name} failed on {n} samples at once, now one by one"
+                scores.first_failure = scores.first_failure or f"{line}: {failed.cause}: {failed.message}"
                 results = self._outcomes(reward, singles, completions, rows)
             for job, outcome in results:
                 scores.add(reward, job, outcome, rows)
@@ -138,7 +129,7 @@ class Scorer:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in the process then: Ctrl-C is the trainer's
             for job in waiting:
                 tired = [outcome.cause for _, outcome in results[-PATIENCE:]] == ["timeout"] * PATIENCE
-                call = reward.spec, [completions[i] for i in job], [rows[i] for i in job]
+                call = reward.name, [completions[i] for i in job], [rows[i] for i in job]
                 results.append((job, GIVEN_UP if tired else worker.call(*call)))
 
         pool = ThreadPoolExecutor(len(self.workers))

@@ -48,6 +48,12 @@ TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.0
 TINY |= dict(rows=32, budget=1024)
 RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40, steps=1)
 RANDOM |= dict(rows=8, budget=560)
+RANDOM |= dict(shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10))
+RANDOM["shape"] |= dict(num_attention_heads=6, num_key_value_heads=2)
+WORDS = dict(num_prompts=8, num_generations=8, prompt=75, completion=24, beta=0.0, stop=0, steps=1)
+WORDS |= dict(rows=8, budget=8 * 99, without=("trl_hf",))  # that would take two thirds of the time
+WORDS |= dict(shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18))
+WORDS["shape"] |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)  # as Gemma 3 270M
 LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
 SETTINGS = {
     "135M, its own reward": REAL | dict(reward="answer", compile=True),
@@ -57,6 +63,7 @@ SETTINGS = {
     "30M": RANDOM,
     "30M, equal lengths": RANDOM | dict(completion=40, stop=0, budget=8 * 52),
     "30M, long prompt": RANDOM | LONG | dict(stop=0),
+    "270M, 262k words": WORDS,
 }
 IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths")
 SIDES = dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
@@ -74,12 +81,12 @@ def answer(completions, answer, **_):
 
 
 def prepare(setting: str, model: str, folder: str) -> dict:
-    """Paths of model, rows and reward: the real one, the bundled one, or a 30 M model of random weights, whose words
-    are all nearly as probable, so that lengths are geometric with mean 1 / stop."""
+    """Paths of model, rows and reward: the real one, the bundled one, or a model of random weights, whose words are
+    all nearly as probable, so that lengths are geometric with mean 1 / stop."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-    spec, rows, vocabulary = SETTINGS[setting], os.path.join(folder, "rows.jsonl"), 32_000
+    spec, rows = SETTINGS[setting], os.path.join(folder, "rows.jsonl")
     with open(os.path.join(folder, "reward.py"), "w") as file:
         file.write(REWARDS)
     reward = f"{file.name}:{spec.get('reward', 'position')}"
@@ -93,15 +100,14 @@ def prepare(setting: str, model: str, folder: str) -> dict:
                 question = f"State the final answer to the following arithmetic problem: {a} - {b} ="
                 file.write(json.dumps(dict(prompt=[dict(role="user", content=question)], answer=str(a - b))) + "\n")
         return dict(model=model, rows=rows, reward=reward)
+    vocabulary = spec["shape"]["vocab_size"]
     names = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")  # ids 0, 1, 2; no word begins like them
     ids = {word: i for i, word in enumerate([*names.values(), *(f"w{i}" for i in range(3, vocabulary))])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-    sizes = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=10, num_attention_heads=6)
-    config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(tie_word_embeddings=True, **spec["shape"]))
     model.generation_config.eos_token_id = list(range(2, 3 + int(spec["stop"] * vocabulary)))
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
@@ -251,7 +257,8 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
     options |= dict(num_generations=spec["num_generations"], max_completion_length=spec["completion"])
     options |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, lr_scheduler_type="constant", beta=spec["beta"])
     options |= dict(use_cpu=True, gradient_checkpointing=False, report_to="none", disable_tqdm=True)
-    options |= dict(save_strategy="no", bf16=not files["model"].endswith("sample_data/model"))  # as grpo.py chooses
+    half = harness.models.fast_bfloat16(world.device) and not files["model"].endswith("sample_data/model")
+    options |= dict(save_strategy="no", bf16=half)  # as grpo.py chooses
     options |= dict(output_dir=tempfile.mkdtemp(), logging_steps=1, model_init_kwargs=dict(dtype="float32"))
     config = GRPOConfig(**(options | given))
     trainer, engine = GRPOTrainer(files["model"], space[name], config, train_dataset=data), None
@@ -418,7 +425,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             files = prepare(setting, args.model, folder)
             for number, side in ((n, s) for n in range(args.rounds) for s in SIDES):
-                if side.startswith("trl") and not args.trl:
+                if side in SETTINGS[setting].get("without", ()) or (side.startswith("trl") and not args.trl):
                     continue
                 python = args.trl if side.startswith("trl") else sys.executable
                 rounds[number][side] = run_side([python], side, setting, files, extra)

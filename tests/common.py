@@ -131,6 +131,14 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """One process runs all tests of the default suite that fork, so that there is one server; others go by file."""
+    for item in items:
+        forks = "fork" in item.fixturenames and not item.get_closest_marker("slow")
+        item.add_marker(pytest.mark.xdist_group("forks" if forks else item.path.name))
+
+
 def forking_server():
     """Each line of its input is a call: [name, args, options, ranks, file for the output]. It is made in a fork, or in
     one for each rank; the server answers with their pids and, at the end, with their exit codes."""
@@ -562,7 +570,7 @@ def file(tmp_path_factory):
     (folder / "neighbour.py").write_text("ZERO = 0\n")
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "dies.py").write_text(
-        f"import os\nif os.getpid() != {os.getpid()}: os._exit(1)\ndef length(completion, row): return 1.0\n"
+        f"import os\nif os.getpid() != {os.getpid()}: os._exit(7)\ndef length(completion, row): return 1.0\n"
     )
     (folder / "functions.py").write_text(FUNCTIONS)
     return str(folder / "functions.py")

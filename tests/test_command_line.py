@@ -1,4 +1,4 @@
-"""TODO."""
+"""The command line: its errors, torchrun, and what two ranks make of a run."""
 
 import dataclasses
 import math

@@ -48,14 +48,14 @@ from tests.families import SAMPLING, family, family_run
 pytest_plugins = "tests.common"
 
 
-ENGINES = [("qwen2", True), ("mixtral", False)]
-MORE_ENGINES = [("qwen3", True), ("llama", False), ("gemma2", True), ("mistral", False)]
+ENGINES = [("qwen2", True)]
+MORE_ENGINES = [("mixtral", False), ("qwen3", True), ("llama", False), ("gemma2", True), ("mistral", False)]
 
 
 WEIGHT_FAULTS = ("push", "scaled", "norms", "head")  # seen by weights, so at any learning rate
 
 
-FAULTS = ("none", *WEIGHT_FAULTS, "refused", "cache", "swapped", "unset", "raw")
+FAULTS = ("none", *WEIGHT_FAULTS, "refused", "cache", "swapped", "unset")
 
 
 def fault_run(out, sampler, fault, monkeypatch):
@@ -183,16 +183,33 @@ def agreement(folder, engines):
 
 
 def more_engines(folder):
-    write_json(f"{folder}/more.json", agreement(folder, MORE_ENGINES))
+    """The checks that need an engine of their own each."""
+    results, bundled = (
+        agreement(folder, MORE_ENGINES),
+        dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm"),
+    )
+    from vllm import LLM
 
-
-def write_json(path, results):
-    with open(path, "w") as file:
-        json.dump(results, file)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        start = LLM.__init__
+        raw = dict(logprobs_mode="raw_logprobs")
+        monkeypatch.setattr(LLM, "__init__", lambda self, **options: start(self, **(options | raw)))
+        sampler = grpo.VLLMSampler([1], 150, Config(temperature=0.7, **bundled), CPU)
+        results["raw"] = fault_run(f"{folder}/raw", sampler, "raw", monkeypatch)
+    sampler.close()
+    sampler = grpo.VLLMSampler([1], 150, Config(dtype="bfloat16", **bundled), CPU)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
+        history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
+        keys = ("sampler_gap", TIS, TIS.replace("mean", "max"), "tis_ess")
+        results["half"] = [{key: m[key] for key in keys} for m in history]
+    sampler.close()
+    results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}
+    (pathlib.Path(folder) / "results.json").write_text(json.dumps(results))
 
 
 def vllm_worker(folder):
-    """Runs every check that needs an engine in one process, and leaves the numbers for the tests below."""
+    """Runs the checks that can share an engine in one process, and leaves the numbers for the tests below."""
     results, rng = agreement(folder, ENGINES), np.random.default_rng(0)
     bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
     sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
@@ -216,39 +233,30 @@ def vllm_worker(folder):
     sampler.close()
     from vllm import LLM, SamplingParams
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        start = LLM.__init__
-        raw = dict(logprobs_mode="raw_logprobs")
-        monkeypatch.setattr(LLM, "__init__", lambda self, **options: start(self, **(options | raw)))
-        sampler = grpo.VLLMSampler([1], 150, Config(temperature=0.7, **bundled), CPU)
-        results["fault raw"] = fault_run(f"{folder}/raw", sampler, "raw", monkeypatch)
-    sampler.close()
     checkpoint = f"{folder}/whole/step_000003"  # as users load it: by path, with its tokenizer, no push
     llm = LLM(checkpoint, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**26, enforce_eager=True)
     served = llm.generate(QUESTIONS, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     results["texts"] = [request.outputs[0].text for request in served]
     llm.llm_engine.engine_core.shutdown()
-    half = Config(dtype="bfloat16", **bundled)
-    sampler = grpo.VLLMSampler([1], 150, half, CPU)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(grpo, "make_sampler", lambda *_: sampler)
-        history = small_run(f"{folder}/half", max_steps=2, dtype="bfloat16")
-        keys = ("sampler_gap", TIS, TIS.replace("mean", "max"), "tis_ess")
-        results["half"] = [{key: m[key] for key in keys} for m in history]
-    sampler.close()
-    results["families"] = {name: served_family(pathlib.Path(folder) / f"served_{name}", name) for name in SERVED}
-    write_json(f"{folder}/results.json", results)
+    (pathlib.Path(folder) / "results.json").write_text(json.dumps(results))
+
+
+def engine_results(fork, folder, name):
+    if not importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is not installed")
+    done = fork(f"tests.test_engine.{name}", folder)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, json.loads((folder / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def engine(fork, tmp_path_factory):
-    if not importlib.util.find_spec("vllm"):
-        pytest.skip("vllm is not installed")
-    folder = tmp_path_factory.mktemp("engine")
-    done = fork("tests.test_engine.vllm_worker", folder)[1]()
-    assert done.returncode == 0, done.stderr[-3000:]
-    with open(folder / "results.json") as file:
-        return folder, json.load(file)
+    return engine_results(fork, tmp_path_factory.mktemp("engine"), "vllm_worker")
+
+
+@pytest.fixture(scope="module")
+def more(fork, tmp_path_factory):
+    return engine_results(fork, tmp_path_factory.mktemp("more"), "more_engines")
 
 
 TIS = "sampling/importance_sampling_ratio/mean"
@@ -303,12 +311,9 @@ class TestEngine:
             assert comparable is (kind != "mixtral")  # whose experts a CPU packs
 
     @pytest.mark.slow
-    def test_more_engines_agree(self, fork, tmp_path):
-        done = fork("tests.test_engine.more_engines", tmp_path)[1]()
-        assert done.returncode == 0, done.stderr[-3000:]
-        for kind, tied in MORE_ENGINES:
-            found = (None, json.loads((tmp_path / "more.json").read_text()))
-            self.test_engine_and_trainer_agree_before_and_after_a_push(found, kind, tied)
+    @pytest.mark.parametrize("kind, tied", MORE_ENGINES)
+    def test_more_engines_agree(self, more, kind, tied):
+        self.test_engine_and_trainer_agree_before_and_after_a_push(more, kind, tied)
 
     @pytest.mark.parametrize("fault", FAULTS)
     def test_a_planted_fault_is_caught_on_the_step_it_happens(self, engine, fault):
@@ -319,12 +324,15 @@ class TestEngine:
             assert len(gaps) == 1 and end == "after a push the sampler's weights are not the trainer's"
         elif fault == "refused":
             assert len(gaps) == 1 and "did not reset its prefix cache" in end
-        elif fault == "raw":
-            assert gaps == [] and "before the temperature" in end
         elif fault == "unset":
             assert gaps == [] and "some weights of the engine were never set" in end
         else:
             assert len(gaps) == 1 and gaps[0] < 1e-5 and "Likely causes" in end and "--max_sampler_gap 0.0001" in end
+
+    @pytest.mark.slow
+    def test_log_probabilities_from_before_the_temperature_are_caught(self, more):
+        gaps, end = more[1]["raw"]
+        assert gaps == [] and "before the temperature" in end
 
     def test_more_prompt_tokens_than_one_engine_step_takes(self, engine):
         assert engine[1]["many"] == 220
@@ -348,10 +356,11 @@ class TestEngine:
             out = model.generate(torch.tensor(ids)[None].long(), max_new_tokens=20, do_sample=False)[0, len(ids) :]
             assert tokenizer.decode(out, skip_special_tokens=True) == expected == served
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SERVED)
-    def test_a_saved_family_is_served(self, engine, name):
+    def test_a_saved_family_is_served(self, more, name):
         """Two of them here; the other six families of FAMILIES were once run through the same lines by hand."""
-        gap, different_samples, same_prompt, same_answer = engine[1]["families"][name]
+        gap, different_samples, same_prompt, same_answer = more[1]["families"][name]
         assert gap < 1e-5 and different_samples > 2 and same_prompt and same_answer
 
     @pytest.mark.slow
@@ -372,9 +381,10 @@ class TestEngine:
         spread = math.hypot(ours[-1]["eval_stderr"], theirs[-1]["eval_stderr"])
         assert abs(ours[-1]["eval_accuracy"] - theirs[-1]["eval_accuracy"]) < 2 * spread
 
-    def test_sampler_and_trainer_differ_in_bfloat16(self, engine):
+    @pytest.mark.slow
+    def test_sampler_and_trainer_differ_in_bfloat16(self, more):
         """By how much depends on the machine; on some they agree to the last bit."""
-        for m in engine[1]["half"]:
+        for m in more[1]["half"]:
             assert m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] < 1.0001 and 0.9 < m[TIS] < 1.1
 
 

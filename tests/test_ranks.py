@@ -34,6 +34,23 @@ def test_what_ranks_send_each_other_arrives_in_their_order(fork):
     assert done.returncode == 0, done.stderr
 
 
+def refused():
+    """On each of two ranks: what only rank 0 can find, the others hear of."""
+    world = ranks.join_world(CPU.device)
+    assert world.first(lambda: world.rank + 7) == 7
+
+    def fail():
+        raise ConfigError(f"by rank {world.rank}")
+
+    with pytest.raises(ConfigError, match="^by rank 0$"):
+        world.first(fail)
+
+
+def test_an_error_of_the_user_that_rank_0_finds_ends_every_rank(fork):
+    done = fork("tests.test_ranks.refused", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr
+
+
 def test_auto_is_never_a_silent_run_beside_a_gpu(monkeypatch):
     chosen = []
     gpus = types.SimpleNamespace(is_available=lambda: False, device_count=lambda: 0, set_device=chosen.append)

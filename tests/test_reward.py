@@ -21,7 +21,7 @@ import reward
 from grpo import Config, Prompt
 from harness.workers import Scorer
 from reward import load_rewards
-from tests.common import REWARDS, gone, ids_of, random_samples, small_run
+from tests.common import REWARDS, gone, ids_of, random_samples, small_run, wait_for
 
 pytest_plugins = "tests.common"
 
@@ -192,7 +192,6 @@ def test_none_means_that_a_reward_does_not_apply(scorer):
     assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
     scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
     assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
-    assert scores.without_reward == 1
 
 
 def test_trl_functions(scorer):
@@ -202,7 +201,7 @@ def test_trl_functions(scorer):
         for a, prompt in (("1", "a"), ("2", "a"), ("3", "b"))
     ]
     scores = scorer(*names).score(["1", "x", "3"], rows)
-    assert scores.failures == {} and scores.first_retry == ""
+    assert scores.failures == {} and scores.first_failure == ""
     assert list(scores.parts.values()) == [[1, 0, 1], [3, 0, 3], [-1, -2, -3], [1, 0, 1], [2, 2, 2], [3, 0, 3]]
     assert scorer("waits").score(["a", "b"], [{}] * 2).totals == [1.0, 1.0]
 
@@ -223,7 +222,8 @@ def test_trl_failures_are_retried_one_by_one(scorer):
     scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
     assert str(scores.totals) == "[1.0, 0.0, nan, 1.0, 1.0, 0.0, 1.0, 0.0]"
     assert scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
-    assert "a call with 8 samples failed" in scores.first_retry and "ValueError: raise" in scores.first_retry
+    line = "reward trl_misbehave failed on 8 samples at once, now one by one: exception: ValueError: raise"
+    assert scores.first_failure.startswith(line)
     for name in ("trl_dict", "trl_string"):
         assert scorer(name).score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
 
@@ -255,7 +255,7 @@ def test_trl_own_functions(chat, scorer, tmp_path):
     scorer = Scorer(load_rewards(spec), timeout=60)
     scores = scorer.score(texts, rows)
     scorer.close()
-    assert not scores.failures and not scores.first_retry
+    assert not scores.failures and not scores.first_failure
     for name, parts in scores.parts.items():
         columns = dict(prompts=prompts, completions=completions, completion_ids=ids, solution=solutions)
         state = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
@@ -292,12 +292,12 @@ def test_workers_are_found_by_place(tmp_path):
     (tmp_path / "reward.py").write_text("def short(completion, row): return -len(completion)")
     code = (
         "import pathlib, sys; sys.path[:] = [pathlib.Path('x'), sys.argv[1], *sys.path]\n"
-        "from harness.workers import Scorer, load_rewards\n"
+        "from harness.workers import Scorer\nfrom reward import load_rewards\n"
         "scorer = Scorer(load_rewards('reward.py:short'), timeout=60)\n"
         "print(scorer.score(['abc'], [{}])); scorer.close()"
     )
     done = subprocess.run([sys.executable, "-c", code, HERE], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "totals=[-3.0]" in done.stdout and "failures={}" in done.stdout, done.stderr
+    assert "totals=[-3.0]" in done.stdout and "failures=Counter()" in done.stdout, done.stderr
 
 
 def test_a_file_that_is_edited_during_a_run(tmp_path, capfd):
@@ -341,15 +341,6 @@ def test_what_a_reward_logs_cannot_end_a_run(scorer):
     assert {type(value) for value in logged} == {float, str, type(None)}  # nothing of theirs travels
 
 
-def test_a_row_that_cannot_travel_costs_its_own_sample(scorer):
-    rows = [{"prompt_text": "a"}, {"prompt_text": "a", "key": lambda: 0}, {"prompt_text": "b"}]
-    for name, totals in (("length", [1, 0, 1]), ("trl_chat", [1, 0, 1])):
-        rows = [row | {"prompt_messages": [{"role": "user", "content": ""}]} for row in rows]
-        scores = scorer(name).score(["a", "b", "c"], rows)
-        assert scores.totals == totals and scores.failures == {"exception": 1}
-        assert "a row cannot be sent to a worker" in scores.first_failure
-
-
 def workers(pid=None):
     """The live reward workers of a process and what these started."""
     children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
@@ -367,12 +358,38 @@ def test_close_leaves_no_process(scorer):
     assert misbehave.score(["a"], [{}]).totals == [0.5]  # starts again
 
 
+def test_idle_workers_that_die_cost_no_sample(scorer):
+    length = scorer("length", workers=2)
+    for ended in (psutil.Process.kill, psutil.Process.terminate):
+        assert length.score(["a", "ab"] * 4, [{}] * 8).totals == [1.0, 2.0] * 4
+        started = workers()
+        assert len(started) == 2
+        for worker in started:
+            ended(worker)
+        wait_for(lambda started=started: all(p.status() == psutil.STATUS_ZOMBIE for p in started))
+    scores = length.score(["abc"], [{}])
+    assert scores.totals == [3.0] and not scores.failures
+
+
+def test_a_worker_that_cannot_start_costs_its_calls(file, tmp_path, capfd):
+    here = f"os.getpid() == {os.getpid()}"
+    (tmp_path / "raises.py").write_text(f"import os\nassert {here}, 'no GPU'\ndef f(completion, row): return 1.0\n")
+    for spec, code in ((f"{os.path.dirname(file)}/dies.py:length", 7), (f"{tmp_path}/raises.py:f", 1)):
+        cannot = Scorer(load_rewards(spec), workers=2)
+        scores = cannot.score(["a"] * 3, [{}] * 3)
+        cannot.close()
+        assert scores.totals == [0.0] * 3 and scores.failures == {"died": 3}
+        assert f"died: the worker ended with exit code {code}" in scores.first_failure
+    assert "AssertionError: no GPU" in capfd.readouterr().err
+
+
 MAIN = """
 import pathlib, sys
 with open("imported", "a") as log:
     log.write(__name__ + "\\n")
 sys.path.insert(0, sys.argv[1])
-from harness.workers import Scorer, load_rewards
+from harness.workers import Scorer
+from reward import load_rewards
 if __name__ == "__main__":
     rewards = load_rewards(sys.argv[2] + ":misbehave")
     scorer = Scorer(rewards, timeout=60, workers=len(sys.argv) - 2)
@@ -419,8 +436,8 @@ SLOW_START = "import time\ntime.sleep(2)\ndef slow(completion, row): return time
 def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path, when):
     (tmp_path / "slow.py").write_text(SLOW_START)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import harness.workers as w\n"
-        "scorer = w.Scorer(w.load_rewards('slow.py:slow'), timeout=60)\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import harness.workers, reward\n"
+        "scorer = harness.workers.Scorer(reward.load_rewards('slow.py:slow'), timeout=60)\n"
         "print('ready', flush=True)\n"
         "try: scorer.score(['a'] * 8, [{}] * 8)\n"
         "except KeyboardInterrupt: print('stopped', flush=True)\n"

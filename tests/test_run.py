@@ -1,9 +1,11 @@
 """The run on disk: its directory, what --resume means, checkpoints."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import threading
 import time
 import types
 import weakref
@@ -71,6 +73,19 @@ def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, 
             again(out)
         assert sorted(out.rglob("*")) == files
         shutil.rmtree(out)
+
+
+def test_a_directory_that_a_run_leaves_while_another_waits_for_it_is_refused(tmp_path):
+    out, first = tmp_path / "out", contextlib.ExitStack()
+    harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, first)
+    before = (out / "config.json").read_bytes()
+    os.rename(out / "config.json", out / "later")  # as it was when the second one first looked
+    timer = threading.Timer(0.5, lambda: (os.rename(out / "later", out / "config.json"), first.close()))
+    timer.start()
+    with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="holds files of a run"):
+        harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, second)
+    timer.join()
+    assert (out / "config.json").read_bytes() == before
 
 
 # -- what --resume means
