@@ -188,7 +188,8 @@ def resolved(cfg: Config, model, device: torch.device) -> Config:
 
 
 def autocast(cfg: Config, device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    """In a pass that learns no cast is kept: each weight needs one, and of layers that are recomputed none stays."""
+    return torch.autocast(device.type, torch.bfloat16, cfg.dtype == "bfloat16", not torch.is_grad_enabled())
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class VLLMSampler:
         self.llm = LLM(**options)
 
     def push(self, model):
-        """In memory: spoil what the engine holds, reload, repack, forget cached prefixes."""
+        """In memory, what a checkpoint holds: spoil what is there, reload, repack, forget cached prefixes."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.asleep:  # weights first, the cache only after them: the two peaks never meet
@@ -367,6 +368,7 @@ class VLLMSampler:
             self.wake_up("weights")
         self.llm.apply_model(models.fill_with_nan)
         weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
+        weights |= {name: model.get_buffer(name) for name in dict(model.named_buffers()).keys() & model.state_dict()}
         weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
         self.llm.apply_model(models.repack)
@@ -379,7 +381,9 @@ class VLLMSampler:
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
         if self.cuda and not self.asleep:
-            self.llm.sleep(level=2)
+            [layers] = self.llm.apply_model(lambda engine: [getattr(m, "impl", None) for m in engine.modules()])
+            alibi = any(getattr(layer, "alibi_slopes", None) is not None for layer in layers)  # no push brings these
+            self.llm.sleep(level=1 if alibi else 2)
             self.asleep = True
 
     def wake_up(self, tag: str):

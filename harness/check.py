@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.kernels import packed_attention, rows_of, to_device
+from harness.kernels import packed_attention, rows_of, shares_keys, to_device
 
 ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4 of it, one wrong key 0.01 to 1
 
@@ -24,9 +24,10 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
     the neighbours' lengths. ValueError if padded rows are off, too.
     """
-    from transformers import AttentionInterface
+    import transformers.integrations.sdpa_attention
 
-    AttentionInterface.register("packed", packed_attention)
+    transformers.integrations.sdpa_attention.use_gqa_in_sdpa = shares_keys
+    transformers.AttentionInterface.register("packed", packed_attention)
     words, longest = policy.model.config.get_text_config().vocab_size, max(4, longest)
     few, ids = min(8, longest // 2), np.resize(np.array(ids) % words, longest + 24)
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])

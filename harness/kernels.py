@@ -153,8 +153,8 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
     follows. -> q_from [N, T] and k_from [N, K], places in the row; which queries are real, in [N * T]; q_at [N, T] and
     k_at [N, K], positions in the text."""
     p_start, p_size, start, size = (x[:, None] for x in (prompt_start, prompt_size, start, size))
-    t = np.arange(size.max())
     k = np.arange(-(-(p_size + size).max() // multiple) * multiple)
+    t = np.arange(size.max()) if p_size.any() else k  # of prompts a square, as causal kernels want it
     last = size - 1  # padding asks what the last token asks, and is seen by none
     q_from = start + np.minimum(t, last)
     k_from = np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last))
@@ -197,17 +197,22 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     who sees whom (causal, a sliding window, chunks) is asked by position in the text, not by place in the row."""
     kind = torch.device(device).type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    flash = kind != "cuda" or (dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0))
     found = []
     for q_from, k_from, real, q_at, k_at in blocks:
         k, mask = torch.arange(k_at.shape[1]), None  # None: the fast causal kernel
         ends = k[[0, -1], None]  # the first token sees itself, the last one all: plain causal
         causal = torch.equal(mask_function(0, 0, ends, k[None]), k <= ends)
-        if not (flash and causal and q_at.shape == k_at.shape == (1, len(k))):  # prompts have that shape
+        if not (causal and q_at.shape == k_at.shape == (1, len(k))):  # prompts have that shape
             mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
             mask = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
         found.append((q_from, k_from, real, mask))
     return found
+
+
+def shares_keys(attention_mask, key, value) -> bool:
+    """For transformers: grouped heads without copies of keys? On CUDA only for flash; the other kernel is quadratic."""
+    flash = not key.is_cuda or (value.itemsize == 2 and torch.cuda.get_device_properties(key.device).major >= 8)
+    return flash and attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
 
 
 @torch.compiler.disable  # many shapes: compiled, it would be compiled again and again

@@ -51,12 +51,13 @@ def fit_micro_batch(cfg, model, device: torch.device):
     kept = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
     kept += 0 if not cfg.beta else 2 * (parameters + head) if half else 4 * parameters  # the reference
     card = torch.cuda.get_device_properties(device).total_memory
-    room = 0.95 * card - 2e9 - kept - 2 * half * parameters - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
+    room = 0.95 * card - 2e9 - kept - 17 * head  # 2 GB: CUDA itself, an engine that sleeps
     # bytes that a token leaves in a layer; where that is recomputed, only its input
     layer = (13 if half else 26) * (hidden + (mlp or 4 * hidden))
-    needs = {False: layers * layer, True: 4 * hidden * layers + layer}  # of a token, by whether layers are recomputed
+    # of a token, and of all: autocast's copies of the weights, which recomputed layers do not keep
+    needs = {False: (layers * layer, 2 * half * parameters), True: (4 * hidden * layers + layer, 0)}
     ways = itertools.product(sorted({cfg.gradient_checkpointing, True}), (16384, 8192, 4096, 2048))
-    fits = [(t, recompute) for recompute, t in ways if t * needs[recompute] <= room]
+    fits = [(t, recompute) for recompute, t in ways if t * needs[recompute][0] + needs[recompute][1] <= room]
     sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take {kept / 1e9:.3g}"
     why = f"{sizes}, an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
     need(fits, cfg, "model", f"{why} (variants/lora.patch); with --micro_batch_tokens it is tried all the same")
@@ -125,6 +126,8 @@ def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
 
         if device.type != current_platform.device_type:
             problem = f"the installed vllm has no {device.type} build; {install}"
+        elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+            problem = "vllm has no kernels for cards below compute capability 7.5; --rollout hf does without"
         elif device.type == "cpu":  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
             type(current_platform).simple_compile_backend = "eager"
     except ImportError as error:

@@ -1,12 +1,14 @@
 """What this machine does with a model: is it right, how fast, how much fits. Exit code 1 if something is wrong.
 
     python studies/machine.py                                          # the bundled model: two minutes on a CPU
-    python studies/machine.py --model Qwen/Qwen2.5-0.5B-Instruct       # ten minutes on a GPU, at most
+    python studies/machine.py --points                                 # what was expected of a GPU: ten minutes, first
+    python studies/machine.py --model Qwen/Qwen2.5-0.5B-Instruct       # ten minutes more on a GPU, at most
     torchrun --nproc_per_node=8 studies/machine.py --random 1.5B       # random weights in the shapes of Qwen2.5
 
 Right: log-probabilities and gradient against float32 without chunks, the loss divided by 1e4 and by 1e6 tokens (small
 gradients must not vanish), also in bfloat16; the sampler around pushes; a resumed step. MFU counts what the mathematics
-of a dense model needs: 6 FLOP per weight and token, and causal attention; not what is computed twice.
+of a dense model needs: 6 FLOP per weight and token, and causal attention; not what is computed twice. Points: what the
+sources of torch, transformers and vLLM say of the cards that people have, each asked here, with its expected answer.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +26,16 @@ THREADS = os.environ.get("OMP_NUM_THREADS")  # common sets it
 import numpy as np
 import torch
 from common import HERE, plt, save
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
+import harness.check
 import harness.checkpoints
 import harness.models
 import harness.ranks
 import harness.rows
 import harness.run
+import view
 from grpo import Config, Policy, Sample
 from harness import check, kernels
 from harness.flags import first_line, say
@@ -41,7 +47,10 @@ PEAKS |= {"A100": 312, "A800": 312, "A10": 125, "A10G": 70, "A30": 165, "A40": 1
 PEAKS |= {"L4": 121, "L40": 181, "L40S": 362, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209, "MI300X": 1307}
 # hidden, MLP, layers, heads; 2 key-value heads, tied embeddings of 151,936 tokens
 QWEN = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12), "3B": (2048, 11008, 36, 16)}
-RIGHT, SPEED, MEMORY, LEFT_OUT = [], [], [], []
+RIGHT, SPEED, MEMORY, LEFT_OUT, POINTS = [], [], [], [], []
+SCRIPT = [os.path.join(os.path.dirname(HERE), "grpo.py")]
+FEW = "--max_steps 2 --eval_data= --reward overlong --num_prompts 4 --max_completion_length 8".split()
+FEW += ["--learning_rate", "1e-3"]
 
 
 def right(m, what: str, fine: bool, shown: str) -> None:
@@ -381,6 +390,205 @@ def sampler_and_phases(m, tokenizer) -> dict:
     return seconds
 
 
+# ----------------------------------------------------------------------------------------------------------------
+# The cards that people have: what the sources say of them, asked here
+
+
+def point(number: int, asked: str, missing: str, ask, *given) -> None:
+    """A line of the table of points. ask(*given) -> whether it is as expected, what was found."""
+    try:
+        fine, found = (None, missing) if missing else ask(*given)
+    except Exception as error:
+        fine, found = False, first_line(error)
+    answer = "cannot be asked here" if fine is None else "ok" if fine else "NOT AS EXPECTED"
+    POINTS.append([number, asked, found, answer])
+    say("  ".join(map(str, POINTS[-1])))
+
+
+def check_points(device) -> None:
+    """By the numbers of the list that they come from; its third part, what nobody knows, is the rest of this file."""
+    gpu = "" if device.type == "cuda" else "needs a GPU"
+    kind, why = ("hf", "") if gpu else harness.models.choose_sampler(Config(), device, False)
+    vllm = gpu or ("needs vllm" if "cannot be imported" in why else "")
+    engine = gpu or ("" if kind == "vllm" else why)
+    two = gpu or ("" if torch.cuda.device_count() > 1 else "needs two GPUs")
+    nccl = two or ("" if torch.distributed.is_nccl_available() else "needs NCCL")
+    driver = gpu or ("" if os.path.exists("/proc/driver/nvidia/version") else "needs NVIDIA's driver")
+    point(1, "bfloat16 from compute capability 8.0 on, where it is not emulated", gpu, bfloat16, device)
+    point(1, "vLLM from 7.5 on, below that --rollout auto is hf", vllm, engine_for_card, device)
+    point(2, "float32: an engine without TF32, its gap below 1e-4", engine, engine_run, "", 1e-4)
+    for dtype in ("float32", "bfloat16"):
+        missing = gpu or ("" if dtype == "float32" or harness.models.fast_bfloat16(device) else "needs bfloat16")
+        what = f"{dtype}, grouped heads: never the kernel of quadratic memory, in packed rows and padded ones"
+        point(3, what, missing, no_math_kernel, device, dtype)
+    what = "the micro-batch chosen for Qwen2.5 0.5B fits, with Adam's moments and a reference"
+    point(4, what, gpu, chosen_fits, device)
+    point(5, "SIGTERM with two ranks: the last whole step is saved", two, stopped_run)
+    point(6, "a set-up error of NCCL is reported with its cause", nccl, nccl_error)
+    point(7, "CUDA that torch cannot use: one line, no silent run on the CPU", driver, hidden_card)
+    point(8, "the bundled task: float32, and no engine", "", bundled, device)
+    point(9, "packed rows: one additive mask a pass, in autocast's dtype, width a multiple of 8", gpu, masks, device)
+    point(10, "torch makes what it makes by itself on this rank's card", gpu, current, device)
+    what = "an engine sleeps, wakes and has what is no parameter:"
+    point(10, f"{what} a router's buffer (GLM 4 MoE)", engine, engine_run, "Glm4Moe", 1e-3)
+    point(10, f"{what} ALiBi's slopes (BLOOM)", engine, engine_run, "Bloom", 1e-3)
+
+
+def trainer(*flags, nproc=1, stop=False, **env) -> tuple:
+    """grpo.py in a process of its own, or under torchrun: its exit code, its output, its metrics. stop: by SIGTERM, in
+    its third step."""
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "printed"), "w+") as printed:
+        out = os.path.join(folder, "out")
+        command = [sys.executable, *torchrun, *SCRIPT, "--device", "cuda", "--out_dir", out, *FEW, *flags]
+        streams = dict(stdout=printed, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=os.environ | env, cwd=os.path.dirname(HERE), **streams)
+        metrics = os.path.join(out, "metrics.jsonl")
+        while stop and process.poll() is None and len(view.read_jsonl(metrics) if os.path.exists(metrics) else []) < 2:
+            time.sleep(0.2)
+        if stop:
+            process.terminate()
+        code = process.wait(600)
+        printed.seek(0)
+        return code, printed.read().strip(), view.read_jsonl(metrics) if os.path.exists(metrics) else []
+
+
+def last_line(printed: str) -> str:
+    """Of what ended a run."""
+    return next((line for line in printed.splitlines() if ": stopped:" in line or ": error:" in line), printed)[-300:]
+
+
+def bfloat16(device) -> tuple:
+    capability, fast = torch.cuda.get_device_capability(device), harness.models.fast_bfloat16(device)
+    shown = (
+        f"{torch.cuda.get_device_name(device)}, {'.'.join(map(str, capability))}: {'bfloat16' if fast else 'float32'}"
+    )
+    assert (torch.ones(2, device=device) * 2).sum() == 4  # else torch has no kernels for the card
+    return fast == (capability >= (8, 0)), shown
+
+
+def engine_for_card(device) -> tuple:
+    kind, why = harness.models.choose_sampler(Config(), device, False)
+    return (kind == "vllm") == (torch.cuda.get_device_capability(device) >= (7, 5)), f"{kind} ({why})"
+
+
+def engine_run(kind: str, limit: float) -> tuple:
+    """Two steps of the bundled task in float32: the second samples after a sleep, an update and a push. kind: random
+    weights of another architecture. Whoever has set VLLM_ENABLE_V1_MULTIPROCESSING gets the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind:
+            random_weights(kind, folder)
+        rows = ["--train_data", grpo.BUNDLED["train_data"]]
+        flags = ["--rollout", "vllm", "--dtype", "float32", *(["--model", folder, *rows] if kind else [])]
+        started = time.monotonic()
+        _, printed, metrics = trainer(*flags, "--max_sampler_gap", "1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    gaps = [m["sampler_gap"] for m in metrics if "sampler_gap" in m]
+    if len(gaps) < 2:
+        return False, last_line(printed)
+    shown = f"gaps {gaps[0]:.2g} and {gaps[1]:.2g} (below {limit:g}), {time.monotonic() - started:.0f} s in all"
+    return max(gaps) < limit and "vLLM starts, which compiles" in printed, shown
+
+
+def random_weights(kind: str, folder: str) -> None:
+    import transformers
+
+    sizes = dict(vocab_size=18, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1)
+    more = dict(num_key_value_heads=2, head_dim=32, intermediate_size=128, moe_intermediate_size=64, n_routed_experts=8)
+    more |= dict(num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256)
+    more = more | dict(n_group=1, topk_group=1) if kind == "Glm4Moe" else dict(hidden_dropout=0.0)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more, pad_token_id=0, initializer_range=0.1)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.normal_()
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(grpo.BUNDLED["model"]).save_pretrained(folder)
+
+
+def grouped(device) -> argparse.Namespace:
+    """A small policy with grouped heads, and samples for it."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2)).to(device).eval()
+    m = argparse.Namespace(model=model, length=100, world=World(0, 1, device), policy=Policy(model, 1.0))
+    m.samples = made_up(m, 8, G=4)
+    return m
+
+
+def no_math_kernel(device, dtype: str) -> tuple:
+    m = grouped(device)
+    for packs in (True, False):
+        harness.check.use_rows(m.policy, packs)
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # an error without them
+            forward(m, collate(m, m.samples), Config(dtype=dtype)).sum().backward()
+    return True, "flash and the memory-efficient one are enough"
+
+
+def masks(device) -> tuple:
+    m, made, honest = grouped(device), [], kernels.packed_masks
+    cfg = Config(dtype="bfloat16" if harness.models.fast_bfloat16(device) else "float32")
+    kernels.packed_masks = lambda *args, **options: made.append(honest(*args, **options)) or made[-1]
+    try:
+        forward(m, collate(m, m.samples), cfg)
+    finally:
+        kernels.packed_masks = honest
+    found = {(str(bias.dtype), bias.shape[-1]) for blocks in made for *_, bias in blocks if bias is not None}
+    fine = all(dtype == f"torch.{cfg.dtype}" and width % 8 == 0 for dtype, width in found)
+    return len(made) == 1 and found and fine, f"built {len(made)} time(s) for two layers: {sorted(found)}"
+
+
+def chosen_fits(device) -> tuple:
+    model = random_model("0.5B", device)
+    cfg = grpo.resolved(Config(max_sampler_gap=1e9), model, device)
+    m = argparse.Namespace(model=model, length=512, world=World(0, 1, device), policy=Policy(model, 1.0))
+    n, head = model.num_parameters(), model.get_input_embeddings().weight.numel()
+    reference = torch.empty(2 * (n + head) if cfg.dtype == "bfloat16" else 4 * n, dtype=torch.uint8, device=device)
+    optimizer, samples = grpo.make_optimizer(m.policy, cfg), made_up(m, 2 * cfg.micro_batch_tokens // m.length, G=8)
+    torch.cuda.reset_peak_memory_stats()
+    for step in (1, 2):  # in the second one the moments are there
+        grpo.update(m.policy, m.policy, optimizer, samples, step, cfg, m.world)
+    peak, room = torch.cuda.max_memory_allocated(), 0.95 * torch.cuda.get_device_properties(device).total_memory - 2e9
+    del m, model, optimizer, reference
+    gc.collect()
+    torch.cuda.empty_cache()
+    how = f"{cfg.micro_batch_tokens} tokens{', recomputed' * cfg.gradient_checkpointing}"
+    return peak < room, f"{how}: {peak / 1e9:.3g} GB at the peak (below {room / 1e9:.3g})"
+
+
+def stopped_run() -> tuple:
+    started = time.monotonic()
+    _, printed, _ = trainer("--max_steps", "100000", "--save_every", "0", nproc=2, stop=True)
+    saved = [line for line in printed.splitlines() if "is saved; go on with --resume" in line]
+    return bool(saved), f"{(saved or [last_line(printed)])[0]} ({time.monotonic() - started:.0f} s in all)"
+
+
+def nccl_error() -> tuple:
+    _, printed, _ = trainer(nproc=2, NCCL_SOCKET_IFNAME="nowhere0")
+    line = last_line(printed)
+    return ": stopped:" in line and "NCCL" in line and "interface" in line, line
+
+
+def hidden_card() -> tuple:
+    code, printed, _ = trainer("--device", "auto", CUDA_VISIBLE_DEVICES="")
+    return code == 2 and "or say --device cpu" in printed, last_line(printed)
+
+
+def bundled(device) -> tuple:
+    cfg = Config(**grpo.BUNDLED)
+    model = grpo.load_model(cfg.model, cfg).to(device)
+    dtype = grpo.resolved(cfg, model, device).dtype
+    kind, why = harness.models.choose_sampler(cfg, device, harness.models.is_small(model))
+    return (dtype, kind) == ("float32", "hf"), f"{dtype}, {kind} ({why})"
+
+
+def current(device) -> tuple:
+    found = torch.cuda.current_device()
+    return found == device.index, f"cuda:{found} for {device}"
+
+
 def draw(seconds: dict, title: str):
     figure, (left, middle, last) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for what in ("forward", "update", "update, compiled layers", "update, checkpointed"):
@@ -405,6 +613,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--peak_tflops", type=float, default=0.0, help="of the device, dense, in the run's dtype")
+    parser.add_argument("--points", action="store_true", help="only what was expected of a GPU, point by point")
     parser.add_argument("--quick", action="store_true", help="fewer sizes; writes to a temporary directory")
     parser.add_argument("--jobs", help="of run_all: without effect")
     args = parser.parse_args()
@@ -413,6 +622,13 @@ def main() -> int:
     os.makedirs(args.out, exist_ok=True)
 
     device = harness.ranks.pick_device(args.device)
+    if "RANK" in os.environ:
+        LEFT_OUT.append("what was expected of a GPU, point by point: without torchrun")
+    else:
+        check_points(device)
+    wrong = any(row[-1] == "NOT AS EXPECTED" for row in POINTS)
+    if args.points:
+        return int(wrong)
     kernels.HEAD_TILE.setdefault(device.type, 2**24)
     m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
@@ -459,11 +675,12 @@ def main() -> int:
         tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]
         header = ["pass", "micro-batch", "head tile", "tokens/s", "TFLOP/s a device", "MFU", "peak GB"]
         tables += [[header, *rates], [["memory", "arithmetic", "measured"], *MEMORY]]
-        save(args, "machine", draw(seconds, title), *tables, [["phase", "seconds", "share"], *shares])
+        tables += [[["phase", "seconds", "share"], *shares], [["point", "expected", "found here", "answer"], *POINTS]]
+        save(args, "machine", draw(seconds, title), *tables)
     del m.ddp
     if "RANK" in os.environ and torch.distributed.is_initialized():  # an engine that closed may have ended it
         torch.distributed.destroy_process_group()
-    return int(any(row[-1] == "NO" for row in RIGHT))
+    return int(wrong or any(row[-1] == "NO" for row in RIGHT))
 
 
 if __name__ == "__main__":

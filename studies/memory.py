@@ -1,6 +1,6 @@
 """How much memory does an update take, and which line of code owns its peak? Counted without a GPU.
 
-    python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: two minutes on one CPU core
+    python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: four minutes on one CPU core
     python studies/memory.py --quick  # 0.5B, 2,048 tokens
 
 grpo.update() itself runs on the stand-in of a CUDA device of the tests: tensors that have sizes and no values, autocast

@@ -146,6 +146,8 @@ def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
     torch.cuda.max_memory_allocated = torch.cuda.max_memory_reserved = peak
     torch.cuda.reset_peak_memory_stats = lambda *_: native.standin_reset_peak()
     torch.cuda.mem_get_info = lambda *_: (memory - live(), memory)
+    histc = torch.histc  # which takes whole numbers on CUDA, too
+    torch.histc = lambda x, *args, **options: histc(x.float(), *args, **options).to(x.dtype)
     # its operators draw from the CPU's generator
     torch.cuda.get_rng_state, torch.cuda.set_rng_state = (
         lambda *_: torch.get_rng_state(),

@@ -17,8 +17,12 @@ import pytest
 import torch
 
 import grpo
+import harness.check
+import harness.checkpoints
 import harness.kernels
 import harness.models
+import harness.ranks
+import harness.run
 from grpo import Config, Policy
 from harness.flags import ConfigError
 from harness.ranks import World
@@ -137,16 +141,25 @@ def updates(path):
         cuda_standin.waits.clear()
         grpo.update(policy, policy, optimizer, samples, step, cfg, World(0, 1, CUDA))
         found.append((log_tokens, len(made), dict(cuda_standin.waits)))
+    written, harness.run.write_checkpoint = [], lambda *_: written.append(dict(cuda_standin.waits))
+    run = types.SimpleNamespace(world=World(0, 1, CUDA), lock=contextlib.nullcontext(), parts={}, rank0=True, saved=0)
+    vars(run).update(step=1, identity=0, config={}, model=policy.model, write_model=None, path_of=str, tidy=int)
+    cuda_standin.waits.clear()
+    harness.run.Run.save(run)
+    cuda_standin.waits.clear()
+    harness.checkpoints.fingerprint(policy.model)
     with open(path, "w") as file:
-        json.dump(found, file)
+        json.dump(dict(updates=found, save=written, fingerprint=cuda_standin.waits), file)
 
 
 def test_an_update_waits_for_the_device_a_fixed_number_of_times(tmp_path):
-    """Never within a pass, and never for a micro-batch, but once where what is known of its tokens is logged."""
+    """Never within a pass, and never for a micro-batch, but once where what is known of its tokens is logged. What a
+    save and a resume ask of all weights they ask once."""
     on_cuda("tests.test_cuda.updates", tmp_path / "waits")
     found = json.loads((tmp_path / "waits").read_text())
-    assert {number for _, number, _ in found} >= {1, 3, 9}
-    for log_tokens, number, waits in found:
+    assert [sum(waits.values()) for waits in (*found["save"], found["fingerprint"])] == [1, 1]  # for all parameters
+    assert {number for _, number, _ in found["updates"]} >= {1, 3, 9}
+    for log_tokens, number, waits in found["updates"]:
         inside = {what: n for what, n in waits.items() if not what.endswith("outside")}
         assert not inside, f"within a pass: {inside}"
         limit = 7 + (number if log_tokens else 0)
@@ -225,11 +238,11 @@ class Engine:
         self.rule("reload", "weights" in self.awake, "writes into memory that was given away")
         first = "reload" not in self.calls[:-1]
         self.rule("reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache")
-        weights, own = dict(kwargs["weights_iterator"]), dict(self.model.named_parameters())
-        assert set(weights) == set(own)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                own[name].copy_(weight)
+        weights = {name: weight.cpu() for name, weight in kwargs["weights_iterator"]}
+        options = dict(config=self.model.config, dtype=self.model.dtype, output_loading_info=True)
+        read, found = type(self.model).from_pretrained(None, state_dict=weights, **options)
+        assert not found["missing_keys"] and not found["unexpected_keys"], found
+        self.model.load_state_dict(read.state_dict())
         self.loaded, self.fresh = True, False
         return [None]
 
@@ -245,10 +258,11 @@ class Engine:
         self.awake |= tags
 
     def sleep(self, level=1, mode="abort"):
-        self.rule("sleep", level == 2 and self.awake == {"weights", "kv_cache"}, "is not wholly awake")
+        self.rule("sleep", self.awake == {"weights", "kv_cache"}, "is not wholly awake")
+        slopes = [m.impl.alibi_slopes for m in self.model.modules() if hasattr(m, "impl")]
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(math.nan)  # level 2 drops them
+            for tensor in [*self.model.parameters(), *slopes] if level == 2 else []:
+                tensor.fill_(math.nan)  # dropped; level 1 brings all of it back, and vLLM keeps buffers in both
         self.awake, self.loaded = set(), False
 
     @torch.no_grad()
@@ -277,21 +291,26 @@ class Engine:
         return types.SimpleNamespace(outputs=outputs)
 
 
-def with_engine(*args):
-    """The command line where `import vllm` finds the engine."""
+def engines():
+    """What `import vllm` finds from now on; the list of the engines that are made."""
     made = []
     vllm, platforms = types.ModuleType("vllm"), types.ModuleType("vllm.platforms")
     vllm.LLM = lambda **options: made.append(Engine(**options)) or made[-1]
     vllm.SamplingParams = types.SimpleNamespace
     platforms.current_platform = types.SimpleNamespace(device_type="cuda")
     sys.modules |= {"vllm": vllm, "vllm.platforms": platforms}
-    code = 1
+    return made
+
+
+def with_engine(*args):
+    """The command line where `import vllm` finds the engine."""
+    made, code = engines(), 1
     try:
         command_line(*args)
     except SystemExit as stop:
         code = stop.code
     assert code == 0
-    print("calls:", *(call for call in made[0].calls if call != "apply_model"), sep="\n")
+    print("calls:", *(call for engine in made for call in engine.calls if call != "apply_model"), sep="\n")
 
 
 @pytest.mark.slow
@@ -333,6 +352,33 @@ def test_the_engine_refuses_another_order(order, monkeypatch):
                 generate=lambda: engine.generate([], []), reload=reload, sleep=lambda: engine.sleep(level=2),
                 wake_up=lambda tag=tag: engine.wake_up(tags=[tag]),
             )[name]()  # fmt: skip
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_what_is_no_parameter_outlives_a_sleep(alibi, tmp_path, monkeypatch):
+    """Buffers, as of a MoE's router, are pushed with the weights; ALiBi's slopes, which no push brings, are kept."""
+    from transformers import AutoModelForCausalLM, Glm4MoeConfig
+
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=Engine, SamplingParams=None))
+    sizes = dict(hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, vocab_size=9)
+    sizes |= dict(num_attention_heads=1, num_key_value_heads=1, n_routed_experts=2, num_experts_per_tok=1)
+    config = Glm4MoeConfig(**sizes, first_k_dense_replace=0)
+    config.save_pretrained(tmp_path)
+    sampler = grpo.VLLMSampler([1], 9, Config(model=str(tmp_path), dtype="float32"), World(0, 1, CUDA))
+    model = AutoModelForCausalLM.from_config(config)
+    theirs, ours = (m.model.layers[0].mlp for m in (sampler.llm.model, model))
+    theirs.gate.e_score_correction_bias.fill_(math.nan)
+    if alibi:
+        theirs.impl = types.SimpleNamespace(alibi_slopes=torch.ones(4))
+    sampler.push(model)
+    sampler.sleep()
+    assert theirs.experts.down_proj.isnan().any() != alibi
+    ours.gate.e_score_correction_bias += 1
+    sampler.push(model)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(sampler.llm.model.state_dict()[name], weight), name
+    assert not alibi or theirs.impl.alibi_slopes.tolist() == [1.0] * 4
 
 
 def signatures(path):
@@ -407,9 +453,10 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
     assert chosen("0.5B", 85) == (16384, False)
     assert chosen("0.5B", 15.8, dtype="float32")[1]  # recomputed
     assert chosen("1.5B", 85) == (8192, False)
-    assert chosen("1.5B", 42.3) == (8192, True)
+    assert chosen("1.5B", 42.3) == (16384, True)
+    assert chosen("7B", 150, beta=0) == (8192, True)
     assert chosen("0.5B", 85, micro_batch_tokens=100) == (100, False)
-    for size, memory in (("1.5B", 25.2), ("7B", 150)):  # 7B: by 5 GB, in the count of studies/memory.py
+    for size, memory in (("1.5B", 25.2), ("7B", 150)):
         with pytest.raises(ConfigError, match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller"):
             chosen(size, memory)
     assert harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
@@ -425,14 +472,35 @@ def card_answers(path):
     policy, made = Policy(model, 1.0), []
     masks = harness.kernels.packed_masks
     harness.kernels.packed_masks = lambda *args, **options: made.append(masks(*args, **options)) or made[-1]
-    cuda_standin.attention.clear()
     recorder = types.SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)
-    grpo.update(policy, policy, recorder, random_samples(12, 4), 1, cfg, World(0, 1, CUDA))
+    answers = dict(dtype=cfg.dtype)
+    samples = random_samples(12, 4)
+    samples[0].prompt.ids = ids_of(range(2, 15))  # the longest prompt: not a multiple of 8
+    for packs in (True, False):
+        harness.check.use_rows(policy, packs)
+        cuda_standin.attention.clear()
+        grpo.update(policy, policy, recorder, samples, 1, cfg, World(0, 1, CUDA))
+        answers["packed" if packs else "padded"] = sorted(cuda_standin.attention)
     biases = [bias for found in made for *_, bias in found if bias is not None]
-    answers = dict(dtype=cfg.dtype, attention=dict(cuda_standin.attention), passes=len(made))
-    answers |= dict(biases=[[str(bias.dtype), bias.shape[-1]] for bias in biases])
+    answers |= dict(passes=len(made), biases=[[str(bias.dtype), bias.shape[-1]] for bias in biases])
     with open(path, "w") as file:
         json.dump(answers, file)
+
+
+def test_cards_that_vllm_has_no_kernels_for_sample_with_hf(monkeypatch):
+    found = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type="cuda"))
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", found)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TRITON_F32_DEFAULT"):
+        monkeypatch.setenv(name, "1")
+    for capability, kind in (((6, 1), "hf"), ((7, 0), "hf"), ((7, 5), "vllm"), ((8, 6), "vllm")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability)
+        chosen, why = harness.models.choose_sampler(Config(dtype="float32"), CUDA, False)
+        assert chosen == kind and ("below compute capability 7.5" in why) == (kind == "hf")
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["TRITON_F32_DEFAULT"] == "ieee"
+        if kind == "hf":
+            with pytest.raises(ConfigError, match="--rollout vllm: .*no kernels.*--rollout hf"):
+                harness.models.choose_sampler(Config(dtype="float32", rollout="vllm"), CUDA, False)
 
 
 CARDS = {
@@ -449,9 +517,49 @@ def test_what_a_card_can_do_decides_dtype_and_attention(tmp_path, name):
     on_cuda("tests.test_cuda.card_answers", tmp_path / "answers", name=name, capability=capability)
     answers = json.loads((tmp_path / "answers").read_text())
     assert answers["dtype"] == dtype  # a T4 emulates bfloat16
-    # never the formula whose memory is quadratic in the length: prompts by flash where there is one
-    kernels = {"memory-efficient", "flash"} if dtype == "bfloat16" else {"memory-efficient"}
-    assert set(answers["attention"]) == kernels
+    # never the formula, whose memory is quadratic in the length: prompts and padded rows by flash where there is one
+    flash = ["flash"] if dtype == "bfloat16" else []
+    assert answers["packed"] == [*flash, "memory-efficient"]
+    assert answers["padded"] == (flash or ["memory-efficient"])
     # one mask for all layers, to be added as it is, of a width that the kernel takes without padding it
     assert answers["passes"] == 1 and answers["biases"]
     assert all(kind == f"torch.{dtype}" and width % 8 == 0 for kind, width in answers["biases"])
+
+
+def points(path, device="cuda"):
+    """What studies/machine.py finds of the points that it asks."""
+    sys.path.insert(0, os.path.join(HERE, "studies"))
+    import machine
+
+    engines()
+    machine.SCRIPT = [STANDIN, "tests.test_cuda.with_engine"]
+    machine.random_model = lambda _, device: tiny_model().to(device)
+    machine.check_points(harness.ranks.pick_device(device))
+    with open(path, "w") as file:
+        json.dump(machine.POINTS, file)
+
+
+MISSING = {
+    "NVIDIA H100 80GB HBM3": (2, [9, 0], {6, 7}),  # two of them, but neither NCCL nor NVIDIA's driver
+    "Tesla V100-SXM2-16GB": (1, [7, 0], {2, 3, 5, 6, 7, 10}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISSING)
+def test_machine_finds_what_is_expected_of_a_card(tmp_path, name):
+    devices, capability, missing = MISSING[name]
+    on_cuda("tests.test_cuda.points", tmp_path / "points", name=name, capability=capability, devices=devices)
+    found = json.loads((tmp_path / "points").read_text())
+    assert {number for number, *_ in found} == {*range(1, 11)}
+    assert not [line for line in found if line[-1] == "NOT AS EXPECTED"]
+    assert {number for number, *_, answer in found if answer == "cannot be asked here"} == missing
+
+
+@pytest.mark.slow
+def test_machine_says_what_a_cpu_cannot_answer(tmp_path):
+    code = f"from tests import test_cuda; test_cuda.points({str(tmp_path / 'points')!r}, 'cpu')"
+    assert run("-c", code).returncode == 0
+    found = json.loads((tmp_path / "points").read_text())
+    assert {number for number, *_, answer in found if answer == "ok"} == {8}
+    assert all(line[2:] == ["needs a GPU", "cannot be asked here"] for line in found if line[0] != 8)

@@ -42,7 +42,7 @@ def test_arrows_go_one_way():
 
 DOCUMENTS = {"README.md": 2000, "REFERENCE.md": 3300, "studies/README.md": 3000, "variants/README.md": 700}  # words
 TOOLS = "no-deps retries nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid enforce-eager"
-TOOLS += " step html quick jobs trl float32 help"  # flags of other programs, and of studies
+TOOLS += " step html quick jobs trl float32 points help"  # flags of other programs, and of studies
 GENERIC = {"rewards/.*/": "rewards/NAME/", "logged/.*": "logged/NAME", "reward_failed/.*": "reward_failed/CAUSE"}
 AGAIN = 'python -c "from tests import test_documents; test_documents.write_documents()" makes it again'
 
