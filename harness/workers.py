@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, rewards: list[Reward], timeout: float, memory: int):
         files = [(reward.name, reward.path, reward.text) for reward in rewards if not reward.trusted]
-        self.settings, self.timeout, self.process = (files, memory), timeout, None
+        self.settings, self.timeout, self.process = (files, memory, timeout), timeout, None
 
     def call(self, *question) -> Outcome:
         try:
@@ -39,7 +39,8 @@ class Worker:
             self.kill()
             return Outcome(None, "timeout", str(error))
         except (OSError, EOFError):
-            time.sleep(0.3)  # for the exit code to be its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)  # for the exit code to be its own, not that of the kill
             return Outcome(None, "died", f"the worker ended with exit code {self.kill()}")
 
     def start(self):
@@ -78,22 +79,28 @@ def serve():
         os.killpg(0, signal.SIGKILL)
 
     try:
-        trainer, path, files, memory = connection.recv()
+        trainer, path, files, memory, timeout = connection.recv()
         threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
         sys.path[:] = [*(os.path.dirname(file) for _, file, _ in files if file), *path]  # for imports within a call
         rewards = {name: find_reward(name, file, text) for name, file, text in files}
         memory += 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on top of what the imports took
-        with contextlib.suppress(OSError, ValueError):  # not every system has it
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        _limit(resource.RLIMIT_DATA, memory)
         outcome = Outcome([])
         while True:
             connection.send(tuple(outcome))
             name, completions, rows = connection.recv()
+            # the trainer enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
+            _limit(resource.RLIMIT_CPU, int(time.process_time() + os.cpu_count() * (timeout + 10)))
             outcome = call_reward(rewards[name], completions, rows)
             if os.getpid() != worker:
                 os._exit(0)  # the function forked, and this is the child
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
+
+
+def _limit(kind: int, amount: int):
+    with contextlib.suppress(OSError, ValueError):  # not every system has them, or lets them rise
+        resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))
 
 
 class Scorer:

@@ -465,6 +465,10 @@ class Parsed:
 def length(completion, row):
     return len(completion) + neighbour.ZERO
 
+def seconds_left(completion, row):
+    import resource, time
+    return resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()
+
 def needs_gold(completion, row):
     return float(completion == row["gold"])
 needs_gold.columns = ("gold",)

@@ -358,6 +358,12 @@ def test_close_leaves_no_process(scorer):
     assert misbehave.score(["a"], [{}]).totals == [0.5]  # starts again
 
 
+def test_what_holds_the_interpreter_for_ever_ends_without_a_trainer(scorer):
+    """A regular expression may: no thread of the worker runs then, so the system ends it."""
+    found = scorer("seconds_left", timeout=2, workers=1).score(["a"] * 2, [{}] * 2).totals
+    assert all(0 < seconds <= os.cpu_count() * 12 for seconds in found)
+
+
 def test_idle_workers_that_die_cost_no_sample(scorer):
     length = scorer("length", workers=2)
     for ended in (psutil.Process.kill, psutil.Process.terminate):
