@@ -381,9 +381,8 @@ class VLLMSampler:
     def sleep(self):
         """Gives the GPU to the trainer. Level 2 drops the weights, too: the next push brings them."""
         if self.cuda and not self.asleep:
-            [layers] = self.llm.apply_model(lambda engine: [getattr(m, "impl", None) for m in engine.modules()])
-            alibi = any(getattr(layer, "alibi_slopes", None) is not None for layer in layers)  # no push brings these
-            self.llm.sleep(level=1 if alibi else 2)
+            [keeps] = self.llm.apply_model(models.has_alibi)
+            self.llm.sleep(level=1 if keeps else 2)
             self.asleep = True
 
     def wake_up(self, tag: str):

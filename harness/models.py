@@ -169,6 +169,11 @@ def fill_with_nan(model) -> None:
     repack(model)
 
 
+def has_alibi(model) -> bool:
+    """Whether its attention holds slopes, which no push brings back."""
+    return any(getattr(getattr(m, "impl", None), "alibi_slopes", None) is not None for m in model.modules())
+
+
 def repack(model) -> None:
     """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
     head = getattr(model, "lm_head", None)
