@@ -5,13 +5,15 @@ one example, with one change a side (real_model.py says which packages it needs)
 same prompts and random numbers: all begin with the same samples, and differences are taken by pairs.
 
 FOLDER gets the model, and a file for each run. A run that has its file is not run again, and all sides have their first
-seed before one has its second, so it can be stopped at any time. With --draw, or without FOLDER, it
-draws what is there, in FOLDER or in figures/on_a_real_model.jsonl. A doubter runs one row alone, in minutes, and the figures stay as they are:
+seed before one has its second, so it can be stopped at any time. With --draw it runs nothing: it adds what is there to
+figures/on_a_real_model.jsonl and draws that; without FOLDER it only draws. A doubter runs one row alone, in minutes,
+and the figures stay as they are:
 
     python studies/on_a_real_model.py FOLDER --side "noise 0.1" --seed 0
 """
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -37,11 +39,11 @@ SIDES = {  # the most disputed first
     "k1, beta 0.3": dict(beta=0.3, kl_estimator="k1"),
     "k1 in reward, beta 0.3": dict(beta=0.3, kl_estimator="k1", kl_in="reward"),
     "sequence": dict(loss_reduction="sequence"),
-    "constant": dict(loss_reduction="constant"),
     "no std": dict(scale_rewards="none"),
     "4 updates": dict(num_minibatches=4),
     "4 updates, no clipping": dict(num_minibatches=4, **FREE),
     "mean of means": {},  # see plant
+    "constant": dict(loss_reduction="constant"),  # base, wherever the gradient's norm is clipped
     "noise 0.01": dict(advantage_noise=0.01),
     "warmup 5": dict(warmup_steps=5),
     "wk3, beta 0.04": dict(beta=0.04, kl_estimator="wk3"),
@@ -55,10 +57,10 @@ SIDES = {  # the most disputed first
 AGAINST = {f"{n} updates, no clipping": f"{n} updates" for n in (2, 4)}  # the others: base
 BASE = dict(num_prompts=4, num_generations=8, max_completion_length=4, learning_rate=1e-5, beta=0.0, dtype="float32")
 BASE |= dict(max_steps=12, micro_batch_tokens=2048, log_tokens=0)
-SEEDS, FIRST, LEVELS = 5, 13, (0.5, 0.7)  # FIRST: so many sides get all their seeds before the others begin
+SEEDS, FIRST, LEVELS = 5, 12, (0.5, 0.7)  # FIRST: so many sides get all their seeds before the others begin
 RUNS = os.path.join(HERE, "figures", "on_a_real_model.jsonl")
 VALUES = {  # what is tested: (value of a run, digits)
-    "reward, mean of all steps": (lambda row: float(np.mean(row["reward"])), 3),
+    "reward, mean of all steps": (lambda row: mean(row, "reward"), 3),
     "KL at the end, nats a completion": (lambda row: row["kl"], 2),
     "held-out accuracy": (lambda row: row["eval_accuracy"], 3),
 }
@@ -77,32 +79,18 @@ def questions(evaluation: bool) -> list[dict]:
     return [dict(prompt=f"6+7=13\n{a}+{b}=", answer=str(a + b)) for a, b in both_ways]
 
 
-def training_rows() -> list[dict]:
-    return questions(False)
+training_rows, held_out_rows = (functools.partial(questions, evaluation) for evaluation in (False, True))
 
 
-def held_out_rows() -> list[dict]:
-    return questions(True)
-
-
-class OncePerPrompt:
-    """Stands in for the model in HFSampler: the prompt of a group is computed once, and its cache repeated."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def generate(self, input_ids, attention_mask, **options):
-        rows = torch.stack((input_ids, attention_mask), 1)  # [N, 2, P]
-        prompts, numbers = torch.unique(rows, dim=0, return_inverse=True)
-        ids, mask = prompts[:, 0, :-1], prompts[:, 1, :-1]  # generate itself computes the last token
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True).past_key_values
-        cache.batch_select_indices(numbers)
-        known = dict(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache)
-        return self.model.generate(**known, **options)
+def once_per_prompt(model, generate, input_ids, attention_mask, **options):
+    """HF generate, for groups: a prompt is computed once, and its cache repeated for all that have it."""
+    rows = torch.stack((input_ids, attention_mask), 1)  # [N, 2, P]
+    prompts, numbers = torch.unique(rows, dim=0, return_inverse=True)
+    ids, mask = prompts[:, 0, :-1], prompts[:, 1, :-1]  # generate itself computes the last token
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True).past_key_values
+    cache.batch_select_indices(numbers)
+    return generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **options)
 
 
 def make_run(model: str, quick: bool) -> Run:
@@ -113,7 +101,7 @@ def make_run(model: str, quick: bool) -> Run:
     run = Run(**BASE | (dict(max_steps=2, max_completion_length=16) if quick else real))
     newline = [i for i in run.tokenizer("\n").input_ids if run.tokenizer.decode([i]) == "\n"]
     run.sampler = grpo.HFSampler(run.model, run.sampler.eos_ids + newline, run.sampler.pad_id, run.cfg)
-    run.sampler.model = OncePerPrompt(run.model)
+    run.model.generate = functools.partial(once_per_prompt, run.model, run.model.generate)
     run.eval_prompts = run.eval_prompts[:50]
     return run
 
@@ -144,18 +132,18 @@ def learn(run: Run, side: str, seed: int) -> dict:
     """One run. It changes the weights of `run`."""
     run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **SIDES[side])
     run.optimizer = grpo.make_optimizer(run.policy, run.cfg)
-    curves, started, samples = [], time.process_time(), run.rollout(1)
+    history, started, samples = [], time.process_time(), run.rollout(1)
     for step in range(1, run.cfg.max_steps + 1):
         if side == "mean of means":
             plant(samples, step, seed)
         m = grpo.sample_metrics(samples, run.cfg) | run.update(samples, step)
         point = dict(reward=m["reward"], seconds=time.process_time() - started, length=m["completions/mean_length"])
         point |= dict(norm=m["grad_norm"], clipped=m["clip_ratio/region_mean"], gap=m["sampler_gap"])
-        curves.append({name: float(f"{x:.3g}") for name, x in point.items()})
+        history.append(dict(step=step) | {name: float(f"{x:.3g}") for name, x in point.items()})
         samples = run.rollout(step + 1)  # the last time: what the trained policy writes
     end = dict(eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"]) | divergence(run, samples)
     end = {name: float(f"{x:.4g}") for name, x in end.items()}
-    return dict(side=side, seed=seed) | end | {name: [point[name] for point in curves] for name in curves[0]}
+    return dict(side=side, seed=seed) | end | dict(history=history)
 
 
 def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]:
@@ -164,9 +152,9 @@ def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]
     rows = []
     for seed, side in settings:
         path = os.path.join(folder, f"{side}_{seed}.json")
-        if not os.path.exists(path) and not run:
-            continue
         if not os.path.exists(path):
+            if not run:
+                continue
             if os.fork() == 0:
                 row = learn(run, side, seed)
                 with open(path + ".part", "w") as file:
@@ -183,7 +171,7 @@ def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]
 
 def summary(row: dict) -> str:
     values = [f"{name} {value(row):.{digits}f}" for name, (value, digits) in VALUES.items()]
-    return f"{row['side']}, seed {row['seed']}: {'; '.join(values)}; {row['seconds'][-1]:.0f} CPU seconds"
+    return f"{row['side']}, seed {row['seed']}: {'; '.join(values)}; {row['history'][-1]['seconds']:.0f} CPU seconds"
 
 
 def keep(new: list[dict]) -> list[dict]:
@@ -200,15 +188,21 @@ def keep(new: list[dict]) -> list[dict]:
     return rows
 
 
+def mean(row: dict, name: str) -> float:
+    return float(np.mean([point[name] for point in row["history"]]))
+
+
 def check(rows: list[dict]) -> None:
     """What must be so whatever the answer is: else the sides are not what they are called."""
-    base = {row["seed"]: row for row in rows if row["side"] == "base"}
+    base = {row["seed"]: row["history"] for row in rows if row["side"] == "base"}
     for row in rows:
-        name, twin, rounded = f"{row['side']}, seed {row['seed']}", base[row["seed"]], row["side"] == "bfloat16"
-        assert max(row["gap"]) < (0.1 if rounded else 1e-4), f"{name}: sampled by another model than the policy"
-        assert rounded or row["reward"][0] == twin["reward"][0], f"{name}: begins with other samples than base"
-        assert row is twin or row["norm"] != twin["norm"] or row["kl"] != twin["kl"], f"{name}: the same as base"
-        assert "no clipping" not in row["side"] or not any(row["clipped"]), f"{name}: it clips"
+        name, history, twin = f"{row['side']}, seed {row['seed']}", row["history"], base[row["seed"]]
+        rounded, norms = row["side"] == "bfloat16", [[point["norm"] for point in h] for h in (history, twin)]
+        gap = max(point["gap"] for point in history)
+        assert gap < (0.1 if rounded else 1e-4), f"{name}: sampled by another model than the policy"
+        assert rounded or history[0]["reward"] == twin[0]["reward"], f"{name}: begins with other samples than base"
+        assert row["side"] == "base" or norms[0] != norms[1], f"{name}: the same gradients as base"
+        assert "no clipping" not in row["side"] or mean(row, "clipped") == 0, f"{name}: it clips"
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -227,19 +221,13 @@ def span(values, digits: int) -> str:
     return "{:.{d}f} ({:.{d}f} to {:.{d}f})".format(*interval(values), d=digits)
 
 
-def until(row: dict, level: float) -> tuple[int, float]:
-    """Step and CPU seconds; those of the end for a run that never gets there."""
-    step = steps_to(level, [dict(reward=x) for x in row["reward"]])
-    step = min(len(row["reward"]), step)
-    return step, row["seconds"][step - 1]
-
-
 def tables(runs: dict) -> list[list]:
     tested, speed = [["side", "seeds"]], [["side"]]
     for name in VALUES:
         tested[0] += [f"{name} (95 %)", "minus base, by pairs (95 %)", f"p ({len(runs) - 1} tests)"]
-    speed[0] += [f"{unit} to {level} (95 %)" for unit in ("steps", "CPU seconds") for level in LEVELS]
-    speed[0] += ["never at " + str(LEVELS[-1]), "CPU seconds", "k3 at the end, a token", "k1", "tokens", "clipped"]
+    speed[0] += [*(f"steps to {level} (95 %)" for level in LEVELS), f"never at {LEVELS[-1]}"]
+    speed[0] += [*(f"CPU seconds to {level} (95 %)" for level in LEVELS), "CPU seconds in all"]
+    speed[0] += ["k3 at the end, a token", "k1", "tokens", "clipped"]
     for side, by_seed in runs.items():
         rows = list(by_seed.values())
         tested.append([f"{side} (minus: {AGAINST[side]})" if side in AGAINST else side, len(rows)])
@@ -247,11 +235,13 @@ def tables(runs: dict) -> list[list]:
             shifts, p = versus(runs, side, value)
             tested[-1] += [span([value(row) for row in rows], digits)]
             tested[-1] += ["", ""] if side == "base" else [span(shifts, digits), f"{p:.3f}"]
-        found = [[until(row, level) for row in rows] for level in LEVELS]  # [levels, seeds, (step, seconds)]
-        speed.append([side, *(span([pair[unit] for pair in at], 1 - unit) for unit in (0, 1) for at in found)])
-        never = sum(np.isinf(steps_to(LEVELS[-1], [dict(reward=x) for x in row["reward"]])) for row in rows)
-        means = [float(np.mean([np.mean(row[key]) for row in rows])) for key in ("k3", "k1", "length", "clipped")]
-        speed[-1] += [never, span([row["seconds"][-1] for row in rows], 0), *means]
+        steps = [[steps_to(level, row["history"]) for row in rows] for level in LEVELS]  # [levels, seeds]; inf: never
+        ends = [[int(min(n, len(rows[0]["history"]))) for n in ns] for ns in steps]
+        spent = [[row["history"][n - 1]["seconds"] for row, n in zip(rows, ns, strict=True)] for ns in ends]
+        speed.append([side, *(span(ns, 1) for ns in ends), sum(map(np.isinf, steps[-1])), *(span(x, 0) for x in spent)])
+        speed[-1] += [span([row["history"][-1]["seconds"] for row in rows], 0)]
+        speed[-1] += [float(np.mean([row[key] for row in rows])) for key in ("k3", "k1")]
+        speed[-1] += [float(np.mean([mean(row, key) for row in rows])) for key in ("length", "clipped")]
     return [tested, speed]
 
 
@@ -264,17 +254,19 @@ def draw(runs: dict):
         for y, (side, rows) in enumerate(runs.items()):
             shifts = versus(runs, side, VALUES["reward, mean of all steps"][0])[0]
             values = shifts if key == "reward" else [row["kl"] for row in rows.values()]
-            mean, low, high = interval(values)
-            axes[key].errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", ms=5, capsize=3, color="C0")
+            middle, low, high = interval(values)
+            error = [[middle - low], [high - middle]]
+            axes[key].errorbar(middle, y, xerr=error, fmt="o", ms=5, capsize=3, color="C0")
             axes[key].scatter(values, [y + 0.25] * len(values), s=8, alpha=0.5, color="C1")
         axes[key].set_yticks(range(len(runs)), [f"{side} ({len(rows)})" for side, rows in runs.items()])
         axes[key].set(ylim=(len(runs) - 0.5, -0.7), title=title)
-    axes["kl"].set(xscale="log", yticklabels=[])
+    axes["reward"].axvline(0, color="C6", lw=0.8)
+    axes["kl"].set_yticklabels([])
     for key, words in dict(start=("noise", "warmup"), beta=("0.3",), updates=("updates",)).items():
         sides = [side for side in runs if side == "base" or any(word in side for word in words)]
         for side, color in zip(sides, ordered(len(sides)), strict=True):
-            curves = [[dict(step=i, reward=x) for i, x in enumerate(row["reward"], 1)] for row in runs[side].values()]
-            band(axes[key], curves, "reward", label=side, color=color)
+            histories = [row["history"] for row in runs[side].values()]
+            band(axes[key], histories, "reward", label=side, color=color)
         axes[key].set(ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step")
         axes[key].legend(loc="lower right")
     text = "blue: mean and its 95 % bootstrap interval;  orange: seeds, whose number is in brackets"
