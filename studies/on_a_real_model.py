@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 import torch
-from common import CPU, HERE, Run, arguments, band, grid, interval, ordered, permutation_test, plt, save, steps_to
+from common import CPU, HERE, Run, arguments, band, grid, interval, permutation_test, plt, save, steps_to
 from mean_of_means import weights
 from real_model import make_model
 
@@ -210,7 +210,7 @@ def check(rows: list[dict]) -> None:
 
 
 def versus(runs: dict, side: str, value) -> tuple:
-    """What a side changes, by pairs of the same seed, and p."""
+    """What a side changes, by pairs of the same seed; p, which does not use the pairs: with 5 it could not be small."""
     other = runs[AGAINST.get(side, "base")]
     seeds = sorted(runs[side].keys() & other.keys())
     ours, theirs = ([value(rows[seed]) for seed in seeds] for rows in (runs[side], other))
@@ -249,27 +249,25 @@ def draw(runs: dict):
     """What each side changes, and the curves of three disputes."""
     panels = [["reward", "kl", name] for name in ("start", "beta", "updates")]
     figure, axes = plt.subplot_mosaic(panels, figsize=(12, 9), layout="constrained", width_ratios=(2, 2, 3))
-    titles = dict(reward="reward, mean of all steps,\nminus that of base (or of its twin)", kl=list(VALUES)[1])
-    for key, title in titles.items():
-        for y, (side, rows) in enumerate(runs.items()):
-            shifts = versus(runs, side, VALUES["reward, mean of all steps"][0])[0]
-            values = shifts if key == "reward" else [row["kl"] for row in rows.values()]
-            middle, low, high = interval(values)
+    for key, (name, (value, _)) in zip(("reward", "kl"), VALUES.items(), strict=False):
+        for y, side in enumerate(runs):
+            shifts = versus(runs, side, value)[0]
+            middle, low, high = interval(shifts)
             error = [[middle - low], [high - middle]]
             axes[key].errorbar(middle, y, xerr=error, fmt="o", ms=5, capsize=3, color="C0")
-            axes[key].scatter(values, [y + 0.25] * len(values), s=8, alpha=0.5, color="C1")
+            axes[key].scatter(shifts, [y + 0.25] * len(shifts), s=8, alpha=0.5, color="C1")
+        axes[key].axvline(0, color="C6", lw=0.8)
         axes[key].set_yticks(range(len(runs)), [f"{side} ({len(rows)})" for side, rows in runs.items()])
-        axes[key].set(ylim=(len(runs) - 0.5, -0.7), title=title)
-    axes["reward"].axvline(0, color="C6", lw=0.8)
+        axes[key].set(ylim=(len(runs) - 0.5, -0.7), title=f"{name},\nchange by pairs of one seed")
     axes["kl"].set_yticklabels([])
-    for key, words in dict(start=("noise", "warmup"), beta=("0.3",), updates=("updates",)).items():
-        sides = [side for side in runs if side == "base" or any(word in side for word in words)]
-        for side, color in zip(sides, ordered(len(sides)), strict=True):
-            histories = [row["history"] for row in runs[side].values()]
-            band(axes[key], histories, "reward", label=side, color=color)
-        axes[key].set(ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step")
+    curves = dict(start=("noise", "warmup"), beta=("0.3",), updates=("updates",))
+    titles = dict(start="noise on the advantages, warmup", beta="KL term", updates="mini-batches of a rollout")
+    for key, words in curves.items():
+        for side in [side for side in runs if side == "base" or any(word in side for word in words)]:
+            band(axes[key], [row["history"] for row in runs[side].values()], "reward", label=side)
+        axes[key].set(title=titles[key], ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step")
         axes[key].legend(loc="lower right")
-    text = "blue: mean and its 95 % bootstrap interval;  orange: seeds, whose number is in brackets"
+    text = "blue: mean and its 95 % bootstrap interval;  orange: seeds (how many);  without clipping: against with it"
     figure.supxlabel(f"{text};  bands: ± 1 standard error")
     return figure
 
