@@ -43,9 +43,9 @@ SIDES = {  # the most disputed first
     "4 updates": dict(num_minibatches=4),
     "4 updates, no clipping": dict(num_minibatches=4, **FREE),
     "mean of means": {},  # see plant
-    "constant": dict(loss_reduction="constant"),  # base, wherever the gradient's norm is clipped
     "noise 0.01": dict(advantage_noise=0.01),
     "warmup 5": dict(warmup_steps=5),
+    "constant": dict(loss_reduction="constant"),  # base, wherever the gradient's norm is clipped
     "wk3, beta 0.04": dict(beta=0.04, kl_estimator="wk3"),
     "k3, beta 0.04": dict(beta=0.04, kl_estimator="k3"),
     "k1, beta 0.04": dict(beta=0.04, kl_estimator="k1"),
@@ -57,7 +57,7 @@ SIDES = {  # the most disputed first
 AGAINST = {f"{n} updates, no clipping": f"{n} updates" for n in (2, 4)}  # the others: base
 BASE = dict(num_prompts=4, num_generations=8, max_completion_length=4, learning_rate=1e-5, beta=0.0, dtype="float32")
 BASE |= dict(max_steps=12, micro_batch_tokens=2048, log_tokens=0)
-SEEDS, FIRST, LEVELS = 5, 12, (0.5, 0.7)  # FIRST: so many sides get all their seeds before the others begin
+SEEDS, FIRST, LEVELS = 5, 14, (0.5, 0.7)  # FIRST: so many sides get all their seeds before the others begin
 RUNS = os.path.join(HERE, "figures", "on_a_real_model.jsonl")
 VALUES = {  # what is tested: (value of a run, digits)
     "reward, mean of all steps": (lambda row: mean(row, "reward"), 3),
