@@ -41,11 +41,14 @@ plt.rcParams |= {"figure.labelsize": 9}  # supxlabel, the line below a figure: w
 CPU = World(0, 1, torch.device("cpu"))
 
 
-def arguments(doc: str):
-    """--quick writes its figure to a temporary directory: the published one comes from the full run only."""
+def arguments(doc: str, options=None):
+    """--quick writes its figure to a temporary directory: the published one comes from the full run only. options: adds
+    a study's own."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it still run and hold?")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    if options:
+        options(parser)
     args = parser.parse_args()
     args.started = time.monotonic()
     args.jobs = 1 if args.quick else args.jobs
@@ -78,7 +81,7 @@ class Run:
     def __init__(self, **options):
         lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
         self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
-        self.tokenizer, self.train_prompts, self.eval_prompts = data()
+        self.tokenizer, self.train_prompts, self.eval_prompts = data(cfg.model, cfg.train_data, cfg.eval_data)
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = grpo.Policy(self.model, cfg.temperature)
         self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
@@ -125,8 +128,8 @@ def next_tokens(policy, batch: dict):
 
 
 @functools.cache
-def data():
-    return grpo.load_data(Config(**grpo.BUNDLED))[1:]
+def data(model: str, train_data: str, eval_data: str):
+    return grpo.load_data(Config(model=model, train_data=train_data, eval_data=eval_data))[1:]
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
