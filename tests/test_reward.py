@@ -358,6 +358,15 @@ def test_close_leaves_no_process(scorer):
     assert misbehave.score(["a"], [{}]).totals == [0.5]  # starts again
 
 
+def test_a_worker_that_dies_takes_with_it_what_it_started(scorer):
+    misbehave = scorer("misbehave")
+    misbehave.score(["fork and hang"], [{}])
+    started = workers()
+    assert len(started) == 2  # the worker and its fork
+    assert misbehave.score(["exit"], [{}]).failures == {"died": 1}
+    assert gone(started, 10)
+
+
 def test_what_holds_the_interpreter_for_ever_ends_without_a_trainer(scorer):
     """A regular expression may: no thread of the worker runs then, so the system ends it."""
     found = scorer("seconds_left", timeout=2, workers=1).score(["a"] * 2, [{}] * 2).totals

@@ -133,6 +133,7 @@ def test_a_stop_in_a_notebook_returns_to_the_caller(undisturbed, rows, tmp_path,
         return honest(*args)
 
     monkeypatch.setattr(grpo, where, interrupted)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         small_run(out, train_data=rows, save_every=0)
