@@ -1,6 +1,6 @@
 """Whether the fast policy has the model's own numbers: measured on the model, never guessed from its architecture.
 
-What is chosen here: packed rows or padded ones, the chunked head or the model's own logits.
+What is chosen here: packed rows or padded ones, the head in tiles or the model's own logits.
 """
 
 import contextlib

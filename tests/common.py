@@ -18,7 +18,7 @@ import time
 import traceback
 import types
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on tiny matrices threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what a test starts: on tiny matrices threads wait for each other
 
 import numpy as np
 import psutil
@@ -38,6 +38,7 @@ from harness.ranks import World
 from harness.workers import Scorer
 from reward import load_rewards
 
+torch.set_num_threads(1)  # here: a test's file may have imported torch before
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CPU = World(0, 1, torch.device("cpu"))
 REDUCTIONS = ("token", "sequence", "constant")
