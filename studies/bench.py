@@ -1,7 +1,7 @@
 """Seconds, CPU seconds and memory of a step: this trainer, TRL on the same work, and the floor of both.
 
     python3.11 -m venv .trl-venv && .trl-venv/bin/pip install --no-deps --retries 1 -r requirements-cpu.txt
-    .trl-venv/bin/pip install trl==1.16.0
+    .trl-venv/bin/pip install trl==1.16.0 "datasets<4.9"
     python studies/bench.py --trl .trl-venv/bin/python --model FOLDER/model       # of real_model.py
     python studies/bench.py --settings bundled "30M"                              # this trainer and the floor
 
