@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -292,6 +293,13 @@ def test_overlong():
     assert parts == pytest.approx([0, 0, -1 / 200, -0.5, -199 / 200, -1, -1])
     assert part("overlong", "", completion_length=1, max_completion_length=1) == -1
     assert part("overlong", "", completion_length=0, max_completion_length=1) == 0
+
+
+def test_math_needs_no_signal():
+    """Its library's own limits need SIGALRM, so a main thread; here the worker's limit holds, and is counted."""
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reward.math_reward, "$\\frac{2}{4}$", dict(answer="0.5")).result() == 1
 
 
 def test_math():
