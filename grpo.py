@@ -188,8 +188,9 @@ def resolved(cfg: Config, model, device: torch.device) -> Config:
 
 
 def autocast(cfg: Config, device: torch.device):
-    """In a pass that learns no cast is kept: each weight needs one, and of layers that are recomputed none stays."""
-    return torch.autocast(device.type, torch.bfloat16, cfg.dtype == "bfloat16", not torch.is_grad_enabled())
+    """A pass that learns keeps no casts of weights: it makes each once, and of recomputed layers none has to stay."""
+    options = dict(enabled=cfg.dtype == "bfloat16", cache_enabled=not torch.is_grad_enabled())
+    return torch.autocast(device.type, torch.bfloat16, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def read_panels(out_dirs):
     paths, panels = [os.path.join(out_dir, "metrics.jsonl") for out_dir in out_dirs], []
     runs = [read_jsonl(path) for path in paths]
     for title, unit, keys in PANELS:
-        curves = [curve(i, rows, *key) for i, rows in enumerate(runs) for key in keys if series(rows, key[0])]
+        curves = [curve(i, rows, *key) for i, rows in enumerate(runs) for key in keys]
+        curves = [c for c in curves if c["steps"]]
         values = [0.0, *(value for c in curves for value in c["values"])]
         sizes = sorted(abs(value) for value in values if value) or [0]
         most = 3 * sizes[len(sizes) * 19 // 20]  # one spike must not flatten the rest: it leaves the panel

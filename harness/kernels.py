@@ -154,12 +154,13 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
     k_at [N, K], positions in the text."""
     p_start, p_size, start, size = (x[:, None] for x in (prompt_start, prompt_size, start, size))
     k = np.arange(-(-(p_size + size).max() // multiple) * multiple)
-    t = np.arange(size.max()) if p_size.any() else k  # of prompts a square, as causal kernels want it
+    prompts = not p_size.any()  # they make a square, as causal kernels want it
+    t = k if prompts else np.arange(size.max())
     last = size - 1  # padding asks what the last token asks, and is seen by none
     q_from = start + np.minimum(t, last)
     k_from = np.where(k < p_size, p_start + k, start + np.minimum(k - p_size, last))
     q_at, k_at = p_size + np.minimum(t, last), np.where(k < p_size + size, k, 2**30)
-    if not p_size.any():  # prompts: causal attention does not see the padding on their right
+    if prompts:  # causal attention does not see the padding on their right
         q_at, k_at = t[None], k[None]
     return q_from, k_from, np.flatnonzero(t < size), q_at, k_at
 
@@ -201,8 +202,8 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
     for q_from, k_from, real, q_at, k_at in blocks:
         k, mask = torch.arange(k_at.shape[1]), None  # None: the fast causal kernel
         ends = k[[0, -1], None]  # the first token sees itself, the last one all: plain causal
-        causal = torch.equal(mask_function(0, 0, ends, k[None]), k <= ends)
-        if not (causal and q_at.shape == k_at.shape == (1, len(k))):  # prompts have that shape
+        prompts = q_at.shape == k_at.shape == (1, len(k))
+        if not (prompts and torch.equal(mask_function(0, 0, ends, k[None]), k <= ends)):
             mask = mask_function(0, 0, q_at[:, :, None], k_at[:, None])  # [N or 1, T, K]
             mask = torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]  # once for all layers
         found.append((q_from, k_from, real, mask))

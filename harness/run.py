@@ -47,7 +47,7 @@ class Run:
         self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
         self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
         self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
-        self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, set()
+        self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, False  # said: how a reward failed
         self.log = Log(cfg, self.first, started, self.rank0)
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
@@ -125,8 +125,8 @@ class Run:
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
         """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
         first step got a reward. And what they logged of their own: the mean over the ranks that did."""
-        for line in [s.first_failure for s in scores if s.first_failure and "failure" not in self.said][:1]:
-            self.said.add("failure")
+        for line in [] if self.said else [s.first_failure for s in scores if s.first_failure][:1]:
+            self.said = True
             say(line)
         failed = sum(sum(s.failed) for s in scores)
         if step == 1 and failed + sum(math.isnan(total) for s in scores for total in s.totals) == n_samples:
@@ -143,7 +143,7 @@ class Run:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
         done = any(m["step"] == step and "eval_accuracy" in m for m in self.log.history[-1:])
         due = step in (0, self.cfg.max_steps) or bool(self.cfg.eval_every and step % self.cfg.eval_every == 0)
-        return bool(self.cfg.eval_data) and self.world.gather([due and not done])[0]
+        return bool(self.cfg.eval_data) and self.world.first(lambda: due and not done)
 
     def record_eval(self, step: int, metrics: dict) -> None:
         with self.lock:
