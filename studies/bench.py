@@ -5,6 +5,8 @@
     python studies/bench.py --trl .trl-venv/bin/python --model FOLDER/model       # of real_model.py
     python studies/bench.py --settings bundled "30M"                              # this trainer and the floor
 
+All of it takes an hour a round. With --runs FILE a side whose result is there is not run again, so it can be stopped.
+
 Same model, prompts, G, lengths, learning rate, beta and dtype. Sides take turns, each in a process of its own, one
 thread; a ratio is TRL's over ours in the same round. "TRL as it comes" samples with HF generate and, on a CPU, scores
 the head at every position; "TRL at its best" samples with the same vLLM engine as ours and scores the head at
@@ -20,6 +22,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -51,13 +54,13 @@ RANDOM |= dict(rows=8, budget=560)
 RANDOM |= dict(shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10))
 RANDOM["shape"] |= dict(num_attention_heads=6, num_key_value_heads=2)
 WORDS = dict(num_prompts=8, num_generations=8, prompt=75, completion=24, beta=0.0, stop=0, steps=1)
-WORDS |= dict(rows=8, budget=8 * 99, without=("trl_hf",))  # that would take two thirds of the time
+WORDS |= dict(rows=8, budget=8 * 99, without=("trl_hf",))  # it takes longest
 WORDS |= dict(shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18))
 WORDS["shape"] |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)  # as Gemma 3 270M
 LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
 SETTINGS = {
     "135M, its own reward": REAL | dict(reward="answer", compile=True),
-    "135M, reward by position": REAL | dict(compile=True),
+    "135M, reward by position": REAL | dict(compile=True, without=("trl_hf",)),
     "bundled": TINY,
     "bundled, 6 tokens": TINY | dict(num_prompts=16, completion=6, rows=64, steps=20),
     "30M": RANDOM,
@@ -124,7 +127,8 @@ def prepare(setting: str, model: str, folder: str) -> dict:
 
 
 def clocks() -> np.ndarray:
-    return np.array([time.perf_counter(), time.process_time()])
+    """Seconds: wall, CPU, and the system's part of CPU."""
+    return np.array([time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime])
 
 
 def resident() -> tuple[int, int]:
@@ -192,7 +196,7 @@ class Record:
         without gradients; whole: of the step, above what was loaded, gradients and Adam's moments. MB."""
         timed, last = self.steps[1:-1], self.steps[-1]
         names = {name for step in timed for name in (*PHASES, "step", "tokens") if name in step}
-        means = {name: np.mean([step.get(name, np.zeros(2)) for step in timed], 0).tolist() for name in names}
+        means = {name: np.mean([step.get(name, 0 * step["step"]) for step in timed], 0).tolist() for name in names}
         peak = last["peaks"][1]
         memory = peak - self.sampled - 4 * n_parameters
         whole = max(peak, last["peak"]) - self.loaded - 3 * 4 * n_parameters
@@ -372,7 +376,30 @@ def run_side(python: list, side: str, setting: str, files: dict, extra: list) ->
     return json.loads(done.stdout.split("\nRESULT ")[1].splitlines()[0])
 
 
-def report(name, rounds) -> tuple[list, list]:
+def run_all(args, settings: list, extra: list) -> dict:
+    """(setting, round, side): result. A round is whole before the next begins."""
+    runs, files, folder = {}, {}, tempfile.TemporaryDirectory()
+    if os.path.exists(args.runs):
+        with open(args.runs) as file:
+            runs = {tuple(key): result for *key, result in map(json.loads, file)}
+    for key in ((setting, n, side) for n in range(args.rounds) for setting in settings for side in SIDES):
+        setting, _, side = key
+        skipped = side in SETTINGS[setting].get("without", ()) or (side.startswith("trl") and not args.trl)
+        if skipped or key in runs:
+            continue
+        if setting not in files:
+            os.mkdir(own := os.path.join(folder.name, str(len(files))))
+            files[setting] = prepare(setting, args.model, own)
+        python = args.trl if side.startswith("trl") else sys.executable
+        runs[key] = run_side([python], side, setting, files[setting], extra)
+        print(line := json.dumps([*key, runs[key]]), flush=True)
+        if args.runs:
+            with open(args.runs, "a") as file:
+                file.write(line + "\n")
+    return runs
+
+
+def report(setting, rounds) -> tuple[list, list]:
     """Rows of the table of CPU seconds, which other work disturbs least, and of the table of ratios. Sides draw
     completions of their own, so seconds are compared per real token (prompt and completion, without padding)."""
     table, ratios = [], []
@@ -380,12 +407,14 @@ def report(name, rounds) -> tuple[list, list]:
         runs = [r[side] for r in rounds if side in r]
         if not runs:
             continue
-        median = {key: np.median([run.get(key, [0, 0]) for run in runs], axis=0) for key in (*PHASES, "step", "tokens")}
+        names = (*PHASES, "step", "tokens")
+        median = {name: np.median([run.get(name, [0, 0, 0]) for run in runs], axis=0) for name in names}
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
         memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
         cells = [float(median[phase][1]) for phase in (*PHASES, "step")] + [int(median["tokens"][1])]
+        cells += [float(median["step"][0]), float(100 * np.median([run["step"][2] / run["step"][1] for run in runs]))]
         per_token = np.median([1000 * run["update"][1] / run["tokens"][1] for run in runs])
-        table.append([name, title, *cells, float(median["step"][0]), float(per_token), float(waste), *memory])
+        table.append([setting, title, *cells, float(per_token), float(waste), *memory, len(runs)])
     part = {
         "step": lambda run: run["step"][1] / run["tokens"][1],
         "logps and update": lambda run: (run["update"][1] + run.get("logps", [0, 0])[1]) / run["tokens"][1],
@@ -396,7 +425,7 @@ def report(name, rounds) -> tuple[list, list]:
         found = sorted(value(r[over]) / value(r[under]) for r in rounds if over in r and under in r)
         if found and not (under == "floor" and what == "memory"):
             spread = [found[0], float(np.median(found)), found[-1]]
-            ratios.append([name, f"{SIDES[over]} / {SIDES[under]}", what, *spread])
+            ratios.append([setting, f"{SIDES[over]} / {SIDES[under]}", what, *spread])
     return table, ratios
 
 
@@ -406,6 +435,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="directory of the 135 M model; empty: its settings are left out")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", default="", help="file that keeps each side's result; what is there is not run again")
     parser.add_argument("--out", default=os.path.join(HERE, "figures"), help="directory of figure and table")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one side
     parser.add_argument("--files", type=json.loads, help=argparse.SUPPRESS)
@@ -417,19 +447,12 @@ def main() -> None:
         print("\nRESULT " + json.dumps(sides[args.side]()), flush=True)
         os._exit(0)
     os.makedirs(args.out, exist_ok=True)
-    table, ratios, started = [], [], time.monotonic()
-    for setting in args.settings:
-        if setting.startswith("135M") and not args.model:
-            continue
-        rounds = [{} for _ in range(args.rounds)]
-        with tempfile.TemporaryDirectory() as folder:
-            files = prepare(setting, args.model, folder)
-            for number, side in ((n, s) for n in range(args.rounds) for s in SIDES):
-                if side in SETTINGS[setting].get("without", ()) or (side.startswith("trl") and not args.trl):
-                    continue
-                python = args.trl if side.startswith("trl") else sys.executable
-                rounds[number][side] = run_side([python], side, setting, files, extra)
-                print(setting, number, side, rounds[number][side], flush=True)
+    started, table, ratios = time.monotonic(), [], []
+    settings = [name for name in args.settings if args.model or not name.startswith("135M")]
+    runs = run_all(args, settings, extra)
+    for setting in settings:
+        keys = [[(setting, n, side) for side in SIDES] for n in range(args.rounds)]
+        rounds = [{key[2]: runs[key] for key in of_round if key in runs} for of_round in keys]
         for rows, new in zip((table, ratios), report(setting, rounds), strict=True):
             rows += new
     publish(table, ratios, argparse.Namespace(out=args.out, started=started, jobs=1))
@@ -441,8 +464,8 @@ def publish(table, ratios, args) -> None:
 
     from view import COLORS
 
-    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "update, ms a token", "computed / real"]
-    header += ["peak MB, logps and update", "peak MB, step"]
+    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "of the system, %", "update, ms a token"]
+    header += ["computed / real", "peak MB, logps and update", "peak MB, step", "rounds"]
     shown = [row for row in ratios if row[2] == "step" and row[0] in IN_PICTURE and "TRL" in row[1]]
     figure, axis = plt.subplots(figsize=(8.3, 1.2 + 0.38 * len(shown)), layout="constrained")
     for i, (_, pair, _, low, middle, high) in enumerate(shown):
