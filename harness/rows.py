@@ -1,5 +1,6 @@
 """Rows of files, and the prompts that they become."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -151,7 +152,9 @@ def pieces(tokenizer, ids: np.ndarray, text: str) -> list[str]:
 
     stream, known, found = DecodeStream(skip_special_tokens=False), len(tokenizer), []
     for i in ids.tolist():
-        piece = (stream.step(tokenizer.backend_tokenizer, i) if i < known else "") or ""
+        piece = ""
+        with contextlib.suppress(Exception):  # bytes that make no character; a tokenizer of another kind
+            piece = (stream.step(tokenizer.backend_tokenizer, i) if i < known else "") or ""
         found.append(piece if text.startswith(piece) else "")
         text = text[len(found[-1]) :]
     return [*found[:-1], found[-1] + text]

@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+import transformers
 
 import grpo
 import harness.rows
 import reward
 from grpo import Config, Prompt, Sample
 from tests.common import BUNDLED, CPU, ids_of, sampler_of, texts, tiny_model
+from tests.families import pieces_tokenizer
 
 pytest_plugins = "tests.common"
 
@@ -88,3 +90,14 @@ def test_a_reward_sees_special_tokens_but_not_the_end():
     row = dict(answer="3", prompt_text="1+2=")
     assert [reward.BUILT_IN[name].function(text, row) for name in ("answer", "format", "gsm8k")] == [1.0] * 3
     assert "".join(harness.rows.pieces(tokenizer, ids, text)) == text
+
+
+def test_bytes_that_make_no_character_have_their_place_in_the_log():
+    """Llama 2 and Mistral may sample them, and tokenizers' stream gives up. Other kinds of tokenizer have no stream."""
+    backend = pieces_tokenizer(["<unk>", "<s>"], "<s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+    ids = ids_of(tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xF0>", "b", "c"]))
+    text = grpo.decode(tokenizer, ids, [])
+    found = harness.rows.pieces(tokenizer, ids, text)
+    assert found[0] == "a" and len(found) == len(ids) and "".join(found) == text
+    assert harness.rows.pieces(range(300), ids, text) == ["", "", "", "", text]
