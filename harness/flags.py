@@ -51,7 +51,7 @@ def exit_code(program: str, call, less_memory: str) -> int:
         code, message = 1, f"stopped: {first_line(error)} To need less: {less_memory}"
     except RuntimeError as error:
         cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL names it in its fourth line
-        of_ranks = dist.is_initialized() and re.search("gloo|NCCL|onnection (closed|reset)", cause)
+        of_ranks = "RANK" in os.environ and re.search("gloo|NCCL|onnection (closed|reset)", cause)
         if not of_ranks and not isinstance(error, dist.DistError):
             raise
         code, message = 1, f"stopped: {cause} (if another rank is gone, the report of its machine says why)"
