@@ -38,7 +38,8 @@ def findings(steps: list[dict], evals: list[dict], cfg) -> list[tuple]:
     norms = values(steps[-2 * WINDOW :], "grad_norm") / (cfg.max_grad_norm or np.inf)  # at low rates 1 to 4 is healthy
     best, now = max(evals, key=lambda m: m["eval_accuracy"] or 0, default={}), (evals or [{}])[-1]
     (high, low), errors = values([best, now], "eval_accuracy"), values([best, now], "eval_stderr")
-    then = values([m for m in steps if m["step"] <= max(best.get("step", 0), WINDOW)][-WINDOW:], "reward").mean()
+    until = max(best.get("step", 0), steps[WINDOW - 1]["step"])
+    then = values([m for m in steps if m["step"] <= until][-WINDOW:], "reward").mean()
     return [
         ("The reward has one value only", np.ptp(reward0) + std0.sum() == 0,
          f"it is {reward0[0]:.3g} for every sample; read them with view.py --step"),

@@ -128,6 +128,14 @@ def test_a_planted_run_says_nothing_else():
         assert len(said(*histories, cfg=cfg and cfg[0])) == 1 + (name == "one value"), name
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_goes_on_from_a_checkpoint_elsewhere():
+    """Its first line is of step 41, its best eval of step 40: the reward has risen since its own first steps."""
+    later = [line | dict(step=40 + line["step"]) for line in steps(**rewards(UP))]
+    found = said(later, [line | dict(step=40 + line["step"]) for line in evals(0.6, 0.5, 0.4, 0.3, 0.2)])
+    assert len(found) == 1 and "the answers are nonsense" in found[0]
+
+
 def test_no_clipping_no_numbers_and_old_names():
     assert said(steps(grad_norm=1e9), cfg=Config(max_grad_norm=0.0)) == []
     assert said([dict(step=i, loss=None, kl_k3=1.0) for i in range(30)]) == []
