@@ -55,9 +55,12 @@ class Run:
         self.model, self.write_model, self.identity = model, write_model, identity
         self.parts.setdefault("optimizer", (optimizer.state_dict, optimizer.load_state_dict))
         optimizer.register_step_pre_hook(lambda *_: self.change())
-        if self.checkpoint:
-            return self.restore(self.checkpoint.state)
-        self.world.first(self.try_to_save)
+        if not self.checkpoint:
+            return self.world.first(self.try_to_save)
+        given = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.restore(self.checkpoint.state)
+        for group, own in zip(optimizer.param_groups, given, strict=True):  # flags that are given now win
+            group.update(own)
 
     def try_to_save(self) -> None:
         """That a checkpoint can be written is proved now, not found out after hours."""
@@ -85,6 +88,9 @@ class Run:
 
     def steps(self):
         """The numbers of the steps that are left. After each one: what is due is saved."""
+        if self.rank0:
+            with contextlib.suppress(OSError):
+                self.tidy()  # an eval that was made again may have another best
         for step in range(self.first + 1, self.cfg.max_steps + 1):
             torch.manual_seed(seed_of(self.cfg.seed, 2, step, self.world.rank))  # for a changed copy that draws
             yield step
@@ -182,7 +188,7 @@ class Run:
 
     def save_last(self, why: str) -> None:
         """Saves what the last whole step left, if it is not saved yet and still there; says what stands."""
-        if self.step and self.alone and not self.changing:
+        if self.step > self.first and self.alone and not self.changing:
             self.save()
         stands = f"{self.path_of(self.saved)} is saved; go on with --resume" if self.saved else "nothing is saved"
         say(f"{why}stopped in step {self.step + 1}, {stands}")

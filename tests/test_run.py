@@ -260,8 +260,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert names_in(tmp_path) == ["step_000005", "step_000006"] and os.readlink(tmp_path / "best") == "step_000006"
 
 
-def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path, monkeypatch):
-    accuracies = iter([0.1, None, 0.9, 0.3, 0.2])
+@pytest.mark.parametrize("cut, best", [(1, 1), (3, 3)])  # in the middle, and after the last step
+def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path, monkeypatch, cut, best):
+    made = [0.1, 0.3, 0.2, 0.25]
+    accuracies = iter([*made[:cut], None, 0.9, *made[cut + 1 :]])
 
     def evaluate(*_):
         accuracy = next(accuracies)
@@ -275,9 +277,25 @@ def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path,
     with pytest.raises(TrainingError):
         small_run(out, **options)
     history = small_run(out, **options, resume="latest")
-    assert [m["eval_accuracy"] for m in history if "eval_accuracy" in m] == [0.1, 0.9, 0.3, 0.2]
+    assert [m["eval_accuracy"] for m in history if "eval_accuracy" in m] == [*made[:cut], 0.9, *made[cut + 1 :]]
     assert [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1, 1, 2, 2, 3, 3]  # an eval is a line of its own
-    assert os.readlink(out / "best") == "step_000001" and (out / "step_000001").is_dir()
+    assert os.readlink(out / "best") == f"step_00000{best}" and (out / "best").is_dir()
+
+
+def test_a_flag_of_the_optimizer_counts_on_a_resume(undisturbed, again, tmp_path):
+    for name, decay in (("same", 0.0), ("other", 0.9)):
+        copy_cut_back(undisturbed, tmp_path / name, 3)
+        again(tmp_path / name, resume="latest", weight_decay=decay)
+        assert (state_of(tmp_path / name) == state_of(undisturbed)) == (decay == 0)
+
+
+def test_a_stop_while_a_named_checkpoint_loads_has_nothing_to_save(undisturbed, tmp_path, capsys):
+    checkpoint = harness.checkpoints.load_checkpoint(str(undisturbed / "step_000002"))
+    cfg = Config(model="m", out_dir=str(tmp_path / "out"), resume=checkpoint.path, max_steps=4)
+    run = harness.run.Run(cfg, CPU, checkpoint, time.monotonic())
+    run.save_last("signal: ")  # before track()
+    run.exits.close()
+    assert "signal: stopped in step 3, nothing is saved" in capsys.readouterr().out
 
 
 def test_a_patch_adds_to_a_checkpoint(tmp_path):
