@@ -163,7 +163,7 @@ def without_randomness(config):
 
 
 def fill_with_nan(model) -> None:
-    """Before each push: a tensor of the engine, or a packed copy, that the push does not reach spoils the rollout."""
+    """Before each push: a tensor of the engine that the push does not reach spoils the rollout."""
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
     repack(model)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The vLLM engine: its samples are the policy's after every push, and what a push misses ends the run."""
 
 import dataclasses
 import importlib
