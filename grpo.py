@@ -712,9 +712,10 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
+        kl_counts = cfg.beta and optimizer.state  # before the first update it is rounding
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(s.in_loss and s.advantage != 0 for s in minibatch):  # else only Adam's momentum would move the weights
+        elif any(s.in_loss and (s.advantage != 0 or kl_counts) for s in minibatch):  # else momentum alone would act
             optimizer.step()
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
@@ -727,7 +728,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
 
 def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
     """The gradient of one optimiser step, in micro-batches. Returns this rank's sums over tokens, its log-ratios of
-    trainer and sampler [n], and the notes of its tokens."""
+    trainer and sampler, inf where nothing was drawn, and the notes of its tokens."""
     counted = [s for s in minibatch if s.in_loss]
     n_sequences = max(1, len(counted))
     n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
@@ -761,10 +762,9 @@ def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, w
         stats |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
         for name, value in stats.items():
             sums[name] = sums.get(name, 0.0) + value
-        log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.nan).flatten())
-    log_ratio = torch.cat(log_ratios)
+        log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.inf).flatten())
     values = torch.stack(list(sums.values())).tolist()  # one wait for the device
-    return dict(zip(sums, values, strict=True)), log_ratio[log_ratio.isfinite()], notes
+    return dict(zip(sums, values, strict=True)), torch.cat(log_ratios), notes
 
 
 def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
@@ -939,6 +939,9 @@ def set_up(cfg: Config, command_line: bool):
     world = ranks.join_world(device)
     with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
+        packs = all(world.gather([policy.packs]))  # the ranks share samples out by it, so they agree
+        for each in (policy, reference) if reference else (policy,):
+            check.use_rows(each, packs)
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
         scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)

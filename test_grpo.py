@@ -24,7 +24,7 @@ import harness.ranks
 import harness.rows
 import harness.run
 from grpo import Config, Policy, group_advantages, grpo_loss, kl_estimate
-from harness.flags import ConfigError
+from harness.flags import ConfigError, TrainingError
 from tests.common import (
     BUNDLED,
     CPU,
@@ -635,7 +635,7 @@ def test_no_step_without_a_signal():
     samples = random_samples(6, 3)
     for s in samples:
         s.reward = 1.0
-    cfg = Config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9)
+    cfg = Config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.0)
     assert grpo.assign_advantages(samples, 1, cfg) == 1.0
     policy = Policy(tiny_model(), 1.0)
     optimizer = grpo.make_optimizer(policy, cfg)
@@ -648,6 +648,27 @@ def test_no_step_without_a_signal():
     grpo.update(policy, policy, optimizer, learned, 3, cfg, CPU)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+
+
+def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
+    """Before, it is rounding, which Adam would make as large as a step."""
+    silent, learned, policy = random_samples(6, 3), random_samples(6, 3), Policy(tiny_model(), 1.0)
+    for s in silent:
+        s.advantage = 0.0
+    cfg, moved = Config(num_generations=3, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.1), []
+    optimizer = grpo.make_optimizer(policy, cfg)
+    for step, samples in enumerate((silent, learned, silent), 1):
+        before = [p.clone() for p in policy.parameters()]
+        grpo.update(policy, policy, optimizer, samples, step, cfg, CPU)
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True)))
+    assert moved == [False, True, True]
+
+
+def test_a_policy_that_gives_no_number_ends_the_run():
+    samples, policy = random_samples(6, 3), Policy(tiny_model(), 1.0)
+    samples[4].sampler_logps[0] = math.nan  # as where the policy's own is NaN: their difference
+    with pytest.raises(TrainingError, match="off by nan"):
+        grpo.update(policy, policy, grpo.make_optimizer(policy, Config()), samples, 1, Config(max_sampler_gap=1e9), CPU)
 
 
 def test_samples_without_advantage_are_left_out_when_there_is_no_kl():

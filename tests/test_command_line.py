@@ -13,7 +13,7 @@ import pytest
 import grpo
 from grpo import Config
 from harness.flags import ConfigError
-from tests.common import BUNDLED, HERE, PRIME, lines, resumed_on_two_ranks, run, state_of, two_rank_run
+from tests.common import BUNDLED, HERE, PRIME, command_line, lines, resumed_on_two_ranks, run, state_of, two_rank_run
 
 pytest_plugins = "tests.common"
 
@@ -88,6 +88,27 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_pa
     assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
     for key in ("loss", "grad_norm", "reward", "kl", "entropy", "tokens"):
         assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+
+
+def other_rows_on_rank_1(*args):
+    """As where rounding on another card, or its memory, decided otherwise."""
+    settle = grpo.check.settle
+    if os.environ["RANK"] == "1":
+        grpo.check.settle = lambda policy, *a, **options: (
+            settle(policy, *a, **options),
+            grpo.check.use_rows(policy, False),
+        )
+    command_line(*args)
+
+
+def test_the_ranks_agree_on_the_rows(fork, tmp_path):
+    args = ["--num_prompts", 7, "--num_generations", 4, "--micro_batch_tokens", 97, "--rollout", "hf", "--max_steps", 1]
+    done = fork("tests.test_command_line.other_rows_on_rank_1", *args, "--out_dir", tmp_path / "two", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr
+    [alone] = grpo.train(grpo.parse_args([*map(str, args), "--out_dir", str(tmp_path / "one"), "--eval_data", ""]))
+    [found] = [m for m in lines(tmp_path / "two" / "metrics.jsonl") if "loss" in m]
+    for key in ("loss", "grad_norm", "kl", "entropy"):
+        assert found[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
