@@ -163,7 +163,8 @@ def without_randomness(config):
 
 
 def fill_with_nan(model) -> None:
-    """Before each push: a tensor of the engine that the push does not reach spoils the rollout."""
+    """Before each push: a tensor of the engine that the push does not reach spoils the rollout. A Linear on a CPU is a
+    packed copy: that it is stale shows in sampler_gap only."""
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
     repack(model)
