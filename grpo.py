@@ -857,10 +857,13 @@ def wrap(policy: Policy, cfg: Config, world: World):
     """After the engine: it may move this thread to another stream for good, and then finds more memory free."""
     if cfg.compile:
         models.compile_layers(policy.model, cfg)
-    if world.size == 1:
-        return policy
-    ids = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
+    ddp, embedding = policy, policy.model.get_input_embeddings()
+    if world.size > 1:
+        ids = [world.device.index] if world.device.type == "cuda" else None
+        ddp = DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
+    # Tied: its rows are added where the head adds, no [V, H] is made. Not before DDP, which would send rows then.
+    embedding.sparse = policy.plain_head and embedding.weight is policy.model.get_output_embeddings().weight
+    return ddp
 
 
 def make_policy(model, cfg: Config, prompts=()) -> Policy:

@@ -60,7 +60,8 @@ def gradients_of_ranks(out):
     results = {}
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
         policy = Policy(tiny_model(dtype=dtype), 0.8)
-        ddp = torch.nn.parallel.DistributedDataParallel(policy, gradient_as_bucket_view=True)
+        ddp = grpo.wrap(policy, Config(), world)
+        assert policy.model.get_input_embeddings().sparse == (dtype == F64)  # GPT-2 ties its embeddings
         samples = samples_of_ranks(dtype, reduction)
         cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
         grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world, packs=reduction != "token")

@@ -25,8 +25,8 @@ class HeadLogps(torch.autograd.Function):
     """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
 
     Logits [n, V] never exist: a tile of them is there at a time, and most again in backward, where the gradient of a
-    log-probability by its logits, onehot(target) - softmax, is written over it. The weight's is added, in place, to the
-    .grad of earlier micro-batches: nothing else of its size is made, and hooks on the weight see the first one only.
+    log-probability by its logits, onehot(target) - softmax, is written over it. The weight's is added to its .grad, in
+    place: nothing else of that size is made, and hooks on the weight do not see it.
     """
 
     @staticmethod
@@ -70,11 +70,14 @@ class HeadLogps(torch.autograd.Function):
         grads = (grad_logps / ctx.temperature)[:, None]  # [n, 1]: logits are divided by it
         grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=grads.dtype), None
         grad_bias = None if bias is None else torch.empty_like(bias, dtype=grads.dtype)
-        earlier = ctx.weight.grad if ctx.weight.is_leaf else None
-        if ctx.needs_input_grad[1]:  # else frozen
-            node = torch.autograd.graph.get_gradient_edge(ctx.weight).node  # an error in torch.autograd.grad
-            adds = earlier is not None and torch._C._will_engine_execute_node(node)
-            grad_weight = earlier if adds else torch.zeros_like(weight)
+        learns, adds = ctx.needs_input_grad[1], False  # else frozen
+        if learns and ctx.weight.is_leaf:
+            with contextlib.suppress(RuntimeError):  # of torch.autograd.grad, to which it is returned
+                adds = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(ctx.weight).node)
+        if adds and ctx.weight.grad is None:
+            ctx.weight.grad = torch.zeros_like(weight)
+        if learns:
+            grad_weight = ctx.weight.grad if adds else torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile, part, logits, place, inside in HeadLogps.tiles(ctx, hidden, weight, bias, targets):
                 softmax = logits.sub_(norm[:, None]).exp_()
@@ -84,7 +87,7 @@ class HeadLogps(torch.autograd.Function):
                     grad_weight[tile] += grad_logits.T @ hidden
                 if bias is not None:
                     grad_bias[tile] = grad_logits.sum(0)
-        return grad_hidden, None if grad_weight is earlier else grad_weight, grad_bias, None, None
+        return grad_hidden, None if adds else grad_weight, grad_bias, None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------
