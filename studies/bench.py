@@ -54,7 +54,7 @@ RANDOM |= dict(rows=8, budget=560)
 RANDOM |= dict(shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10))
 RANDOM["shape"] |= dict(num_attention_heads=6, num_key_value_heads=2)
 WORDS = dict(num_prompts=8, num_generations=8, prompt=75, completion=24, beta=0.0, stop=0, steps=1)
-WORDS |= dict(rows=8, budget=8 * 99, without=("trl_hf",))  # it takes longest
+WORDS |= dict(rows=8, budget=4 * 99, without=("trl_hf",))  # it takes longest
 WORDS |= dict(shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18))
 WORDS["shape"] |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)  # as Gemma 3 270M
 LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
