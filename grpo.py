@@ -861,8 +861,10 @@ def wrap(policy: Policy, cfg: Config, world: World):
     if world.size > 1:
         ids = [world.device.index] if world.device.type == "cuda" else None
         ddp = DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
-    # Tied: its rows are added where the head adds, no [V, H] is made. Not before DDP, which would send rows then.
-    embedding.sparse = policy.plain_head and embedding.weight is policy.model.get_output_embeddings().weight
+    # Tied: its rows are added where the head adds, no [V, H] is made. Not before DDP, which would send rows; not on
+    # CUDA, which adds them in any order.
+    tied = policy.plain_head and embedding.weight is policy.model.get_output_embeddings().weight
+    embedding.sparse = tied and world.device.type == "cpu"
     return ddp
 
 
