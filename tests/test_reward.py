@@ -382,6 +382,7 @@ def test_idle_workers_that_die_cost_no_sample(scorer):
         for worker in started:
             ended(worker)
         wait_for(lambda started=started: all(p.status() == psutil.STATUS_ZOMBIE for p in started))
+        wait_for(lambda: all(worker.connection.poll() for worker in length.workers))  # their last thread has ended, too
     scores = length.score(["abc"], [{}])
     assert scores.totals == [3.0] and not scores.failures
 
