@@ -908,8 +908,6 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     if not policy.packs:
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
-    if reference:
-        check.use_rows(reference, policy.packs)
     return cfg, policy, reference, identity
 
 

@@ -451,8 +451,7 @@ def main() -> None:
     settings = [name for name in args.settings if args.model or not name.startswith("135M")]
     runs = run_all(args, settings, extra)
     for setting in settings:
-        keys = [[(setting, n, side) for side in SIDES] for n in range(args.rounds)]
-        rounds = [{key[2]: runs[key] for key in of_round if key in runs} for of_round in keys]
+        rounds = [{k[2]: run for k, run in runs.items() if k[:2] == (setting, n)} for n in range(args.rounds)]
         for rows, new in zip((table, ratios), report(setting, rounds), strict=True):
             rows += new
     publish(table, ratios, argparse.Namespace(out=args.out, started=started, jobs=1))
