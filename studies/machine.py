@@ -158,21 +158,21 @@ def check_resume(m) -> None:
     """Goes on from memory, and twice from a checkpoint: the same to the bit, if the device's kernels are."""
     samples = made_up(m, 8)
 
-    def step(policy, optimizer):
-        grpo.update(policy, policy, optimizer, samples, 2, m.cfg, m.world)
+    def step(policy, ddp, optimizer):
+        grpo.update(policy, ddp, optimizer, samples, 2, m.cfg, m.world)
         moments = [x for state in optimizer.state.values() for x in state.values()]
         return [x.detach().to("cpu", copy=True) for x in (*policy.parameters(), *moments)]
 
     with tempfile.TemporaryDirectory() as folder:
         path, state = os.path.join(folder, "step"), dict(optimizer=m.optimizer.state_dict())
         harness.checkpoints.write_checkpoint(path, m.model.save_pretrained, state)
-        runs = [step(m.policy, m.optimizer)]
+        runs = [step(m.policy, m.ddp, m.optimizer)]
         for _ in range(2):
             policy = Policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
-            optimizer = grpo.make_optimizer(policy, m.cfg)
+            ddp, optimizer = grpo.wrap(policy, m.cfg, m.world), grpo.make_optimizer(policy, m.cfg)
             optimizer.load_state_dict(harness.checkpoints.load_checkpoint(path).state.pop("optimizer"))
-            runs.append(step(policy, optimizer))
-            del policy, optimizer
+            runs.append(step(policy, ddp, optimizer))
+            del policy, ddp, optimizer
             free(m)
     off, noise = (sum((a != b).sum().item() for a, b in zip(run, runs[2], strict=True)) for run in runs[:2])
     why = f"; two runs of one step differ in {noise}: the kernels, not the resume" if noise else ""
