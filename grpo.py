@@ -17,7 +17,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -45,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import check, flags, kernels, log, models, ranks, rows, workers
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
+from harness.log import completion_rows, sample_metrics
 from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
@@ -52,7 +52,6 @@ from harness.run import Run
 from reward import load_rewards, sources
 
 GENERATE_ROWS = 256  # rows of one HF generate call
-LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -690,12 +689,7 @@ def make_optimizer(policy: Policy, cfg: Config):
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     totals, losses, norms, skipped = {}, [], [], 0
-    noted = samples[: cfg.log_tokens if cfg.log_tokens >= 0 else cfg.num_generations]
-    if cfg.log_tokens < 0:
-        noted = [
-            s for s, n in zip(noted, np.cumsum([len(s.completion_ids) for s in noted]), strict=True) if n <= LOGGED
-        ]
-    numbers = {id(sample): i for i, sample in enumerate(noted)}
+    numbers = log.numbers_of_noted(samples, cfg)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
@@ -785,7 +779,7 @@ def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Eval and metrics
+# Eval
 
 
 def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: Config, world: World) -> dict:
@@ -812,41 +806,6 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
         correct = (values > 0.5).sum(1)  # [prompts]
         metrics |= {f"eval_pass@{j}": log.pass_at_k(k, correct, j) for j in sorted({1, k})}
     return metrics
-
-
-def sample_metrics(samples: list[Sample], cfg: Config) -> dict:
-    """Of all samples of the step, in rewards as the advantages saw them. Names as in TRL."""
-    rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
-    lengths = np.array([len(s.completion_ids) for s in samples])
-    ended = lengths[[s.finish_reason != "length" for s in samples]]
-    with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
-        metrics = {
-            "reward": np.nan_to_num(np.nanmean(rewards)),
-            "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
-            "reward_std_within_groups": np.nan_to_num(np.nanstd(rewards, 1, ddof=1)).mean(),
-            "advantage_abs": np.mean([abs(s.advantage) for s in samples]),
-            "completions/clipped_ratio": 1 - len(ended) / len(lengths),
-        }
-        for name in samples[0].parts:
-            parts = np.array([s.parts[name] for s in samples], dtype=float)
-            metrics |= {f"rewards/{name}/mean": np.nanmean(parts), f"rewards/{name}/std": np.nanstd(parts, ddof=1)}
-    for kind, part in (("", lengths), ("terminated_", ended)):
-        if len(part):
-            metrics[f"completions/mean_{kind}length"] = part.mean()
-            metrics[f"completions/min_{kind}length"] = part.min()
-            metrics[f"completions/max_{kind}length"] = part.max()
-    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(s.n_tokens for s in samples))
-
-
-def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
-    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what token_notes has."""
-    return [
-        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
-        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
-        | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=rows.pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
-        for s in samples
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------

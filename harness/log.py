@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+import warnings
 from datetime import timedelta
 
 import numpy as np
@@ -16,6 +17,9 @@ import view
 from harness.advice import Advice
 from harness.flags import ConfigError, TrainingError, first_line, say
 from harness.ranks import World
+from harness.rows import pieces
+
+LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
 
 
 def gap_metrics(log_ratio, cfg, world: World) -> dict:
@@ -47,6 +51,52 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
 def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
     """Unbiased 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), mean over prompts. correct [P]."""
     return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
+
+
+def numbers_of_noted(samples, cfg) -> dict:
+    """{id: number} of the samples whose tokens are noted (--log_tokens)."""
+    if cfg.log_tokens >= 0:
+        noted = samples[: cfg.log_tokens]
+    else:
+        first = samples[: cfg.num_generations]
+        ends = np.cumsum([len(s.completion_ids) for s in first])
+        noted = [s for s, end in zip(first, ends, strict=True) if end <= LOGGED]
+    return {id(sample): i for i, sample in enumerate(noted)}
+
+
+def sample_metrics(samples, cfg) -> dict:
+    """Of all samples of the step, in rewards as the advantages saw them. Names as in TRL."""
+    rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
+    lengths = np.array([len(s.completion_ids) for s in samples])
+    ended = lengths[[s.finish_reason != "length" for s in samples]]
+    with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
+        metrics = {
+            "reward": np.nan_to_num(np.nanmean(rewards)),
+            "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
+            "reward_std_within_groups": np.nan_to_num(np.nanstd(rewards, 1, ddof=1)).mean(),
+            "advantage_abs": np.mean([abs(s.advantage) for s in samples]),
+            "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        }
+        for name in samples[0].parts:
+            parts = np.array([s.parts[name] for s in samples], dtype=float)
+            metrics |= {f"rewards/{name}/mean": np.nanmean(parts), f"rewards/{name}/std": np.nanstd(parts, ddof=1)}
+    for kind, part in (("", lengths), ("terminated_", ended)):
+        if len(part):
+            metrics[f"completions/mean_{kind}length"] = part.mean()
+            metrics[f"completions/min_{kind}length"] = part.min()
+            metrics[f"completions/max_{kind}length"] = part.max()
+    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(s.n_tokens for s in samples))
+
+
+def completion_rows(samples, step: int, tokenizer) -> list[dict]:
+    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what token_notes has."""
+    return [
+        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
+        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
+        | (dict(logged=s.extra) if s.extra else {})
+        | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
+        for s in samples
+    ]
 
 
 class JsonLines:
