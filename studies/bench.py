@@ -5,16 +5,17 @@
     python studies/bench.py --trl .trl-venv/bin/python --model FOLDER/model       # of real_model.py
     python studies/bench.py --settings bundled "30M"                              # this trainer and the floor
 
-All of it takes an hour a round. With --runs FILE a side whose result is there is not run again, so it can be stopped.
+All of it takes an hour a round, half of that with --jobs 2. With --runs FILE a side whose result is there is not run
+again, so it can be stopped.
 
 Same model, prompts, G, lengths, learning rate, beta and dtype. Sides take turns, each in a process of its own, one
-thread; a ratio is TRL's over ours in the same round. "TRL as it comes" samples with HF generate and, on a CPU, scores
-the head at every position; "TRL at its best" samples with the same vLLM engine as ours and scores the head at
-completion positions only, as it does on CUDA (one function is patched for that). Ours samples as --rollout auto has
-it: with Hugging Face for the bundled model, else with vLLM. The floor is what no trainer can do
-without: sampling, and a bare forward (reference) and forward and backward (update) over as many tokens as were real, a
-group's prompt counted once. Memory that is freed stays in the process on all sides but TRL's as it comes, and layers
-are compiled on the same sides where a setting says so.
+thread (--jobs 2: two at a time, a core each); a ratio is TRL's over ours in the same round. "TRL as it comes" samples
+with HF generate and, on a CPU, scores the head at every position; "TRL at its best" samples with the same vLLM engine
+as ours and scores the head at completion positions only, as it does on CUDA (one function is patched for that). Ours
+samples as --rollout auto has it: with Hugging Face for the bundled model, else with vLLM. The floor is what no
+trainer can do without: sampling, and a bare forward (reference) and forward and backward (update) over as many tokens
+as were real, a group's prompt counted once. Memory that is freed stays in the process on all sides but TRL's as it
+comes, and layers are compiled on the same sides where a setting says so.
 """
 
 import argparse
@@ -26,7 +27,9 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -43,32 +46,32 @@ import harness.rows
 import harness.run
 
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; budget: tokens of one of ours, no more than TRL's
-# rows have with their padding. stop: a word's probability to be a completion's last; None: the model has a tokenizer
-# and a task of its own
+# rows have with their padding. without: sides that are left out, where others say the same. stop: a word's
+# probability to be a completion's last; None: the model has a tokenizer and a task of its own
 REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, beta=0.0, stop=None, steps=1)
-REAL |= dict(rows=32, budget=2048)
+REAL |= dict(rows=32, budget=1024)
 TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, stop=None, steps=8)
-TINY |= dict(rows=32, budget=1024)
+TINY |= dict(rows=32, budget=768)
 RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40, steps=1)
 RANDOM |= dict(rows=8, budget=560)
 RANDOM |= dict(shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10))
 RANDOM["shape"] |= dict(num_attention_heads=6, num_key_value_heads=2)
 WORDS = dict(num_prompts=8, num_generations=8, prompt=75, completion=24, beta=0.0, stop=0, steps=1)
-WORDS |= dict(rows=8, budget=4 * 99, without=("trl_hf",))  # it takes longest
+WORDS |= dict(rows=8, budget=4 * 99, without=("trl_hf",))
 WORDS |= dict(shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18))
 WORDS["shape"] |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)  # as Gemma 3 270M
 LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
 SETTINGS = {
-    "135M, its own reward": REAL | dict(reward="answer", compile=True),
+    "135M, its own reward": REAL | dict(reward="answer", compile=True, without=("floor",)),  # as the next one's
     "135M, reward by position": REAL | dict(compile=True, without=("trl_hf",)),
     "bundled": TINY,
     "bundled, 6 tokens": TINY | dict(num_prompts=16, completion=6, rows=64, steps=20),
     "30M": RANDOM,
-    "30M, equal lengths": RANDOM | dict(completion=40, stop=0, budget=8 * 52),
-    "30M, long prompt": RANDOM | LONG | dict(stop=0),
+    "30M, equal lengths": RANDOM | dict(completion=40, stop=0, budget=8 * 52, without=("trl_hf",)),
+    "30M, long prompt": RANDOM | LONG | dict(stop=0, without=("trl_hf",)),
     "270M, 262k words": WORDS,
 }
-IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths")
+IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths", "270M, 262k words")
 SIDES = dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
 PHASES = ("rollout", "reward", "logps", "update", "sync")  # logps: reference, and TRL's old policy
 REWARDS = """import re
@@ -377,25 +380,31 @@ def run_side(python: list, side: str, setting: str, files: dict, extra: list) ->
 
 
 def run_all(args, settings: list, extra: list) -> dict:
-    """(setting, round, side): result. A round is whole before the next begins."""
-    runs, files, folder = {}, {}, tempfile.TemporaryDirectory()
+    """(setting, round, side): result. All of a round begin before the next."""
+    runs, files, folder, lock = {}, {}, tempfile.TemporaryDirectory(), threading.Lock()
     if os.path.exists(args.runs):
         with open(args.runs) as file:
             runs = {tuple(key): result for *key, result in map(json.loads, file)}
-    for key in ((setting, n, side) for n in range(args.rounds) for setting in settings for side in SIDES):
+
+    def run(key):
         setting, _, side = key
-        skipped = side in SETTINGS[setting].get("without", ()) or (side.startswith("trl") and not args.trl)
-        if skipped or key in runs:
-            continue
-        if setting not in files:
-            os.mkdir(own := os.path.join(folder.name, str(len(files))))
-            files[setting] = prepare(setting, args.model, own)
+        with lock:
+            if setting not in files:
+                os.mkdir(own := os.path.join(folder.name, str(len(files))))
+                files[setting] = prepare(setting, args.model, own)
         python = args.trl if side.startswith("trl") else sys.executable
-        runs[key] = run_side([python], side, setting, files[setting], extra)
-        print(line := json.dumps([*key, runs[key]]), flush=True)
-        if args.runs:
-            with open(args.runs, "a") as file:
-                file.write(line + "\n")
+        result = run_side([python], side, setting, files[setting], extra)
+        with lock:
+            runs[key] = result
+            print(line := json.dumps([*key, result]), flush=True)
+            if args.runs:
+                with open(args.runs, "a") as file:
+                    file.write(line + "\n")
+
+    sides = {name: [s for s in SIDES if s not in SETTINGS[name].get("without", ())] for name in settings}
+    keys = [(name, n, s) for n in range(args.rounds) for name in settings for s in sides[name]]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(run, [key for key in keys if key not in runs and (args.trl or not key[2].startswith("trl"))]))
     return runs
 
 
@@ -435,6 +444,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="directory of the 135 M model; empty: its settings are left out")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="sides at a time; at most the cores of the machine")
     parser.add_argument("--runs", default="", help="file that keeps each side's result; what is there is not run again")
     parser.add_argument("--out", default=os.path.join(HERE, "figures"), help="directory of figure and table")
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one side
@@ -454,7 +464,7 @@ def main() -> None:
         rounds = [{k[2]: run for k, run in runs.items() if k[:2] == (setting, n)} for n in range(args.rounds)]
         for rows, new in zip((table, ratios), report(setting, rounds), strict=True):
             rows += new
-    publish(table, ratios, argparse.Namespace(out=args.out, started=started, jobs=1))
+    publish(table, ratios, argparse.Namespace(out=args.out, started=started, jobs=args.jobs))
 
 
 def publish(table, ratios, args) -> None:
