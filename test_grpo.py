@@ -570,8 +570,10 @@ def test_gradient_checkpointing_changes_memory_only():
     plain, _ = update_gradient(cfg, samples)
     policy = Policy(tiny_model(), 1.0)
     policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    assert policy.model.is_gradient_checkpointing
+    calls = []  # by a hook before it: when it is made again, it may stop before its end
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     recomputed, _ = update_gradient(cfg, samples, policy=policy)
+    assert len(calls) == 2  # in the forward pass, and again in the backward pass
     assert relative(recomputed, plain) < 1e-6
 
 
@@ -792,6 +794,17 @@ def test_learning_rate_schedules():
     assert (
         len(rates(num_minibatches=2, num_epochs=3)) == 60 and rates(num_minibatches=2, lr_schedule="linear")[10] == 0.5
     )
+
+
+def test_every_update_has_its_own_rate():
+    schedule = dict(learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4, num_minibatches=2)
+    policy, cfg, rates = Policy(tiny_model(), 1.0), Config(**schedule, max_sampler_gap=1e9), []
+    optimizer = grpo.make_optimizer(policy, cfg)
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append({group["lr"] for group in o.param_groups}))
+    for step in (1, 2, 3):
+        metrics = grpo.update(policy, policy, optimizer, random_samples(6, 3), step, cfg, CPU)
+    assert rates == [{grpo.learning_rate_at(k, cfg)} for k in range(6)]
+    assert {metrics["learning_rate"]} == rates[-1]
 
 
 def test_weight_decay_spares_norms_and_biases():

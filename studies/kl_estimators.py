@@ -3,7 +3,7 @@
 (a) A toy with every sequence of 3 tokens over 4 words: expectations are sums, so the bias and the noise of each
     estimator's gradient are exact, with the samples of the policy itself and with those of an older policy.
 (b) The bundled task, every estimator x beta x seed, two updates per rollout: KL to the reference (exact over the
-    vocabulary); a larger beta must give a smaller KL. (c) The same runs as a Pareto front: accuracy against KL.
+    vocabulary): does a larger beta give a smaller one? (c) The same runs as a Pareto front: accuracy against KL.
 """
 
 import itertools

@@ -65,9 +65,10 @@ def main():
     args = arguments(__doc__)
     seeds, steps, late, epochs_, samplers = range(5), 9, 14, EPOCHS, SAMPLERS
     if args.quick:
-        seeds, steps, late, epochs_, samplers = range(1), 1, 1, (2,), ("4 steps old",)
+        seeds, steps, late, epochs_, samplers = range(1), 1, 3, (2,), ("4 steps old",)
     reused = scan(reuse, grid(epochs_, (True, False), seeds, [steps]), args.jobs)
     stale = scan(mismatch, grid(samplers, (0.0, 2.0), seeds, [late]), args.jobs)
+    assert all(m["sampler_gap"] > 1e-4 for (name, *_), h in stale.items() if "old" in name for m in h[1:])
 
     figure = plt.figure(figsize=(10, 8), layout="constrained")
     top, bottom = figure.subfigures(2, 1)

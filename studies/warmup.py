@@ -10,6 +10,8 @@ import math
 import numpy as np
 from common import arguments, band, grid, interval, legend, ordered, permutation_test, plt, save, scan, steps_to, train
 
+import grpo
+
 THRESHOLD = 0.8
 
 
@@ -32,6 +34,8 @@ def main():
     seeds, limit, warmups = (range(1), 2, (0, 10)) if args.quick else (range(5), 120, (0, 10, 50, 100))
     found = scan(run, grid(warmups, seeds, [limit]), args.jobs)
     runs = {w: [found[w, s, limit] for s in seeds] for w in warmups}
+    rates = [h[0]["learning_rate"] * max(1, w) for w, histories in runs.items() for h in histories]
+    assert np.allclose(rates, grpo.BUNDLED["learning_rate"], rtol=1e-6), "the first step has another rate"
     steps = {w: [min(limit, steps_to(THRESHOLD, h)) for h in histories] for w, histories in runs.items()}
     guess = {w: predicted(w, np.mean(steps[0])) for w in warmups}
 

@@ -64,12 +64,14 @@ def sides(files: dict, spec: dict) -> dict:
         sample.advantage = (-1.0) ** number
 
     def ours():
+        grpo.wrap(policy, cfg, CPU)
         grpo.compute_logps(policy, samples, "ref_logps", cfg, CPU)
         grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
 
     ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
 
     def floor():
+        model.get_input_embeddings().sparse = False
         with harness.check.as_loaded(model):
             with torch.no_grad():
                 list(bare_losses(model, ids, P, cfg))

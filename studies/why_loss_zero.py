@@ -25,12 +25,12 @@ def run(case, seed, steps):
                 sample.reward = 1.0
             run.no_signal = grpo.assign_advantages(samples, step, run.cfg)
         start.setdefault("parameters", torch.cat([p.detach().flatten() for p in run.policy.parameters()]).clone())
-        grpo.compute_logps(run.policy, samples, "old_logps", run.cfg, CPU)
+        grpo.compute_logps(run.policy, samples, "logps_before", run.cfg, CPU)  # a name that no update reads
 
     def after(run, step, samples):
         lengths = np.array([len(s.completion_ids) for s in samples])
         advantages = np.array([s.advantage for s in samples])
-        d = [(s.old_logps - s.ref_logps).astype(float) for s in samples]
+        d = [(s.logps_before - s.ref_logps).astype(float) for s in samples]
         k3 = [np.expm1(-x) + x for x in d]  # the estimator's value at ratio 1
         kl = np.concatenate(k3).mean() if reduction == "token" else np.mean([x.mean() for x in k3])
         covariance = np.cov(advantages, lengths, ddof=0)[0, 1] / lengths.mean() if reduction == "token" else 0.0

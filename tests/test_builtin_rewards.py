@@ -428,5 +428,6 @@ def test_long_texts_take_linear_time(text):
             for completion in (text, "<think>a</think>" + text):
                 assert reward.BUILT_IN[name].function(completion, ROW) in ([0, 1] if name == "format" else [0])
 
-    yardstick = seconds(lambda: [i for i in range(10**6)])  # of this machine: 0.02 to 0.05 s; quadratic takes minutes
+    # of this machine: 0.02 to 0.05 s; quadratic takes minutes
+    yardstick = max(seconds(lambda: [i for i in range(10**6)]) for _ in range(3))
     assert seconds(score) < 150 * yardstick

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import grpo
 import harness.checkpoints
@@ -135,6 +136,8 @@ def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path):
 def test_todays_date_can_be_pinned(encode, tmp_path):
     tokenizer = harness.rows.load_tokenizer(Config(model=str(family(tmp_path / "model", "llama3")[0])))
     assert re.search(r"Today: \d\d \w{3} \d{4}\n", encode([dict(prompt=QUESTION)], tokenizer)[0].text)
+    pinned = encode([dict(prompt=QUESTION)], tokenizer, chat_template_kwargs='{"date_string": "26 Jul 2024"}')
+    assert "Today: 26 Jul 2024\n" in pinned[0].text
 
 
 @pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2", "smollm2"])
@@ -265,6 +268,20 @@ def test_small_models_and_bfloat16_on_every_device(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert not harness.models.fast_bfloat16(torch.device("cuda")) and asked == [False]
+    for amx, avx in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
+        assert harness.models.fast_bfloat16(CPU.device) is (amx or avx)
+
+
+def test_verbose_shows_what_transformers_prints(monkeypatch):
+    said = []
+    for name in ("disable_progress_bar", "set_verbosity_error"):
+        monkeypatch.setattr(transformers.logging, name, lambda name=name: said.append(name))
+    harness.models.quiet_transformers(True)
+    assert said == []
+    harness.models.quiet_transformers(False)
+    assert len(said) == 2
 
 
 def test_what_the_engine_finds_in_its_environment(monkeypatch):

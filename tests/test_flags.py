@@ -127,6 +127,18 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkey
     assert said.startswith("p: ") and shown in said and said.count("\n") == 1
 
 
+def test_out_of_memory_says_what_needs_less(monkeypatch, capsys):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(grpo, "train", full)
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    assert grpo.main.__wrapped__() == 1  # without torch's @record
+    said = capsys.readouterr().err
+    flags_that_help = ("micro_batch_tokens", "vllm_gpu_memory_utilization", "gradient_checkpointing", "beta 0")
+    assert all(f"--{name}" in said for name in flags_that_help)
+
+
 def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
     """A full disk, a closed pipe, no stream, a terminal that is not UTF-8. Only rank 0 says anything."""
     flags.say("é")
@@ -198,13 +210,19 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     assert sizes["group"] != sizes["batch"] < sizes["none"] and sizes["group"] < 2
 
 
-def test_eval_every_eval_samples_and_log_completions(undisturbed, tmp_path):
+def test_eval_every_eval_samples_temperature_and_log_completions(undisturbed, tmp_path, monkeypatch):
+    asked, honest = [], grpo.sample
+    monkeypatch.setattr(grpo, "sample", lambda s, p, n, t, *more: asked.append((n, t)) or honest(s, p, n, t, *more))
     out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
     options = dict(train_data=data, reward="answer", eval_samples=2, eval_every=2, max_steps=3, log_completions=4)
+    options |= dict(temperature=0.9)
     history = small_run(out, **options, eval_data=str(undisturbed.parent / "rows.jsonl"))
     assert [m["step"] for m in history if "eval_accuracy" in m] == [0, 2, 3]
+    assert set(asked) == {(5, 0.9), (1, 0.0), (2, 0.9)}
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
     assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
     small_run(tmp_path / "none", max_steps=1, num_minibatches=1, log_completions=0)
     assert lines(tmp_path / "none" / "completions.jsonl") == []
+    small_run(tmp_path / "all", max_steps=1, num_minibatches=1, num_prompts=14, log_completions=-1)
+    assert len(lines(tmp_path / "all" / "completions.jsonl")) == 14 * 5

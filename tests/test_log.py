@@ -79,6 +79,10 @@ def test_what_the_sampler_did_not_draw_is_no_gap():
     assert found["sampler_gap"] == pytest.approx(1e-6)
     with pytest.raises(TrainingError, match="off by nan"):
         harness.log.gap_metrics(torch.tensor([0.0, torch.nan]), cfg, CPU)
+    for dtype, fine, off in (("float32", 5e-5, 2e-4), ("bfloat16", 0.05, 0.2)):
+        harness.log.gap_metrics(torch.tensor([fine]), Config(dtype=dtype), CPU)
+        with pytest.raises(TrainingError, match="^the sampler's log-probabilities are off by"):
+            harness.log.gap_metrics(torch.tensor([off]), Config(dtype=dtype), CPU)
 
 
 # -- dashboards

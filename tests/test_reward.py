@@ -56,6 +56,16 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
     scorer.close()
 
 
+def test_a_cut_off_completion_gets_the_reward_of_the_flag():
+    samples, scorer = random_samples(2, 2), Scorer(load_rewards("answer"))
+    for s, reason in zip(samples, ("stop", "length"), strict=True):
+        s.text, s.finish_reason, s.prompt = "7", reason, Prompt([2], "", {"answer": "7"})
+    for value, last in ((None, 1.0), (0.0, 0.0), (-1.0, -1.0)):  # 0 is a value
+        grpo.score(samples, scorer, 1, Config(non_stop_reward=value))
+        assert [s.reward for s in samples] == [1.0, last] and samples[1].parts["answer"] == 1.0
+    scorer.close()
+
+
 def test_a_reward_that_fails_is_said(tmp_path, capsys):
     (tmp_path / "rewards.py").write_text(REWARDS)
     with pytest.raises(harness.flags.TrainingError, match="every reward of the first step failed"):
@@ -432,9 +442,9 @@ def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
     command = [*main, "hang"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     process.stdout.readline()
-    for _ in range(100):
+    for _ in range(600):
         started = workers(process.pid)
-        if any("9876" in p.cmdline() for p in started):
+        if len(started) == 3 and any("9876" in p.cmdline() for p in started):
             break
         time.sleep(0.1)
     assert len(started) == 3

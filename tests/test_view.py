@@ -102,6 +102,7 @@ def test_view_reads_what_is_whole(tmp_path):
     assert list(view.series(resumed, "loss").items()) == [(1, 2), (2, 3)]  # the later line of a step holds
     assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
     assert view.smooth([2.0] * 100) == [2.0] * 100
+    assert view.smooth([0.0] * 50 + [5.0] + [0.0] * 49)[47:54] == [0.0] + [1.0] * 5 + [0.0]
 
 
 def test_view_reads_the_names_of_the_last_release():
