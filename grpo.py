@@ -222,13 +222,10 @@ class Sample:
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
     """A fresh shuffle per epoch, as a pure function of (seed, step): a resumed run has no position to restore."""
-    chosen = []
-    for position in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
-        epoch, offset = divmod(position, len(prompts))
-        if not chosen or offset == 0:
-            order = np.random.default_rng((cfg.seed, epoch)).permutation(len(prompts))
-        chosen.append(prompts[order[offset]])
-    return chosen
+    places = [divmod(i, len(prompts)) for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts)]
+    epochs = {epoch for epoch, _ in places}
+    orders = {epoch: np.random.default_rng((cfg.seed, epoch)).permutation(len(prompts)) for epoch in epochs}
+    return [prompts[orders[epoch][offset]] for epoch, offset in places]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -266,10 +263,8 @@ class Policy(nn.Module):
         inputs = dict(input_ids=batch["ids"], use_cache=False)  # [1, S], or [N, L] padded on the right
         if self.packs:  # a mask of ones: without one the positions are read as another kind of packing
             inputs |= dict(position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"]))
-        kernels.recompute(self.model, torch.is_grad_enabled())
-        with kernels.packed(batch.get("blocks")):
+        with kernels.told(self.model, batch.get("blocks")):
             out = body(**inputs)
-        kernels.recompute(self.model, False)
         states = out.last_hidden_state if self.plain_head else out.logits
         return states.flatten(0, 1).index_select(0, batch["read"])
 
@@ -593,41 +588,26 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 # Update: deal samples to ranks, micro-batches, backward, one optimiser step per mini-batch
 
 
-def deal(samples: list[Sample], n_ranks: int, packs: bool) -> list[list[Sample]]:
-    """Each rank's part, of nearly as many tokens: the ranks finish together. Longest first; where rows are packed,
-    groups in one piece, but for where one rank's part ends."""
-    if packs:
-        longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
-        samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
-    else:
-        samples = sorted(samples, key=lambda s: -s.n_tokens)
+def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[list[list[Sample]]]:
+    """The micro-batches of every rank, of at most --micro_batch_tokens. All ranks get nearly as many tokens: they
+    finish together. Longest first: a padded row is as wide as the first of its micro-batch. Where rows are packed,
+    groups stay in one piece, but for where a rank's part ends: a prompt stands once, and a last token is not there."""
+    longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
+    samples = sorted(samples, key=lambda s: (-longest[s.group], s.group) if packs else -s.n_tokens)
     before = [None, *(s.group for s in samples[:-1])]
     shared = [packs and s.group == group for s, group in zip(samples, before, strict=True)]
     sizes = [s.n_tokens - (len(s.prompt.ids) if known else 0) for s, known in zip(samples, shared, strict=True)]
     ends = np.cumsum(sizes)
-    ranks = (ends - np.array(sizes) / 2) * n_ranks // ends[-1]  # by each sample's middle
-    return [samples[slice(*np.searchsorted(ranks, (rank, rank + 1)))] for rank in range(n_ranks)]
-
-
-def pack(samples: list[Sample], budget: int, packs: bool) -> list[list[Sample]]:
-    """Micro-batches of at most `budget` tokens, from samples in the order of deal(). A padded row is as wide as the
-    first of its micro-batch; in a packed one nothing follows a last token, and a prompt stands once."""
-    batches, tokens = [], math.inf  # the first sample begins a micro-batch
-    for sample in samples:
-        alone = sample.n_tokens - 1 if packs else sample.n_tokens
-        before = batches[-1] if batches else [sample]
-        shared = len(sample.prompt.ids) if sample.group == before[-1].group else 0
-        tokens += alone - shared if packs else before[0].n_tokens
-        if tokens > budget:
+    ranks = (ends - np.array(sizes) / 2) * world.size // ends[-1]  # by each sample's middle
+    shares, tokens = [[] for _ in range(world.size)], 0
+    for sample, size, rank in zip(samples, sizes, ranks.astype(int), strict=True):
+        batches = shares[rank]
+        tokens += size - 1 if packs or not batches else batches[-1][0].n_tokens
+        if not batches or tokens > cfg.micro_batch_tokens:
             batches.append([])
-            tokens = alone
+            tokens = sample.n_tokens - packs
         batches[-1].append(sample)
-    return batches
-
-
-def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[list[list[Sample]]]:
-    """The micro-batches of every rank."""
-    return [pack(share, cfg.micro_batch_tokens, packs) for share in deal(samples, world.size, packs)]
+    return shares
 
 
 def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> dict:

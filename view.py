@@ -45,7 +45,6 @@ MEASURES = {  # of a token, by the names of completions.jsonl: what the page say
     "gap": "log p - log p of the sampler, in nats",
 }
 MOST_BYTES = 9_850_000  # of the steps in a page; of a longer run it shows some, evenly spread
-OLD_NAMES = {"completions/mean_length": "completion_length", "kl": "kl_k3", "frac_reward_zero_std": "frac_zero_std"}
 
 
 def read_jsonl(path):
@@ -69,7 +68,7 @@ def is_number(value):
 
 def series(rows, key):
     """{step: value} of one key, without the steps that do not have it. Of two lines of a step the later one holds."""
-    found = [(row["step"], row.get(key, row.get(OLD_NAMES.get(key)))) for row in rows]
+    found = [(row["step"], row.get(key)) for row in rows]
     return dict(sorted({step: float(value) for step, value in found if is_number(value)}.items()))
 
 

@@ -185,15 +185,21 @@ def to_device(x, device: torch.device):
 
 
 @contextlib.contextmanager
-def packed(blocks):
-    """Within it the model's attention takes its row for these blocks of texts; None: rows are plain ones."""
+def told(model, blocks):
+    """Within it attention takes its row for these blocks of texts; None: rows are plain ones. And where gradients are
+    wanted, layers that recompute hear that they train: they ask, and nothing else is to hear it."""
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     AttentionMaskInterface.register("packed", functools.partial(packed_masks, blocks) if blocks else sdpa_mask)
+    for layer in layers:
+        layer.training = torch.is_grad_enabled()
     try:
         yield
     finally:
         AttentionMaskInterface.register("packed", sdpa_mask)
+        for layer in layers:
+            layer.training = False
 
 
 def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
@@ -252,13 +258,6 @@ def attention_by_products(module, query, key, value, bias, scaling=None, softcap
         scores = softcap * (scores / softcap).tanh()
     out = (scores + bias[:, None]).softmax(-1).view(N, few, -1, K) @ value
     return out.view(N, heads, T, -1).transpose(1, 2), None
-
-
-def recompute(model, on: bool) -> None:
-    """Layers with gradient checkpointing ask whether they train, which nothing else is to hear."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = on
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -55,13 +55,9 @@ def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
 
 def numbers_of_noted(samples, cfg) -> dict:
     """{id: number} of the samples whose tokens are noted (--log_tokens)."""
-    if cfg.log_tokens >= 0:
-        noted = samples[: cfg.log_tokens]
-    else:
-        first = samples[: cfg.num_generations]
-        ends = np.cumsum([len(s.completion_ids) for s in first])
-        noted = [s for s, end in zip(first, ends, strict=True) if end <= LOGGED]
-    return {id(sample): i for i, sample in enumerate(noted)}
+    noted = samples[: cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens]
+    ends, most = np.cumsum([len(s.completion_ids) for s in noted]), LOGGED if cfg.log_tokens < 0 else math.inf
+    return {id(s): i for i, (s, end) in enumerate(zip(noted, ends, strict=True)) if end <= most}
 
 
 def sample_metrics(samples, cfg) -> dict:
@@ -81,10 +77,8 @@ def sample_metrics(samples, cfg) -> dict:
             parts = np.array([s.parts[name] for s in samples], dtype=float)
             metrics |= {f"rewards/{name}/mean": np.nanmean(parts), f"rewards/{name}/std": np.nanstd(parts, ddof=1)}
     for kind, part in (("", lengths), ("terminated_", ended)):
-        if len(part):
-            metrics[f"completions/mean_{kind}length"] = part.mean()
-            metrics[f"completions/min_{kind}length"] = part.min()
-            metrics[f"completions/max_{kind}length"] = part.max()
+        for name in ("mean", "min", "max") if len(part) else ():
+            metrics[f"completions/{name}_{kind}length"] = getattr(part, name)()
     return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(s.n_tokens for s in samples))
 
 

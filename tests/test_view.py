@@ -105,18 +105,6 @@ def test_view_reads_what_is_whole(tmp_path):
     assert view.smooth([0.0] * 50 + [5.0] + [0.0] * 49)[47:54] == [0.0] + [1.0] * 5 + [0.0]
 
 
-def test_view_reads_the_names_of_the_last_release():
-    """There an eval stood on the line of its step, too."""
-    row = dict(step=3, completion_length=40, kl_k3=0.1, frac_zero_std=0.5, eval_accuracy=0.2, reward=1)
-    for key, value in {
-        "completions/mean_length": 40,
-        "kl": 0.1,
-        "frac_reward_zero_std": 0.5,
-        "eval_accuracy": 0.2,
-    }.items():
-        assert view.series([row], key) == {3: value}
-
-
 def test_one_spike_does_not_flatten_the_rest(tmp_path):
     out = write_run(tmp_path / "a", steps=100)
     with open(f"{out}/metrics.jsonl", "a") as f:
