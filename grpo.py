@@ -242,6 +242,7 @@ class Policy(nn.Module):
         self.model, self.temperature = model, temperature
         self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
         self.packs = True  # in one row: each prompt once, and its completions
+        self.moved = False  # by an update of this run: until then its KL to the reference is rounding
         check.settle(self)
 
     def forward(self, batch: dict):
@@ -668,7 +669,7 @@ def make_optimizer(policy: Policy, cfg: Config):
 
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
-    totals, losses, norms, skipped = {}, [], [], 0
+    totals, losses, norms, mismatch, skipped = {}, [], [], {}, 0
     numbers = log.numbers_of_noted(samples, cfg)
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
@@ -681,16 +682,16 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         for i, note in [note for _, notes in parts for note in notes]:
             samples[i].tokens = samples[i].tokens or note  # of the first pass
         losses.append(totals.pop("loss"))
-        if number == 0:  # may stop the run: before anything changes
+        if not mismatch:  # of the first tokens in the loss; may stop the run: before anything changes
             mismatch = log.gap_metrics(log_ratio, cfg, world)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
-        kl_counts = cfg.beta and optimizer.state  # before the first update it is rounding
         if not math.isfinite(norm):
             skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(s.in_loss and (s.advantage != 0 or kl_counts) for s in minibatch):  # else momentum alone would act
-            optimizer.step()
+        elif any(s.in_loss and (s.advantage != 0 or (cfg.beta and policy.moved)) for s in minibatch):
+            optimizer.step()  # without a signal momentum alone would act
+            policy.moved = True
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
 
@@ -780,11 +781,11 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
     stderr = there.std(ddof=1) / math.sqrt(len(there)) if len(there) > 1 else 0.0
     accuracy = float(there.mean()) if len(there) else math.nan
     metrics = dict(eval_accuracy=accuracy, eval_stderr=float(stderr), eval_length=length)
-    if cfg.eval_samples:
-        k = cfg.eval_samples
+    if k := cfg.eval_samples:
         values, _ = drawn(k, cfg.temperature)
-        correct = (values > 0.5).sum(1)  # [prompts]
-        metrics |= {f"eval_pass@{j}": log.pass_at_k(k, correct, j) for j in sorted({1, k})}
+        right = values[~np.isnan(values).any(1)] > 0.5  # [prompts that it applies to, k]
+        if len(right):
+            metrics |= {"eval_pass@1": float(right.mean()), f"eval_pass@{k}": float(right.any(1).mean())}
     return metrics
 
 
@@ -844,6 +845,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
+    policy.moved = checkpoint is not None and fingerprint(model) != identity
     if not policy.packs:
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None

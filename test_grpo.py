@@ -23,6 +23,8 @@ import harness.models
 import harness.ranks
 import harness.rows
 import harness.run
+import harness.workers
+import reward
 from grpo import Config, Policy, group_advantages, grpo_loss, kl_estimate
 from harness.flags import ConfigError, TrainingError
 from tests.common import (
@@ -667,6 +669,27 @@ def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
     assert moved == [False, True, True]
 
 
+def test_a_resumed_policy_knows_whether_it_has_moved(tmp_path):
+    small_run(tmp_path / "out", max_steps=1, beta=0.1)
+    cfg, checkpoint = Config(**grpo.BUNDLED), harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000001"))
+    prompts = [grpo.Prompt(ids_of([5, 6, 7]), "", {})]
+    assert [grpo.load_policies(cfg, c, prompts, CPU.device)[1].moved for c in (None, checkpoint)] == [False, True]
+
+
+def test_the_sampler_is_compared_where_something_is_in_the_loss():
+    """Also where nothing of the first mini-batch is."""
+    samples, policy = random_samples(4, 2), Policy(tiny_model(), 1.0)
+    cfg = Config(num_minibatches=4, max_sampler_gap=1, beta=0.0)
+    for s in samples:
+        s.sampler_logps = s.sampler_logps + 50
+    [first], *_ = grpo.minibatches(samples, 1, cfg)
+    first.in_loss = False
+    before = [p.clone() for p in policy.parameters()]
+    with pytest.raises(TrainingError, match="the sampler's log-probabilities are off by"):
+        grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
 def test_a_policy_that_gives_no_number_ends_the_run():
     samples, policy = random_samples(6, 3), Policy(tiny_model(), 1.0)
     samples[4].sampler_logps[0] = math.nan  # as where the policy's own is NaN: their difference
@@ -814,9 +837,22 @@ def test_weight_decay_spares_norms_and_biases():
     assert spared["weight_decay"] == 0.0 and all(p.dim() == 1 for p in spared["params"]) and spared["params"]
 
 
-def test_pass_at_k_is_unbiased():
-    assert harness.log.pass_at_k(4, np.array([0, 4, 1]), 1) == pytest.approx((0 + 1 + 0.25) / 3)
-    assert harness.log.pass_at_k(4, np.array([2]), 2) == pytest.approx(1 - (2 * 1) / (4 * 3))
+def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(monkeypatch):
+    right = {0: [1.0, 0.0], 1: [None, None], 2: [0.0, 0.0]}  # by prompt, for each sample
+    monkeypatch.setattr(grpo, "sample", lambda s, prompts, n, *_: [s for p in prompts for s in p.row[:n]])
+
+    def sample(group, i):
+        s = random_samples(1, 1)[0]
+        s.group, s.prompt, s.text = group, grpo.Prompt([2], "", {"value": right[group][i]}), ""
+        return s
+
+    prompts = [types.SimpleNamespace(row=[sample(group, i) for i in range(2)]) for group in right]
+    value = reward.Reward("value", 1.0, lambda completion, row: row["value"], trusted=True)
+    scorer, cfg = harness.workers.Scorer([value]), Config(eval_samples=2)
+    found = grpo.evaluate(None, prompts, None, scorer, 1, cfg, CPU)
+    assert found["eval_accuracy"] == 0.5 and (found["eval_pass@1"], found["eval_pass@2"]) == (0.25, 0.5)
+    found = grpo.evaluate(None, prompts[1:2], None, scorer, 1, cfg, CPU)
+    assert math.isnan(found["eval_accuracy"]) and "eval_pass@1" not in found
 
 
 def gradients_in_their_buckets(out, tied=False):

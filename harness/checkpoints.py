@@ -83,7 +83,8 @@ def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
         refuse_used(out, goes_on)  # by the run that had the lock
         cfg = dataclasses.replace(cfg, out_dir=out)
         new = Path(out, "config.json.new")  # with that ending until it is whole
-        notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code)
+        began = saved_config(out).get("resume", "") if goes_on else cfg.resume and os.path.abspath(cfg.resume)
+        notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code, resume=began)
         new.write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
         new.replace(new.with_suffix(""))
         return cfg
@@ -127,7 +128,10 @@ def checksum(path: str) -> int:
 
 def find_checkpoint(cfg) -> Checkpoint | None:
     """The newest whole one of the run that goes on, or the one that is named; None: from the beginning."""
-    paths = checkpoints(cfg.out_dir)[::-1] if cfg.resume == "latest" else [cfg.resume] if cfg.resume else []
+    paths = [cfg.resume] if cfg.resume else []
+    if cfg.resume == "latest":  # before its own first checkpoint: where it began
+        began = saved_config(cfg.out_dir).get("resume")
+        paths = checkpoints(cfg.out_dir)[::-1] + ([began] if began else [])
     for path in paths:
         try:
             return load_checkpoint(path)

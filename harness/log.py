@@ -33,7 +33,7 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
     n, total, weight, square = ranks[:, :4].sum(0).tolist()
     worst, largest = ranks[:, 4:].max(0).tolist()
     if not n:
-        return dict(sampler_gap=0.0)
+        return {}
     limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-4)
     if not total / n <= limit:
         raise TrainingError(
@@ -46,11 +46,6 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
     if cfg.tis_cap:  # ess: the effective share of the tokens
         metrics |= {f"{name}/mean": weight / n, f"{name}/max": largest, "tis_ess": weight**2 / (n * square)}
     return metrics
-
-
-def pass_at_k(n: int, correct: np.ndarray, k: int) -> float:
-    """Unbiased 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1), mean over prompts. correct [P]."""
-    return float(np.mean([1 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct]))
 
 
 def numbers_of_noted(samples, cfg) -> dict:

@@ -66,7 +66,7 @@ def table_rows(text: str, delimiter: str):
     csv.field_size_limit(2**31 - 1)
     table = csv.DictReader(io.StringIO(text.lstrip("\r\n"), newline=""), delimiter=delimiter, strict=True)
     for row in table:  # of too many fields one is named None, of too few one is None, and a name given twice is one
-        if len(row) != len(table.fieldnames) or None in row.values():
+        if len(row) != len(table.fieldnames) or None in row or None in row.values():
             raise ValueError(f"has not one field for each name of the header: {', '.join(table.fieldnames)}")
         yield row
 

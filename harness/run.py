@@ -44,7 +44,7 @@ class Run:
         self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
         self.exits.callback(leave_world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
-        self.saved = self.first if cfg.resume == "latest" else 0  # in this directory
+        self.saved = self.first if checkpoint and checkpoint.path == self.path_of(self.first) else 0
         self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
         self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
         self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, False  # said: how a reward failed
@@ -141,8 +141,8 @@ class Run:
         causes = sum((s.failures for s in scores), Counter())
         metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
         for name in sorted({name for s in scores for name in s.metrics}):
-            values = [s.metrics[name] for s in scores if name in s.metrics]
-            metrics[f"logged/{name}"] = sum(values) / len(values)
+            values = [value for s in scores if (value := s.metrics.get(name)) is not None]  # not every one is finite
+            metrics[f"logged/{name}"] = sum(values) / len(values) if values else None
         return metrics
 
     def eval_due(self, step: int) -> bool:
@@ -162,11 +162,11 @@ class Run:
         """Rank 0 writes the last whole step. A save that fails is said: the run goes on, the next save tries again."""
         cuda = self.world.device.type == "cuda"  # a stream of its own does not wait for what a lost rank never joins
         with self.lock, torch.cuda.stream(torch.cuda.Stream(self.world.device) if cuda else None):
-            state = {name: save() for name, (save, _) in self.parts.items()}
-            if not self.rank0 or self.saved == self.step:
-                return
-            state |= dict(step=self.step, identity=self.identity, config=self.config)
             try:
+                state = {name: save() for name, (save, _) in self.parts.items()}
+                if not self.rank0 or self.saved == self.step:
+                    return
+                state |= dict(step=self.step, identity=self.identity, config=self.config)
                 if not torch.nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
                     raise ArithmeticError("some parameters are not finite")
                 write_checkpoint(self.path_of(self.step), self.write_model, state)

@@ -78,6 +78,7 @@ def test_files_of_rows(rows, name, content, expected):
         ("x.csv", "a,b\n1,2\n1,2,3\n", " row 2: has not one field for each name of the header: a, b"),
         ("x.csv", "a,b\n1,2\n\n3\n", " row 2: has not one field for each name of the header: a, b"),
         ("x.csv", "a,b,a\n1,2,3\n", " row 1: has not one field for each name of the header: a, b, a"),
+        ("x.csv", "a,b,b\n1,2,3,4\n", " row 1: has not one field for each name of the header: a, b, b"),
         ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: not a valid CSV (is a quote not closed?): unexpected end of data"),
         ("x.csv", 'a,b\n"1,2\n"3,4\n', " row 1: not a valid CSV (is a quote not closed?): "),
     ],

@@ -146,6 +146,23 @@ def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path
     assert state_of(tmp_path / "whole") == state_of(undisturbed)
 
 
+@pytest.mark.parametrize("by", ["the user", "torchrun"])
+def test_before_its_first_checkpoint_a_run_begins_where_it_began(by, undisturbed, again, tmp_path, monkeypatch):
+    """And not with the model of --model."""
+    out, resume = tmp_path / "out", str(undisturbed / "step_000002")
+    monkeypatch.chdir(undisturbed)
+    for i in range(2):  # killed twice
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            at_step(patch, {3: lambda: 1 / 0})
+            again(out, resume="latest" if i else "step_000002")
+    assert names_in(out) == []
+    monkeypatch.chdir(tmp_path)
+    if by == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    history = again(out, resume="latest" if by == "the user" else resume)
+    assert [m["step"] for m in history] == [3, 4] and state_of(out)[2] == state_of(undisturbed)[2]
+
+
 def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(undisturbed, again, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, "out")  # of an earlier launch
@@ -298,7 +315,7 @@ def test_a_stop_while_a_named_checkpoint_loads_has_nothing_to_save(undisturbed, 
     assert "signal: stopped in step 3, nothing is saved" in capsys.readouterr().out
 
 
-def test_a_patch_adds_to_a_checkpoint(tmp_path):
+def test_a_patch_adds_to_a_checkpoint(tmp_path, capsys):
     """Several at once: each part comes back under its own name, before the first step."""
 
     def run_with(checkpoint, parts):
@@ -315,6 +332,12 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path):
     found = dict(adapters=None, reference=None)
     run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).exits.close()
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
+    failing = harness.run.Run(Config(model="m", out_dir=str(tmp_path / "other")), CPU, None, time.monotonic())
+    failing.track(tiny_model(), torch.optim.AdamW(tiny_model().parameters()), lambda path: os.mkdir(path), 0)
+    failing.parts["adapters"] = (lambda: 1 / 0, None)
+    failing.save()  # a stop by a signal would wait for ever for what it raises
+    failing.exits.close()
+    assert "step 0: could not save (division by zero)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="step_000002: it holds no other"):
         run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), dict(other=None))
 
@@ -370,6 +393,8 @@ def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
 
     scores = [Scores([1.0] * 2, {}, [False] * 2, metrics=dict(step=n)) for n in (2.0, 4)]
     assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}
+    lost = Scores([1.0], {}, [False], metrics=dict(step=None))  # what was logged is no finite number
+    assert [failures(2, lost, *more)["logged/step"] for more in ([], scores)] == [None, 3.0]
     none, failed = Scores([math.nan] * 2, {}, [False] * 2), Scores([0.0] * 2, {}, [True] * 2)
     with pytest.raises(TrainingError, match="every reward of the first step returned None"):
         failures(1, none, none)
