@@ -592,7 +592,7 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[list[list[Sample]]]:
     """The micro-batches of every rank, of at most --micro_batch_tokens. All ranks get nearly as many tokens: they
     finish together. Longest first: a padded row is as wide as the first of its micro-batch. Where rows are packed,
-    groups stay in one piece, but for where a rank's part ends: a prompt stands once, and a last token is not there."""
+    groups stay together, so that a prompt stands once in a micro-batch, and a last token is not there."""
     longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
     samples = sorted(samples, key=lambda s: (-longest[s.group], s.group) if packs else -s.n_tokens)
     before = [None, *(s.group for s in samples[:-1])]

@@ -131,7 +131,7 @@ def find_checkpoint(cfg) -> Checkpoint | None:
     paths = [cfg.resume] if cfg.resume else []
     if cfg.resume == "latest":  # before its own first checkpoint: where it began
         began = saved_config(cfg.out_dir).get("resume")
-        paths = checkpoints(cfg.out_dir)[::-1] + ([began] if began else [])
+        paths = checkpoints(cfg.out_dir)[::-1] or ([began] if began else [])
     for path in paths:
         try:
             return load_checkpoint(path)

@@ -162,6 +162,7 @@ class Run:
         """Rank 0 writes the last whole step. A save that fails is said: the run goes on, the next save tries again."""
         cuda = self.world.device.type == "cuda"  # a stream of its own does not wait for what a lost rank never joins
         with self.lock, torch.cuda.stream(torch.cuda.Stream(self.world.device) if cuda else None):
+            state = {}
             try:
                 state = {name: save() for name, (save, _) in self.parts.items()}
                 if not self.rank0 or self.saved == self.step:
@@ -173,6 +174,8 @@ class Run:
                 self.saved = self.step
                 self.tidy()
             except Exception as error:  # a full disk has half a dozen types, too
+                if not (self.alone or state):
+                    raise  # the other ranks wait for this one
                 say(f"step {self.step}: could not save ({first_line(error)}); the checkpoint before stands")
 
     def tidy(self) -> None:

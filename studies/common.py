@@ -155,7 +155,7 @@ class Recorder:
     """Stands in for the optimiser: keeps the gradient that grpo.update computed."""
 
     def __init__(self, policy):
-        self.policy, self.param_groups, self.state = policy, [{"lr": 0.0}], {}
+        self.policy, self.param_groups = policy, [{"lr": 0.0}]
 
     def step(self):
         pass

@@ -150,7 +150,7 @@ class Asked(World):
 class NoPolicy(nn.Module):
     """Log-probabilities of 0; stands in for the optimiser, too."""
 
-    packs, param_groups, state = True, [{}], {}
+    packs, moved, param_groups = True, False, [{}]
 
     def __init__(self, meter: Meter):
         super().__init__()

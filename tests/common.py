@@ -90,7 +90,7 @@ class Recorder:
     """Stands in for the optimiser: keeps the gradient that update() computed."""
 
     def __init__(self, policy):
-        self.policy, self.param_groups, self.grads, self.state = policy, [{"lr": 0.0}], [], {}
+        self.policy, self.param_groups, self.grads = policy, [{"lr": 0.0}], []
 
     def step(self):
         pass

@@ -472,7 +472,7 @@ def card_answers(path):
     policy, made = Policy(model, 1.0), []
     masks = harness.kernels.packed_masks
     harness.kernels.packed_masks = lambda *args, **options: made.append(masks(*args, **options)) or made[-1]
-    recorder = types.SimpleNamespace(param_groups=[], state={}, step=lambda: None, zero_grad=lambda set_to_none: None)
+    recorder = types.SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)
     answers = dict(dtype=cfg.dtype)
     samples = random_samples(12, 4)
     samples[0].prompt.ids = ids_of(range(2, 15))  # the longest prompt: not a multiple of 8

@@ -213,6 +213,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, again, tmp_p
     assert names_in(out) == ["step_000004"] and not (out / ".partial").exists()
     assert state_of(out) == state_of(undisturbed)
     os.remove(out / "step_000004" / "model.safetensors")
+    config = lines_of_config(out) | dict(resume=str(undisturbed / "step_000002"))  # it would cut the log
+    (out / "config.json").write_text(json.dumps(config))
     before = state_of_log(out)
     with pytest.raises(ConfigError, match="--resume .*step_000004: not a whole checkpoint"):
         again(out, resume="latest")
