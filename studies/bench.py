@@ -9,13 +9,13 @@ All of it takes an hour a round, half of that with --jobs 2. With --runs FILE a 
 again, so it can be stopped.
 
 Same model, prompts, G, lengths, learning rate, beta and dtype. Sides take turns, each in a process of its own, one
-thread (--jobs 2: two at a time, a core each); a ratio is TRL's over ours in the same round. "TRL as it comes" samples
-with HF generate and, on a CPU, scores the head at every position; "TRL at its best" samples with the same vLLM engine
-as ours and scores the head at completion positions only, as it does on CUDA (one function is patched for that). Ours
-samples as --rollout auto has it: with Hugging Face for the bundled model, else with vLLM. The floor is what no
-trainer can do without: sampling, and a bare forward (reference) and forward and backward (update) over as many tokens
-as were real, a group's prompt counted once. Memory that is freed stays in the process on all sides but TRL's as it
-comes, and layers are compiled on the same sides where a setting says so.
+thread (--jobs 2: two at a time, in another order each round); a ratio is TRL's over ours in the same round. "TRL as
+it comes" samples with HF generate and, on a CPU, scores the head at every position; "TRL at its best" samples with
+the same vLLM engine as ours and scores the head at completion positions only, as it does on CUDA (one function is
+patched for that). Ours samples as --rollout auto has it: with Hugging Face for the bundled model, else with vLLM. The
+floor is what no trainer can do without: sampling, and a bare forward (reference) and forward and backward (update)
+over as many tokens as were real, a group's prompt counted once. Memory that is freed stays in the process on all
+sides but TRL's as it comes, and layers are compiled on the same sides where a setting says so.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -403,6 +404,8 @@ def run_all(args, settings: list, extra: list) -> dict:
 
     sides = {name: [s for s in SIDES if s not in SETTINGS[name].get("without", ())] for name in settings}
     keys = [(name, n, s) for n in range(args.rounds) for name in settings for s in sides[name]]
+    if args.jobs > 1:  # another order each round, as the neighbour takes its part of the memory's speed
+        keys.sort(key=lambda key: (key[1], random.Random(str(key)).random()))
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run, [key for key in keys if key not in runs and (args.trl or not key[2].startswith("trl"))]))
     return runs
