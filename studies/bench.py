@@ -47,8 +47,8 @@ import harness.rows
 import harness.run
 
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; budget: tokens of one of ours, no more than TRL's
-# rows have with their padding. without: sides that are left out, where others say the same. stop: a word's
-# probability to be a completion's last; None: the model has a tokenizer and a task of its own
+# rows have with their padding. without: sides that are left out, where others say the same, or it takes longest.
+# stop: a word's probability to be a completion's last; None: the model has a tokenizer and a task of its own
 REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, beta=0.0, stop=None, steps=1)
 REAL |= dict(rows=32, budget=1024)
 TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, stop=None, steps=8)
