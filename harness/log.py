@@ -24,7 +24,7 @@ LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say
 
 def gap_metrics(log_ratio, cfg, world: World) -> dict:
     """How far the sampler is from the trainer, over all ranks, from log(trainer / sampler) of this rank's tokens [n].
-    Stops the run if the sampler is not the policy."""
+    Stops the run if the sampler is not the policy. {}: it drew none of them."""
     log_ratio = log_ratio[~log_ratio.isinf()]  # inf: a token that the sampler did not draw. NaN stays, and ends the run
     gap, weight = log_ratio.abs(), log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
     sums = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist()
