@@ -24,6 +24,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     print("grpo.py: error: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.modules.setdefault("grpo", sys.modules[__name__])  # also as __main__: harness/fast.py imports Policy from here
 sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
 for name in {"reward", "view", "harness"} & set(sys.modules):
     if not (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
@@ -41,7 +42,8 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import check, flags, kernels, log, models, ranks, rows, workers
+from harness import check, flags, log, models, ranks, rows, workers
+from harness.arrays import padded, padded_rows, to_device
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.log import completion_rows, sample_metrics
@@ -49,6 +51,7 @@ from harness.models import load_model
 from harness.ranks import World, seed_of
 from harness.rows import Prompt
 from harness.run import Run
+from harness.seeded import SeededSampling
 from reward import load_rewards, sources
 
 GENERATE_ROWS = 256  # rows of one HF generate call
@@ -105,6 +108,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: off", low=0)
     max_steps: int = flag(100, "rollouts; each is num_minibatches * num_epochs optimiser steps", low=0)
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
+    fast: bool = flag(True, "rows without padding, head in tiles (harness/fast.py); false: plain PyTorch, slower")
     compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
     dtype: str = flag("auto", "auto: bfloat16 autocast where fast", ("auto", "float32", "bfloat16", "float64"))
     device: str = flag("auto", "auto: cuda, else mps, else cpu", ("auto", "cpu", "cuda", "mps"))
@@ -119,7 +123,7 @@ class Config:
     verbose: bool = flag(False, "show what vLLM and transformers print, too")
     log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
     log_tokens: int = flag(
-        -1, "of these, samples with all that is known of each token; -1: the first group, 3072 tokens", low=-1
+        -1, "of these, samples with all that is known of each token; -1: the group with most signal", low=-1
     )
     report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
 
@@ -202,22 +206,35 @@ class Sample:
 
     group: int  # which prompt of the step: an instance, so a prompt drawn twice makes two groups
     prompt: Prompt
-    completion_ids: np.ndarray  # [T] int32, the sampled EOS included: stopping is an action, too
+    completion_ids: np.ndarray  # [T] int32, the sampled EOS included: stopping is an action, too; and context
     sampler_logps: np.ndarray  # [T] float32
     finish_reason: str  # "stop" or "length"
     text: str = ""
     reward: float = 0.0
     parts: dict = field(default_factory=dict)  # by reward function
     extra: dict = field(default_factory=dict)  # what these logged, by column
-    advantage: float = 0.0
+    sampled: np.ndarray = None  # [T] bool: the policy drew it. The rest is context, such as what a tool answered
+    advantages: np.ndarray = None  # [T] float64
     in_loss: bool = True
     old_logps: np.ndarray | None = None  # [T], before the first update of the step; None: not needed
     ref_logps: np.ndarray | None = None  # [T], likewise
-    tokens: dict | None = None  # what the update saw of each token: see token_notes
+    tokens: dict = field(default_factory=dict)  # what the log shows of each token: see note_tokens
+
+    def __post_init__(self):
+        if self.sampled is None:
+            self.sampled = np.ones(len(self.completion_ids), bool)
+        if self.advantages is None:
+            self.advantages = np.zeros(len(self.completion_ids))
 
     @property
     def n_tokens(self) -> int:
+        """Of its row."""
         return len(self.prompt.ids) + len(self.completion_ids)
+
+    @property
+    def n_sampled(self) -> int:
+        """Its length, wherever the policy is meant."""
+        return int(self.sampled.sum())
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
@@ -233,41 +250,32 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 
 
 class Policy(nn.Module):
-    """Wraps the model so that DDP's hooks see one forward: collate(samples, device) -> logps [N, T], entropy [N, T] in
-    nats, 0 on padding. Gradient flows through logps only. ValueError: they would not be those of the model as
-    transformers loads it."""
+    """batch: policy.rows(samples) as tensors -> log-probability [N, T] of each completion token, and the entropy [N, T]
+    in nats of what it was drawn from (without a gradient). Padding holds anything."""
+
+    packs = False  # see harness/fast.py, which has the same numbers sooner
 
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
-        self.packs = True  # in one row: each prompt once, and its completions
-        self.moved = False  # by an update of this run: until then its KL to the reference is rounding
-        check.settle(self)
+        self.at_reference = False  # same weights: its KL is rounding, which Adam would make as large as a step
+
+    def rows(self, samples) -> dict:
+        return padded_rows(samples)
 
     def forward(self, batch: dict):
-        hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
-        if self.plain_head:
-            head = self.model.get_output_embeddings()
-            logps, entropy = kernels.HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n]
-        else:
-            logits = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature  # [n, V]
-            logps = -nn.functional.cross_entropy(logits, targets, reduction="none")  # [n]
-            entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()  # [n]
-        N, T = batch["shape"]
-        return tuple(x.new_zeros(N * T).scatter(0, batch["place"], x).view(N, T) for x in (logps, entropy))
+        logps = self.logits(batch).log_softmax(-1)  # [N, T, V]
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # -sum p log p
+        return logps.gather(-1, batch["completion"][:, :, None])[:, :, 0], entropy
 
-    def hidden(self, batch: dict):
-        """[n, H] at the position before each real completion token, which predicts it; [n, V], the model's own logits,
-        where the head is not plain."""
-        body = self.model.base_model if self.plain_head else self.model
-        inputs = dict(input_ids=batch["ids"], use_cache=False)  # [1, S], or [N, L] padded on the right
-        if self.packs:  # a mask of ones: without one the positions are read as another kind of packing
-            inputs |= dict(position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"]))
-        with kernels.told(self.model, batch.get("blocks")):
-            out = body(**inputs)
-        states = out.last_hidden_state if self.plain_head else out.logits
-        return states.flatten(0, 1).index_select(0, batch["read"])
+    def logits(self, batch: dict):
+        """[N, T, V]: what predicts each completion token is the output at the token before it."""
+        logits = self.model(input_ids=batch["ids"], use_cache=False).logits  # [N, L, V]
+        logits = logits.take_along_dim(batch["before"][:, :, None], dim=1)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+
+    def wrapped(self, device: torch.device) -> None:
+        """After DDP has it."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -314,11 +322,11 @@ class HFSampler:
         completions = {}
         for start in range(0, len(wanted), GENERATE_ROWS):
             part = wanted[start : start + GENERATE_ROWS]
-            ids = kernels.padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
-            mask = kernels.padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
-            inputs = kernels.to_device(dict(input_ids=ids, attention_mask=mask), device)
+            ids = padded([prompts[p] for p, _ in part], np.int64, self.pad_id, left=True)  # [N, P]
+            mask = padded([np.ones(len(prompts[p])) for p, _ in part], np.int64, left=True)
+            inputs = to_device(dict(input_ids=ids, attention_mask=mask), device)
             streams = [(seeds[p], i) for p, i in part]
-            sampling = kernels.SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
+            sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device), check.as_loaded(self.model):
                 out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
@@ -454,7 +462,7 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scor
     known = [
         s.prompt.row
         | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
-        | dict(completion_length=len(s.completion_ids), max_completion_length=cfg.max_completion_length)
+        | dict(completion_length=s.n_sampled, max_completion_length=cfg.max_completion_length)
         | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples
     ]
@@ -500,7 +508,7 @@ def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
     no_signal = (advantages.view(-1, cfg.num_generations) == 0).all(1).double().mean().item()
     noise = np.random.default_rng((cfg.seed, step, 1)).normal(0.0, cfg.advantage_noise, len(samples))
     for sample, advantage, eta in zip(samples, advantages.tolist(), noise, strict=True):
-        sample.advantage = advantage + eta
+        sample.advantages = np.full(len(sample.completion_ids), advantage + eta)
         cut_off = cfg.mask_truncated and sample.finish_reason == "length"
         sample.in_loss = not cut_off and not math.isnan(sample.reward)
     return no_signal
@@ -590,42 +598,61 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
 
 
 def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list[list[list[Sample]]]:
-    """The micro-batches of every rank, of at most --micro_batch_tokens. All ranks get nearly as many tokens: they
-    finish together. Longest first: a padded row is as wide as the first of its micro-batch. Where rows are packed,
-    groups stay together, so that a prompt stands once in a micro-batch, and a last token is not there."""
-    longest = {s.group: len(s.completion_ids) for s in sorted(samples, key=lambda s: len(s.completion_ids))}
-    samples = sorted(samples, key=lambda s: (-longest[s.group], s.group) if packs else -s.n_tokens)
-    before = [None, *(s.group for s in samples[:-1])]
-    shared = [packs and s.group == group for s, group in zip(samples, before, strict=True)]
-    sizes = [s.n_tokens - (len(s.prompt.ids) if known else 0) for s, known in zip(samples, shared, strict=True)]
-    ends = np.cumsum(sizes)
-    ranks = (ends - np.array(sizes) / 2) * world.size // ends[-1]  # by each sample's middle
-    shares, tokens = [[] for _ in range(world.size)], 0
-    for sample, size, rank in zip(samples, sizes, ranks.astype(int), strict=True):
-        batches = shares[rank]
-        tokens += size - 1 if packs or not batches else batches[-1][0].n_tokens
-        if not batches or tokens > cfg.micro_batch_tokens:
-            batches.append([])
-            tokens = sample.n_tokens - packs
-        batches[-1].append(sample)
-    return shares
+    """The micro-batches of every rank: lists of samples of at most cfg.micro_batch_tokens tokens.
+
+    Packed rows hold a group's prompt once, so groups stay together; padded rows are as wide as
+    their longest sample, so samples go by length. Either way the longest come first.
+    """
+    if packs:
+        longest = {}
+        for s in samples:
+            longest[s.group] = max(longest.get(s.group, 0), len(s.completion_ids))
+        samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
+    else:
+        samples = sorted(samples, key=lambda s: -s.n_tokens)
+
+    # What each sample adds to a row that goes on: a known prompt is not stored again.
+    costs = []
+    for i, s in enumerate(samples):
+        knows_prompt = packs and i > 0 and samples[i - 1].group == s.group
+        costs.append(len(s.completion_ids) if knows_prompt else s.n_tokens)
+
+    # Deal: a sample goes to the rank in whose share of all tokens its middle lies.
+    shares = [[] for _ in range(world.size)]
+    done, total = 0, sum(costs)
+    for s, cost in zip(samples, costs, strict=True):
+        rank = int((done + cost / 2) * world.size // total)
+        shares[rank].append((s, cost))
+        done += cost
+    return [micro_batches(share, packs, cfg.micro_batch_tokens) for share in shares]
 
 
-def collate(samples: list[Sample], device: torch.device, packs: bool = True) -> dict:
-    """Tensors of one micro-batch: its rows of tokens (see kernels.rows_of), and what the loss needs. packs: as the
-    policy that takes it."""
-    batch = kernels.rows_of(samples, packs, multiple=8 if device.type == "cuda" else 1)
-    lengths = np.array([[len(s.completion_ids)] for s in samples])  # [N, 1]
-    counted = np.array([[s.in_loss] for s in samples])  # [N, 1]
+def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> list[list[Sample]]:
+    """Fills one micro-batch after the other. The last token of a packed text is not stored: nothing follows it."""
+    batches, tokens = [], 0
+    for s, cost in share:
+        added = cost - 1 if packs else (batches[-1][0].n_tokens if batches else 0)
+        if not batches or tokens + added > budget:
+            batches.append([s])
+            tokens = s.n_tokens - 1 if packs else s.n_tokens
+        else:
+            batches[-1].append(s)
+            tokens += added
+    return batches
+
+
+def collate(samples: list[Sample], policy: Policy, device: torch.device) -> dict:
+    """Tensors of one micro-batch: its rows of tokens, as this policy takes them, and what the loss needs."""
+    batch = policy.rows(samples)
     batch |= dict(
-        mask=(np.arange(lengths.max()) < lengths) & counted,  # [N, T]
-        advantages=np.array([s.advantage for s in samples], np.float32),  # [N]
+        mask=padded([s.sampled & s.in_loss for s in samples], bool),  # [N, T]: sampled, and in the loss
+        advantages=padded([s.advantages for s in samples], np.float32),  # [N, T]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
         if getattr(samples[0], name) is not None:  # all of a micro-batch have it or none
             values = [getattr(s, name) for s in samples]
-            batch[name] = kernels.padded(values, values[0].dtype)  # [N, T]
-    return kernels.to_device(batch, device)
+            batch[name] = padded(values, values[0].dtype)  # [N, T]
+    return to_device(batch, device)
 
 
 @torch.no_grad()
@@ -635,7 +662,7 @@ def compute_logps(policy: Policy, samples: list[Sample], name: str, cfg: Config,
     results = []
     for micro in plan(samples, policy.packs, cfg, world)[world.rank]:
         with autocast(cfg, world.device):
-            logps, _ = policy(collate(micro, world.device, policy.packs))
+            logps, _ = policy(collate(micro, policy, world.device))
         for sample, row in zip(micro, logps.cpu().numpy(), strict=True):
             results.append((numbered[id(sample)], row[: len(sample.completion_ids)]))
     for i, logps in world.gather(results):
@@ -667,56 +694,74 @@ def make_optimizer(policy: Policy, cfg: Config):
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.learning_rate, fused=True)
 
 
+NO_GRADIENT = ("left_out", "nothing_sampled", "no_advantage", "at_reference")
+
+
+def no_gradient(sample: Sample, cfg: Config, at_reference: bool = False) -> str:
+    """Why the loss has no gradient in any token of this sample: one of NO_GRADIENT, or "" if it has one."""
+    if not sample.in_loss:
+        return "left_out"
+    if not sample.sampled.any():
+        return "nothing_sampled"
+    if sample.advantages[sample.sampled].any():
+        return ""
+    if not cfg.beta:
+        return "no_advantage"
+    return "at_reference" if at_reference else ""  # else the KL pulls
+
+
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
-    totals, losses, norms, mismatch, skipped = {}, [], [], {}, 0
-    numbers = log.numbers_of_noted(samples, cfg)
+    totals, losses, norms, mismatch = {}, [], [], {}
+    skipped = dict.fromkeys(("not_finite", *NO_GRADIENT), 0)  # optimiser steps that were not taken, by cause
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        sums, log_ratio, notes = backward(policy, ddp, minibatch, numbers, cfg, world)
-        parts = world.gather([(sums, notes)])
+        sums, log_ratio = backward(policy, ddp, minibatch, cfg, world)
+        parts = world.gather([sums])
         for name in sums:  # sums and counts over the ranks, never means of means
-            totals[name] = totals.get(name, 0.0) + sum(rank_sums[name] for rank_sums, _ in parts)
-        for i, note in [note for _, notes in parts for note in notes]:
-            samples[i].tokens = samples[i].tokens or note  # of the first pass
+            totals[name] = totals.get(name, 0.0) + sum(part[name] for part in parts)
         losses.append(totals.pop("loss"))
         if not mismatch:  # of the first tokens in the loss; may stop the run: before anything changes
             mismatch = log.gap_metrics(log_ratio, cfg, world)
 
         norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
         norms.append(norm)
+        causes = [no_gradient(s, cfg, policy.at_reference) for s in minibatch]
         if not math.isfinite(norm):
-            skipped += 1  # the reduced gradient is the same on all ranks: all of them skip
-        elif any(s.in_loss and (s.advantage != 0 or (cfg.beta and policy.moved)) for s in minibatch):
-            optimizer.step()  # without a signal momentum alone would act
-            policy.moved = True
+            skipped["not_finite"] += 1  # the reduced gradient is the same on all ranks: all of them skip
+        elif all(causes):
+            skipped[max(NO_GRADIENT, key=causes.count)] += 1  # momentum alone would act
+        else:
+            optimizer.step()
+            policy.at_reference = False
         # one process: freed until the next update; else kept: dropped, it leaves DDP's buckets and exists twice
         optimizer.zero_grad(set_to_none=world.size == 1)
 
     tokens = max(1, totals.pop("tokens"))
     means = dict(loss=float(np.mean(losses)), grad_norm=float(np.mean(norms)))  # over the updates
     means |= {name: value / tokens for name, value in totals.items()}
-    return means | dict(learning_rate=lr, skipped_steps=skipped) | mismatch
+    means |= {f"skipped_steps/{cause}": count for cause, count in skipped.items()}
+    means |= dict(frac_no_gradient=float(np.mean([bool(no_gradient(s, cfg)) for s in samples])))
+    return means | dict(learning_rate=lr, skipped_steps=skipped["not_finite"]) | mismatch
 
 
-def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, world: World) -> tuple:
-    """The gradient of one optimiser step, in micro-batches. Returns this rank's sums over tokens, its log-ratios of
-    trainer and sampler, inf where nothing was drawn, and the notes of its tokens."""
+def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> tuple:
+    """The gradient of one optimiser step, in micro-batches. Returns this rank's sums over tokens, and its log-ratios of
+    trainer and sampler, inf where nothing was drawn."""
     counted = [s for s in minibatch if s.in_loss]
     n_sequences = max(1, len(counted))
-    n_tokens = max(1, sum(len(s.completion_ids) for s in counted))
-    # what has no gradient gets no pass: a sample out of the loss, and without a KL term one without advantage
-    learned = [s for s in counted if cfg.beta or s.advantage != 0]
+    n_tokens = max(1, sum(s.n_sampled for s in counted))
+    learned = [s for s in minibatch if not no_gradient(s, cfg)]  # the others get no pass
     passed = learned or counted[:1] or minibatch[:1]  # at least one: DDP waits for a backward on every rank
     shares = plan(passed, policy.packs, cfg, world)
     rounds = max(map(len, shares))  # a rank with fewer joins in with weight zero: none waits
-    sums, log_ratios, notes = {}, [], []  # they stay on the device until the last micro-batch: no pass waits for them
+    sums, log_ratios = {}, []  # they stay on the device until the last micro-batch: no pass waits for them
     for i in range(rounds):
         idle = i >= len(shares[world.rank])
         micro = passed[:1] if idle else shares[world.rank][i]
-        batch = collate(micro, world.device, policy.packs)
+        batch = collate(micro, policy, world.device)
         mask = batch["mask"] & (not idle)
         last = i == rounds - 1  # gradients are averaged over the ranks in the last backward only
         with contextlib.nullcontext() if last or world.size == 1 else ddp.no_sync():
@@ -728,35 +773,41 @@ def backward(policy, ddp, minibatch: list[Sample], numbers: dict, cfg: Config, w
                 logps, old_logps, batch.get("ref_logps"), batch["sampler_logps"], batch["advantages"], mask, cfg,
                 n_tokens=n_tokens, n_sequences=n_sequences,
             )  # fmt: skip
-            noted = not idle and any(id(s) in numbers for s in micro)
-            if noted:
-                logps.retain_grad()
             (loss * world.size).backward()  # * ranks: DDP takes the mean, the weights already hold global counts
-        if noted:
-            notes += token_notes(micro, numbers, batch, logps, entropy, old_logps, n_tokens / world.size)
         stats |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
         for name, value in stats.items():
             sums[name] = sums.get(name, 0.0) + value
         log_ratios.append(torch.where(mask, old_logps - batch["sampler_logps"], math.inf).flatten())
     values = torch.stack(list(sums.values())).tolist()  # one wait for the device
-    return dict(zip(sums, values, strict=True)), torch.cat(log_ratios), notes
+    return dict(zip(sums, values, strict=True)), torch.cat(log_ratios)
 
 
-def token_notes(micro, numbers: dict, batch: dict, logps, entropy, old_logps, n_tokens: float) -> list[tuple]:
-    """What this pass saw of the tokens of samples in numbers, {id: number}: [(number, {name: [T]})], in thousandths.
-
-    Nats: logp before the update, gap to the sampler, kl (logp - reference), entropy. push: minus the gradient of the
-    loss by logp, times n_tokens: how strongly the update makes the token more likely, in units of an advantage.
-    """
-    columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-logps.grad * n_tokens)
-    columns |= dict(kl=logps - batch["ref_logps"]) if "ref_logps" in batch else {}
-    values = torch.stack([(1000 * x.detach()).nan_to_num(0, 0, 0).round().long() for x in columns.values()])
-    columns = dict(zip(columns, values.cpu().numpy(), strict=True))  # [N, T] each: one wait for the device
-    return [
-        (numbers[id(s)], {name: x[i, : len(s.completion_ids)].tolist() for name, x in columns.items()})
-        for i, s in enumerate(micro)
-        if id(s) in numbers
-    ]
+def note_tokens(policy: Policy, samples: list[Sample], cfg: Config, world: World) -> None:
+    """Fills in what the log shows of each token of a few samples, before the update, by one more forward of these: in
+    thousandths of a nat logp, entropy, gap to the sampler, kl (logp - reference) and, in thousandths of an advantage,
+    push: how strongly the update will make the token more likely, minus the gradient of the loss by its logp."""
+    counted = [s for s in samples if s.in_loss]
+    n_tokens = max(1, sum(s.n_sampled for s in counted))
+    [micro_batches] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, World(0, 1, world.device))
+    for micro in micro_batches:
+        batch = collate(micro, policy, world.device)
+        with torch.no_grad(), autocast(cfg, world.device):
+            logps, entropy = policy(batch)  # [N, T]
+        logps.requires_grad_()  # a leaf: the loss without the model
+        old_logps = batch.get("old_logps", logps.detach())
+        loss, _ = grpo_loss(
+            logps, old_logps, batch.get("ref_logps"), batch["sampler_logps"], batch["advantages"], batch["mask"], cfg,
+            n_tokens=n_tokens, n_sequences=len(counted),
+        )  # fmt: skip
+        [slope] = torch.autograd.grad(loss, logps)
+        columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-slope * n_tokens)
+        if "ref_logps" in batch:
+            columns["kl"] = logps - batch["ref_logps"]
+        for name, values in columns.items():
+            values = torch.where(batch["mask"], values.detach(), 0)
+            thousandths = (1000 * values).nan_to_num(0, 0, 0).round().long().tolist()
+            for sample, row in zip(micro, thousandths, strict=True):
+                sample.tokens[name] = row[: len(sample.completion_ids)]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -771,7 +822,7 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
         scores = world.gather([score(samples, scorer, step, cfg)])
         for line in [s.first_failure for s in scores if s.first_failure][:1]:
             say(f"eval of step {step}: {line}")
-        found = world.gather([(s.group, next(iter(s.parts.values())), len(s.completion_ids)) for s in samples])
+        found = world.gather([(s.group, next(iter(s.parts.values())), s.n_sampled) for s in samples])
         found.sort(key=lambda item: item[0])
         values = np.array([value for _, value, _ in found]).reshape(-1, n)  # [prompts, n]
         return values, float(np.mean([length for *_, length in found]))
@@ -797,21 +848,24 @@ def wrap(policy: Policy, cfg: Config, world: World):
     """After the engine: it may move this thread to another stream for good, and then finds more memory free."""
     if cfg.compile:
         models.compile_layers(policy.model, cfg)
-    ddp, embedding = policy, policy.model.get_input_embeddings()
+    ddp = policy
     if world.size > 1:
         ids = [world.device.index] if world.device.type == "cuda" else None
         ddp = DistributedDataParallel(policy, device_ids=ids, gradient_as_bucket_view=True)
-    # Tied: its rows are added where the head adds, no [V, H] is made. Not before DDP, which would send rows; not on
-    # CUDA, which adds them in any order.
-    tied = policy.plain_head and embedding.weight is policy.model.get_output_embeddings().weight
-    embedding.sparse = tied and world.device.type == "cpu"
+    policy.wrapped(world.device)
     return ddp
 
 
 def make_policy(model, cfg: Config, prompts=()) -> Policy:
     """prompts: on rows as long as they make them, too, its numbers must be those of the model."""
     try:
-        policy = Policy(model, cfg.temperature)
+        if not cfg.fast:
+            policy = Policy(model, cfg.temperature)
+            check.choose_attention(policy)
+            return policy
+        from harness.fast import FastPolicy
+
+        policy = FastPolicy(model, cfg.temperature)
         if prompts:
             longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
             check.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
@@ -845,10 +899,10 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
-    policy.moved = checkpoint is not None and fingerprint(model) != identity
-    if not policy.packs:
+    if cfg.fast and not policy.packs:
         say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
+    policy.at_reference = reference is not None and models.same_weights(model, reference.model)
     return cfg, policy, reference, identity
 
 
@@ -883,9 +937,10 @@ def set_up(cfg: Config, command_line: bool):
     world = ranks.join_world(device)
     with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
-        packs = all(world.gather([policy.packs]))  # the ranks share samples out by it, so they agree
-        for each in (policy, reference) if reference else (policy,):
-            check.use_rows(each, packs)
+        if cfg.fast:
+            packs = all(world.gather([policy.packs]))  # the ranks share samples out by it, so they agree
+            for each in (policy, reference) if reference else (policy,):
+                check.use_rows(each, packs)
         longest = max(len(p.ids) for p in prompts)
         sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest, cfg, world)
         scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
@@ -935,6 +990,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
                 if reference:
                     compute_logps(reference, counted, "ref_logps", cfg, world)
             with run.clock("update"):
+                note_tokens(policy, samples, cfg, world)
                 metrics = update(policy, ddp, parts.optimizer, samples, step, cfg, world)
             metrics |= dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
             run.record(step, metrics, completion_rows(samples, step, tokenizer))

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import grpo
+from harness.fast import FastPolicy
 import harness.checkpoints
 import harness.kernels
 import harness.log
@@ -25,7 +26,7 @@ import harness.rows
 import harness.run
 import harness.workers
 import reward
-from grpo import Config, Policy, group_advantages, grpo_loss, kl_estimate
+from grpo import Config, group_advantages, grpo_loss, kl_estimate
 from harness.flags import ConfigError, TrainingError
 from tests.common import (
     BUNDLED,
@@ -61,7 +62,7 @@ def gradients_of_ranks(out):
     world = harness.ranks.join_world(torch.device("cpu"))
     results = {}
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
-        policy = Policy(tiny_model(dtype=dtype), 0.8)
+        policy = FastPolicy(tiny_model(dtype=dtype), 0.8)
         ddp = grpo.wrap(policy, Config(), world)
         assert policy.model.get_input_embeddings().sparse == (dtype == F64)  # GPT-2 ties its embeddings
         samples = samples_of_ranks(dtype, reduction)
@@ -88,7 +89,7 @@ def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, redu
     once = dataclasses.replace(cfg, micro_batch_tokens=10**6)
     whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
-    policy = Policy(tiny_model(dtype=dtype), 1.0)
+    policy = FastPolicy(tiny_model(dtype=dtype), 1.0)
     splits = ((1, True), (45, True), (45, False), (100, False))  # one sample; a few; groups of 5 split in the middle
     for budget, packs in splits:
         split = dataclasses.replace(cfg, micro_batch_tokens=budget)
@@ -202,7 +203,7 @@ def test_advantage_noise_is_seeded_by_the_step_and_has_mean_zero():
 
     def noise(step, level):
         grpo.assign_advantages(samples, step, Config(num_generations=8, advantage_noise=level))
-        return np.array([s.advantage for s in samples])
+        return np.array([s.advantages[0] for s in samples])
 
     assert (noise(1, 0.0) == 0).all()
     a, b, again = noise(1, 0.1), noise(2, 0.1), noise(1, 0.1)
@@ -216,7 +217,7 @@ def test_masked_truncation_counts_in_the_baseline_but_not_in_the_loss():
     for s, r, finish in zip(samples, (1.0, 0.0, 0.0, 0.0), ("stop", "stop", "length", "length"), strict=True):
         s.reward, s.finish_reason = r, finish
     grpo.assign_advantages(samples, 1, cfg)
-    assert samples[0].advantage == pytest.approx(0.75 / (0.5 + 1e-4))  # the mean is over all four
+    assert samples[0].advantages[0] == pytest.approx(0.75 / (0.5 + 1e-4))  # the mean is over all four
     grad, metrics = update_gradient(cfg, samples)
     only, metrics_only = update_gradient(cfg, samples[:2])
     assert relative(grad, only) < 1e-6  # numerator and denominator
@@ -504,7 +505,7 @@ def test_kl_goes_through_the_same_reduction():
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_logps_are_the_models_own(kind, options, temperature):
     model = tiny_model(kind, **options)
-    policy = Policy(model, temperature)
+    policy = FastPolicy(model, temperature)
     assert policy.plain_head is (kind != "gemma2")
     samples = random_samples(7, 7)
     together, entropy = logps_of(policy, samples)
@@ -528,7 +529,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     if kind == "mixtral":
         options = dict(num_experts_per_tok=4)  # so that every expert is used
     model, tokenizer = tiny_model(kind, **options), harness.rows.load_tokenizer(BUNDLED)
-    policy, cfg = Policy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
+    policy, cfg = FastPolicy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
     before = {name: p.clone() for name, p in model.named_parameters()}
     samples = random_samples(24, 4)
     for s in samples[::3]:  # every token of the vocabulary is used
@@ -570,7 +571,7 @@ def test_dropout_is_forced_to_zero(tmp_path):
 def test_gradient_checkpointing_changes_memory_only():
     samples, cfg = random_samples(6, 3), Config(beta=0.1)
     plain, _ = update_gradient(cfg, samples)
-    policy = Policy(tiny_model(), 1.0)
+    policy = FastPolicy(tiny_model(), 1.0)
     policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     calls = []  # by a hook before it: when it is made again, it may stop before its end
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -585,7 +586,7 @@ def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path)
     tiny_model(tie_word_embeddings=tied).save_pretrained(path)
     shutil.copy(os.path.join(BUNDLED.model, "generation_config.json"), path)
     cfg = Config(model=path, dtype="bfloat16")
-    policy, reference = Policy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
+    policy, reference = FastPolicy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
     assert reference.plain_head and reference.packs
     kinds = {name: p.dtype for name, p in reference.model.named_parameters()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16 and kinds["model.norm.weight"] == torch.float32
@@ -613,7 +614,7 @@ def test_several_updates_use_the_rollouts_own_logps():
     """The second mini-batch of a rollout is off-policy: its ratio is against the policy before the first."""
     samples = random_samples(8, 4)
     cfg = Config(num_minibatches=2, beta=0, learning_rate=0.05, tis_cap=0, max_sampler_gap=1e9)
-    policy = Policy(tiny_model(), 1.0)
+    policy = FastPolicy(tiny_model(), 1.0)
     grpo.compute_logps(policy, samples, "old_logps", cfg, CPU)
     before = [s.old_logps.copy() for s in samples]
     optimizer = grpo.make_optimizer(policy, cfg)
@@ -626,8 +627,8 @@ def test_several_updates_use_the_rollouts_own_logps():
 
 def test_a_gradient_that_is_not_finite_skips_the_step():
     samples = random_samples(6, 3)
-    samples[2].advantage = math.inf
-    policy = Policy(tiny_model(), 1.0)
+    samples[2].advantages = np.full(len(samples[2].completion_ids), math.inf)
+    policy = FastPolicy(tiny_model(), 1.0)
     before = [p.clone() for p in policy.parameters()]
     optimizer = grpo.make_optimizer(policy, Config())
     metrics = grpo.update(policy, policy, optimizer, samples, 1, Config(max_sampler_gap=1e9), CPU)
@@ -642,7 +643,7 @@ def test_no_step_without_a_signal():
         s.reward = 1.0
     cfg = Config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.0)
     assert grpo.assign_advantages(samples, 1, cfg) == 1.0
-    policy = Policy(tiny_model(), 1.0)
+    policy = FastPolicy(tiny_model(), 1.0)
     optimizer = grpo.make_optimizer(policy, cfg)
     learned = random_samples(6, 3)
     grpo.update(policy, policy, optimizer, learned, 1, cfg, CPU)  # leaves momentum
@@ -655,11 +656,77 @@ def test_no_step_without_a_signal():
     assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
+def test_a_teacher_pulls_where_no_advantage_does():
+    """Until it was found, `moved` held back every step: the reference may be another model."""
+    samples, policy = random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
+    for s in samples:
+        s.advantages = np.zeros(len(s.completion_ids))
+    cfg = Config(num_generations=3, learning_rate=1e-3, max_sampler_gap=1e9, beta=1.0)
+    before = [p.clone() for p in policy.parameters()]
+    metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
+    assert not any(metrics[f"skipped_steps/{cause}"] for cause in grpo.NO_GRADIENT) and metrics["kl"] > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_steps_that_are_not_taken_are_counted_by_cause():
+    def skipped(change, beta=0.0, at_reference=False):
+        samples, policy = random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
+        policy.at_reference = at_reference
+        for s in samples:
+            s.advantages = np.zeros(len(s.completion_ids))
+            change(s)
+        cfg = Config(num_generations=3, max_sampler_gap=1e9, beta=beta)
+        metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
+        return [cause for cause in ("not_finite", *grpo.NO_GRADIENT) if metrics[f"skipped_steps/{cause}"]]
+
+    assert skipped(lambda s: None) == ["no_advantage"]
+    assert skipped(lambda s: None, beta=0.1, at_reference=True) == ["at_reference"]
+    assert skipped(lambda s: None, beta=0.1) == []
+    assert skipped(lambda s: setattr(s, "in_loss", False)) == ["left_out"]
+    assert skipped(lambda s: s.sampled.fill(False), beta=0.1) == ["nothing_sampled"]
+    assert skipped(lambda s: s.advantages.fill(math.inf)) == ["not_finite"]
+    assert skipped(lambda s: s.advantages.__setitem__(0, 1.0)) == []  # per token: one is enough
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_context_is_read_and_not_trained(reduction, level):
+    """What the policy did not draw has no part in the loss, the counts and the lengths; what follows it sees it."""
+    from dataclasses import replace
+
+    samples, rng = random_samples(9, 3, longest=12), np.random.default_rng(1)
+    cfg = Config(beta=0.1, max_grad_norm=0, loss_reduction=reduction, ratio_level=level, micro_batch_tokens=40)
+    for s in samples:
+        s.sampled = rng.random(len(s.completion_ids)) < 0.6
+        s.sampled[0] = True
+    policy = FastPolicy(tiny_model(), 1.0)
+    found, metrics = update_gradient(cfg, samples, policy=policy)
+    for s in samples:  # nothing of it is looked at
+        for values in (s.advantages, s.sampler_logps, s.ref_logps):
+            values[~s.sampled] = math.nan
+    again, same = update_gradient(cfg, samples, policy=policy)
+    assert torch.equal(found, again) and metrics == same
+    batch = grpo.collate(samples, policy, CPU.device)
+    logps, _ = policy(batch)
+    n = sum(s.n_sampled for s in samples)
+    parts = []
+    for s, row in zip(samples, logps, strict=True):  # one by one, the sampled tokens alone
+        at = torch.from_numpy(np.flatnonzero(s.sampled))
+        x = row[at][None]
+        values = [torch.from_numpy(v[s.sampled])[None] for v in (s.ref_logps, s.sampler_logps)]
+        mask = torch.ones_like(x, dtype=torch.bool)
+        advantages = torch.from_numpy(s.advantages[s.sampled].astype(np.float32))[None]
+        parts.append(grpo_loss(x, x.detach(), *values, advantages, mask, cfg, n, len(samples))[0])
+    grads = torch.autograd.grad(sum(parts), list(policy.parameters()))
+    assert relative(found, torch.cat([g.flatten().to(F64) for g in grads])) < 1e-5
+
+
 def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
     """Before, it is rounding, which Adam would make as large as a step."""
-    silent, learned, policy = random_samples(6, 3), random_samples(6, 3), Policy(tiny_model(), 1.0)
+    silent, learned, policy = random_samples(6, 3), random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
+    policy.at_reference = True
     for s in silent:
-        s.advantage = 0.0
+        s.advantages = np.full(len(s.completion_ids), 0.0)
     cfg, moved = Config(num_generations=3, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.1), []
     optimizer = grpo.make_optimizer(policy, cfg)
     for step, samples in enumerate((silent, learned, silent), 1):
@@ -673,12 +740,12 @@ def test_a_resumed_policy_knows_whether_it_has_moved(tmp_path):
     small_run(tmp_path / "out", max_steps=1, beta=0.1)
     cfg, checkpoint = Config(**grpo.BUNDLED), harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000001"))
     prompts = [grpo.Prompt(ids_of([5, 6, 7]), "", {})]
-    assert [grpo.load_policies(cfg, c, prompts, CPU.device)[1].moved for c in (None, checkpoint)] == [False, True]
+    assert [grpo.load_policies(cfg, c, prompts, CPU.device)[1].at_reference for c in (None, checkpoint)] == [True, False]
 
 
 def test_the_sampler_is_compared_where_something_is_in_the_loss():
     """Also where nothing of the first mini-batch is."""
-    samples, policy = random_samples(4, 2), Policy(tiny_model(), 1.0)
+    samples, policy = random_samples(4, 2), FastPolicy(tiny_model(), 1.0)
     cfg = Config(num_minibatches=4, max_sampler_gap=1, beta=0.0)
     for s in samples:
         s.sampler_logps = s.sampler_logps + 50
@@ -691,7 +758,7 @@ def test_the_sampler_is_compared_where_something_is_in_the_loss():
 
 
 def test_a_policy_that_gives_no_number_ends_the_run():
-    samples, policy = random_samples(6, 3), Policy(tiny_model(), 1.0)
+    samples, policy = random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
     samples[4].sampler_logps[0] = math.nan  # as where the policy's own is NaN: their difference
     with pytest.raises(TrainingError, match="off by nan"):
         grpo.update(policy, policy, grpo.make_optimizer(policy, Config()), samples, 1, Config(max_sampler_gap=1e9), CPU)
@@ -701,13 +768,13 @@ def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
     """Same gradient and loss, fewer passes; with a KL term they stay in."""
     samples = random_samples(12, 4)
     for s in samples[::3]:
-        s.advantage = 0.0
+        s.advantages = np.full(len(s.completion_ids), 0.0)
 
     def passes(beta, only):
-        policy, seen = Policy(tiny_model(), 1.0), []
+        policy, seen = FastPolicy(tiny_model(), 1.0), []
         policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]["shape"][0]))
         cfg = Config(beta=beta, max_grad_norm=0, loss_reduction="sequence", micro_batch_tokens=1)
-        rows = [dataclasses.replace(s, advantage=s.advantage if only else s.advantage or 1e-30) for s in samples]
+        rows = [dataclasses.replace(s, advantages=s.advantages if only or s.advantages[0] else s.advantages + 1e-30) for s in samples]
         grad, metrics = update_gradient(cfg, rows, policy=policy)
         return len(seen), grad, metrics["loss"]
 
@@ -721,7 +788,7 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     samples = random_samples(12, 4)
     for s in samples[::3]:
         s.in_loss, s.ref_logps = False, None
-    policy, seen = Policy(tiny_model(), 1.0), []
+    policy, seen = FastPolicy(tiny_model(), 1.0), []
     policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]["shape"][0]))
     cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=1)
     grad, _ = update_gradient(cfg, samples, policy=policy)
@@ -730,7 +797,7 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     grad, metrics = update_gradient(cfg, samples[::3], policy=policy)
     assert len(seen) == 9 and grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
     # without KL and advantages one sample of the loss is left, for the metrics
-    rows = [dataclasses.replace(s, advantage=0.0, in_loss=i == 11) for i, s in enumerate(samples)]
+    rows = [dataclasses.replace(s, advantages=0 * s.advantages, in_loss=i == 11) for i, s in enumerate(samples)]
     _, metrics = update_gradient(Config(beta=0), rows)
     assert metrics["loss"] == 0 and metrics["entropy"] > 0 and metrics["sampler_gap"] > 0
     # a mini-batch without a sample in the loss, among others
@@ -770,37 +837,40 @@ def test_what_is_noted_of_a_token(num_minibatches):
     """Its push is minus the gradient by its log-probability, in units of an advantage: here the ratio and all weights
     are 1, so it is the advantage itself, for each split into micro-batches. Only of the samples that are asked for."""
     for budget in (10, 10**6):
-        samples, policy = random_samples(8, 4), Policy(tiny_model(), 1.0)
+        samples, policy = random_samples(8, 4), FastPolicy(tiny_model(), 1.0)
         grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
         for s in samples:
             s.sampler_logps, s.ref_logps = s.old_logps, s.old_logps - np.float32(0.25)
         cfg = Config(log_tokens=5, beta=0.1, kl_estimator="k1", learning_rate=0, num_minibatches=num_minibatches)
-        update_gradient(dataclasses.replace(cfg, micro_batch_tokens=budget), samples, policy=policy)
-        assert [s.tokens is not None for s in samples] == [True] * 5 + [False] * 3
+        grpo.note_tokens(policy, samples, dataclasses.replace(cfg, micro_batch_tokens=budget), CPU)
+        assert [bool(s.tokens) for s in samples] == [True] * 5 + [False] * 3
         for s in samples[:5]:
             assert s.tokens["logp"] == np.round(1000 * s.old_logps).astype(int).tolist()
             assert set(s.tokens["gap"]) == {0} and set(s.tokens["kl"]) == {250} and min(s.tokens["entropy"]) > 0
             pushes = np.array(s.tokens["push"]) / 1000
-            assert pushes == pytest.approx(np.full(len(pushes), s.advantage - 0.1), abs=1e-3)
+            assert pushes == pytest.approx(np.full(len(pushes), s.advantages[0] - 0.1), abs=1e-3)
 
 
 def test_the_texts_of_tokens_join_to_the_completion(tmp_path):
     """Bytes and the end included; the first group by default, at most 100 kB a step at 512 tokens."""
     small_run(tmp_path / "out", num_minibatches=1, max_steps=1)
     rows = lines(tmp_path / "out" / "completions.jsonl")
-    assert ["tokens" in row for row in rows] == [True] * 5 + [False] * 10
-    for row in rows[:5]:
+    signal = [sum(abs(r["advantage"]) for r in rows if r["group"] == group) for group in range(3)]
+    assert ["tokens" in row for row in rows] == [row["group"] == np.argmax(signal) for row in rows]
+    for row in [row for row in rows if "tokens" in row]:
         assert "".join(row["tokens"]["text"]) == row["completion"]
         assert {len(column) for column in row["tokens"].values()} == {row["length"]}
     samples, rng = random_samples(16, 8, longest=512), np.random.default_rng(0)
-    policy = Policy(tiny_model(max_position_embeddings=1024), 1.0)
+    policy = FastPolicy(tiny_model(max_position_embeddings=1024), 1.0)
     for s in samples:
-        s.completion_ids = ids_of(rng.integers(2, 32, 512))
+        s.completion_ids, s.sampled = ids_of(rng.integers(2, 32, 512)), np.ones(512, bool)
     grpo.compute_logps(policy, samples, "ref_logps", Config(micro_batch_tokens=4096), CPU)
     for s in samples:  # as bfloat16 rounds, and as a policy moves
         s.sampler_logps, s.ref_logps = (s.ref_logps + rng.normal(0, 0.02, (2, 512))).astype(np.float32)
-    update_gradient(Config(beta=0.1), samples, policy=policy)
-    assert [s.tokens is not None for s in samples] == [True] * 6 + [False] * 10
+    for s in samples:
+        s.advantages = np.full(len(s.completion_ids), 1.0 + (s.group == 0))
+    grpo.note_tokens(policy, samples, Config(beta=0.1, micro_batch_tokens=4096), CPU)
+    assert [bool(s.tokens) for s in samples] == [True] * 6 + [False] * 10
     size = len(json.dumps([s.tokens | dict(text=["token"] * 512) for s in samples[:6]], separators=(",", ":")))
     assert 50_000 < size < 100_000
 
@@ -821,7 +891,7 @@ def test_learning_rate_schedules():
 
 def test_every_update_has_its_own_rate():
     schedule = dict(learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4, num_minibatches=2)
-    policy, cfg, rates = Policy(tiny_model(), 1.0), Config(**schedule, max_sampler_gap=1e9), []
+    policy, cfg, rates = FastPolicy(tiny_model(), 1.0), Config(**schedule, max_sampler_gap=1e9), []
     optimizer = grpo.make_optimizer(policy, cfg)
     optimizer.register_step_pre_hook(lambda o, *_: rates.append({group["lr"] for group in o.param_groups}))
     for step in (1, 2, 3):
@@ -831,7 +901,7 @@ def test_every_update_has_its_own_rate():
 
 
 def test_weight_decay_spares_norms_and_biases():
-    policy = Policy(tiny_model(), 1.0)
+    policy = FastPolicy(tiny_model(), 1.0)
     decayed, spared = grpo.make_optimizer(policy, Config(weight_decay=0.1)).param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
     assert spared["weight_decay"] == 0.0 and all(p.dim() == 1 for p in spared["params"]) and spared["params"]
@@ -859,7 +929,7 @@ def gradients_in_their_buckets(out, tied=False):
     """Run by every rank: for each step after the first, whether every gradient lies in a bucket before every backward
     of its micro-batches."""
     world = harness.ranks.join_world(torch.device("cpu"))
-    policy, buckets, places = Policy(tiny_model(tie_word_embeddings=tied), 1.0), {}, []
+    policy, buckets, places = FastPolicy(tiny_model(tie_word_embeddings=tied), 1.0), {}, []
     honest = grpo.grpo_loss
     cfg = Config(max_sampler_gap=1e9, micro_batch_tokens=20)
     ddp, optimizer = grpo.wrap(policy, cfg, world), grpo.make_optimizer(policy, cfg)

@@ -1,30 +1,31 @@
-"""Whether the fast policy has the model's own numbers: measured on the model, never guessed from its architecture.
+"""Whether the fast policy has the numbers of the plain one: measured on the model, never guessed from its architecture.
 
 What is chosen here: packed rows or padded ones, the head in tiles or the model's own logits.
 """
 
 import contextlib
-import inspect
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
-from harness.kernels import packed_attention, rows_of, shares_keys, to_device
+from harness.arrays import padded_rows, to_device
 
 ROUNDING = 1e-3  # of the spread of a token's logits: float32 makes 1e-6 to 1e-4 of it, one wrong key 0.01 to 1
 
 
 @torch.no_grad()
 def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
-    """Chooses packed rows if they give the log-probabilities of the model as transformers loaded it, else padded ones.
+    """Chooses packed rows if they give the log-probabilities of the plain policy, else padded ones.
 
     When a policy is made, on three short texts; at the start of a run once more, on tokens of its prompts `ids`, with
     texts of up to `longest` tokens in a micro-batch of `budget`: that finds what depends on the place in a row or on
     the neighbours' lengths. ValueError if padded rows are off, too.
     """
     import transformers.integrations.sdpa_attention
+
+    from harness.kernels import packed_attention, shares_keys
 
     transformers.integrations.sdpa_attention.use_gqa_in_sdpa = shares_keys
     transformers.AttentionInterface.register("packed", packed_attention)
@@ -33,14 +34,11 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
     texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
     others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
-    if not hasattr(policy.model, "loaded_attention"):
-        policy.model.loaded_attention = own_attention(policy, texts)
-    with as_loaded(policy.model):
-        expected = own_logps(policy, texts)
+    expected = plain_logps(policy, texts)
     for packs in (True, False) if policy.packs else (False,):
         use_rows(policy, packs)
         with contextlib.suppress(Exception) if packs else contextlib.nullcontext():  # as of bodies without positions
-            logps = policy(to_device(rows_of(others + texts, packs), policy.model.device))[0][-3:]
+            logps = policy(to_device(policy.rows(others + texts), policy.model.device))[0][-3:]
             # in long rows the median: rounding may send a token to another expert
             distance = far(logps, expected, share=0.5 if budget else 1.0)
             if distance <= ROUNDING:
@@ -55,17 +53,18 @@ def text(group: int, prompt, completion):
     return SimpleNamespace(group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion)
 
 
-def own_logps(policy, texts) -> list:
-    """For each text, alone: the model's own log-probabilities of its completion and the spread of their logits, [T]."""
-    model, results = policy.model, []
-    for sample in texts:
-        T, ids = len(sample.completion_ids), np.concatenate([sample.prompt.ids, sample.completion_ids]).astype(np.int64)
-        few = dict(logits_to_keep=T + 1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits = model(input_ids=to_device(ids[None], model.device), use_cache=False, **few).logits[0, -T - 1 : -1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / policy.temperature  # [T, V]
-        targets = to_device(ids[-T:, None], model.device)  # [T, 1]
-        results.append((logits.log_softmax(-1).gather(-1, targets)[:, 0], logits.std(-1)))
-    return results
+def plain_logps(policy, texts) -> list:
+    """For each text, alone: what the plain policy says of its completion, and the spread of the logits, [T] each."""
+    if not hasattr(policy.model, "loaded_attention"):
+        choose_attention(policy, texts)
+    with as_loaded(policy.model):
+        batches = [to_device(padded_rows([sample]), policy.model.device) for sample in texts]
+        logits = [policy.logits(batch)[0] for batch in batches]  # [T, V] each
+    return [(logps_of(x, batch["completion"][0]), x.std(-1)) for x, batch in zip(logits, batches, strict=True)]
+
+
+def logps_of(logits, targets):
+    return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def far(logps, expected, share=1.0) -> float:
@@ -78,17 +77,21 @@ def far(logps, expected, share=1.0) -> float:
     return max(x.quantile(share, interpolation="lower").item() for x in distances)
 
 
-def own_attention(policy, texts) -> str:
+@torch.no_grad()
+def choose_attention(policy, texts=None) -> None:
     """As loaded; but eager, where that is another function: sdpa leaves out what no fused kernel has, such as the cap
     on Gemma 2's scores. ValueError if two forwards of the same differ."""
-    config, found = policy.model.config.get_text_config(), own_logps(policy, texts)
-    loaded = config._attn_implementation
-    if far([logps for logps, _ in own_logps(policy, texts)], found) > 0:
+    model, texts = policy.model, texts or [text(0, np.arange(1, 5), np.arange(5, 9))]
+    config = model.config.get_text_config()
+    model.loaded_attention = config._attn_implementation
+    found = plain_logps(policy, texts)
+    if far([logps for logps, _ in plain_logps(policy, texts)], found) > 0:
         raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
-    if loaded != "sdpa":
-        return loaded
-    config._attn_implementation = "eager"
-    return "eager" if far([logps for logps, _ in own_logps(policy, texts)], found) > ROUNDING else loaded
+    if model.loaded_attention == "sdpa":
+        model.loaded_attention = "eager"
+        if far([logps for logps, _ in plain_logps(policy, texts)], found) <= ROUNDING:
+            model.loaded_attention = "sdpa"
+    config._attn_implementation = model.loaded_attention
 
 
 def use_rows(policy, packs: bool) -> None:

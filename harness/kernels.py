@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from harness.arrays import padded
+
 # ----------------------------------------------------------------------------------------------------------------
 # The output head: log-probabilities without logits
 
@@ -94,15 +96,6 @@ class HeadLogps(torch.autograd.Function):
 # Rows, made on the host, which knows all lengths: inside a pass nothing waits for the device
 
 
-def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
-    """[N, longest]"""
-    width = max(map(len, rows))
-    out = np.full((len(rows), width), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        out[i, slice(width - len(row), width) if left else slice(len(row))] = row
-    return out
-
-
 def spans(starts, lengths) -> np.ndarray:
     """start, start + 1, ... of each span, one after the other: [sum of the lengths]."""
     ends = np.cumsum(lengths)
@@ -166,18 +159,6 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
     if prompts:  # causal attention does not see the padding on their right
         q_at, k_at = t[None], k[None]
     return q_from, k_from, np.flatnonzero(t < size), q_at, k_at
-
-
-def to_device(x, device: torch.device):
-    """Arrays, also within dicts, lists and tuples, as tensors there; the copy to a GPU is not waited for."""
-    if isinstance(x, dict):
-        return {name: to_device(item, device) for name, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)(to_device(item, device) for item in x)
-    if not isinstance(x, np.ndarray):
-        return x
-    x = torch.from_numpy(np.ascontiguousarray(x))
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -258,32 +239,3 @@ def attention_by_products(module, query, key, value, bias, scaling=None, softcap
         scores = softcap * (scores / softcap).tanh()
     out = (scores + bias[:, None]).softmax(-1).view(N, few, -1, K) @ value
     return out.view(N, heads, T, -1).transpose(1, 2), None
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Sampling with Hugging Face's generate
-
-
-class SeededSampling:
-    """Inverse-CDF sampling with one random number per (sample, token): a sample does not depend on its neighbours.
-
-    Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
-    """
-
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
-        self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
-        uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
-        self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
-        self.temperature, self.logps = temperature, []
-
-    def __call__(self, input_ids, logits):
-        logps = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [N, V]
-        if self.temperature == 0:
-            token = logits.argmax(-1, keepdim=True)  # [N, 1]
-        else:
-            cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
-            point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
-            token = token.to(logits.device)
-        self.logps.append(logps.gather(-1, token).squeeze(-1))
-        return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)

@@ -48,24 +48,39 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
     return metrics
 
 
-def numbers_of_noted(samples, cfg) -> dict:
-    """{id: number} of the samples whose tokens are noted (--log_tokens)."""
-    noted = samples[: cfg.num_generations if cfg.log_tokens < 0 else cfg.log_tokens]
-    ends, most = np.cumsum([len(s.completion_ids) for s in noted]), LOGGED if cfg.log_tokens < 0 else math.inf
-    return {id(s): i for i, (s, end) in enumerate(zip(noted, ends, strict=True)) if end <= most}
+def samples_to_note(samples, cfg) -> list:
+    """The samples whose tokens are noted (--log_tokens): by default of the rows that are written those of the group
+    with the largest advantages, until LOGGED tokens are reached. Not of samples out of the loss."""
+    written = samples if cfg.log_completions < 0 else samples[: cfg.log_completions]
+    if cfg.log_tokens >= 0:
+        return [s for s in written[: cfg.log_tokens] if s.in_loss]
+    groups = {}
+    for s in written:
+        groups.setdefault(s.group, []).append(s)
+    noted = max(groups.values(), key=lambda group: sum(abs(advantage_of(s)) for s in group), default=[])
+    ends = np.cumsum([len(s.completion_ids) for s in noted])
+    return [s for s, end in zip(noted, ends, strict=True) if s.in_loss and end <= LOGGED]
+
+
+def advantage_of(sample) -> float:
+    """The mean over its sampled tokens; to the bit where all have the same."""
+    values = sample.advantages[sample.sampled]
+    if not len(values):
+        return 0.0
+    return float(values[0] if (values == values[0]).all() else values.mean())
 
 
 def sample_metrics(samples, cfg) -> dict:
     """Of all samples of the step, in rewards as the advantages saw them. Names as in TRL."""
     rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
-    lengths = np.array([len(s.completion_ids) for s in samples])
+    lengths = np.array([s.n_sampled for s in samples])
     ended = lengths[[s.finish_reason != "length" for s in samples]]
     with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
         metrics = {
             "reward": np.nan_to_num(np.nanmean(rewards)),
             "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
             "reward_std_within_groups": np.nan_to_num(np.nanstd(rewards, 1, ddof=1)).mean(),
-            "advantage_abs": np.mean([abs(s.advantage) for s in samples]),
+            "advantage_abs": np.mean([abs(advantage_of(s)) for s in samples]),
             "completions/clipped_ratio": 1 - len(ended) / len(lengths),
         }
         for name in samples[0].parts:
@@ -78,10 +93,10 @@ def sample_metrics(samples, cfg) -> dict:
 
 
 def completion_rows(samples, step: int, tokenizer) -> list[dict]:
-    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what token_notes has."""
+    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what note_tokens has."""
     return [
         dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
-        | dict(advantage=s.advantage, length=len(s.completion_ids), finish_reason=s.finish_reason, row=s.prompt.row)
+        | dict(advantage=advantage_of(s), length=s.n_sampled, finish_reason=s.finish_reason, row=s.prompt.row)
         | (dict(logged=s.extra) if s.extra else {})
         | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
         for s in samples
@@ -139,7 +154,9 @@ class Log:
         seconds = (time.monotonic() - self.loop_started) / (step - self.first)
         left = timedelta(seconds=round(seconds * (steps - step)))
         shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if view.is_number(metrics.get(key))]
-        shown += [f"SKIPPED {metrics['skipped_steps']} (gradient not finite)"] if metrics["skipped_steps"] else []
+        for cause in ("not_finite", "left_out", "nothing_sampled", "at_reference"):  # no_advantage is "no-signal" above
+            if metrics.get(f"skipped_steps/{cause}"):
+                shown.append(f"SKIPPED {metrics[f'skipped_steps/{cause}']} ({cause})")
         line = f"step {step}/{steps} {' '.join(shown)} | {metrics['tokens_per_s']:.0f} tok/s, {left} left"
         self.add(metrics, rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions], line)
 

@@ -152,6 +152,16 @@ def load_model(path: str, cfg):
     return model.eval()  # for good: some models draw random numbers while they train
 
 
+def same_weights(model, reference) -> bool:
+    """Whether they are the same numbers, in the reference's dtype, which may be shorter."""
+    theirs = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        q = theirs.get(name)
+        if q is None or q.shape != p.shape or not torch.equal(p.to(q.dtype), q):
+            return False
+    return True
+
+
 def without_randomness(config):
     """The config with every dropout and jitter at 0, in those of its parts, too."""
     for key, value in vars(config).items():

@@ -25,6 +25,7 @@ from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
 
 import grpo
+from harness.fast import FastPolicy
 import harness.kernels
 import harness.models
 import harness.workers
@@ -58,7 +59,7 @@ class Real:
     def __init__(self, path: str, cfg: grpo.Config):
         rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
         self.cfg, self.scorer, self.model = cfg, harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
-        self.policy = grpo.Policy(self.model, cfg.temperature)
+        self.policy = FastPolicy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:
         cfg = dataclasses.replace(self.cfg, num_prompts=n_prompts)
@@ -155,7 +156,7 @@ def angles(subject, samples: list, seed: int) -> dict:
 def push_ratio(samples: list, cfg, reduction: str) -> float:
     """Mean |d loss / d log-probability| of a token in long wrong answers over that in short wrong answers."""
     cfg = dataclasses.replace(cfg, loss_reduction=reduction, beta=0.0)
-    batch = grpo.collate(samples, CPU.device)
+    batch = grpo.collate(samples, policy, CPU.device)
     logps = batch["sampler_logps"].clone().requires_grad_()
     counts = int(batch["mask"].sum()), len(samples)
     rest = (logps.detach(), None, None, batch["advantages"], batch["mask"], cfg, *counts)
@@ -178,7 +179,7 @@ def kl_gradients(policy, reference, samples: list, group_size: int) -> tuple:
     signs, parameters = random_signs(policy), list(policy.parameters())
     found, kl = {name: [] for name in ("exact", "k1", "k2", "k3")}, 0.0
     for start in range(0, len(samples), group_size):
-        batch = grpo.collate(samples[start : start + group_size], CPU.device, policy.packs)
+        batch = grpo.collate(samples[start : start + group_size], policy, CPU.device)
         with torch.no_grad():
             q = next_tokens(reference, batch)  # [n, V]
         p = next_tokens(policy, batch)
@@ -295,7 +296,7 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         return np.concatenate([s.old_logps for s in copies])
     parts = {}
     for micro in grpo.plan(samples, policy.packs, cfg, CPU)[0]:
-        batch = grpo.collate(micro, CPU.device, policy.packs)
+        batch = grpo.collate(micro, policy, CPU.device)
         with rounded(policy, operators):
             with grpo.autocast(cfg, CPU.device):
                 hidden = policy.hidden(batch)

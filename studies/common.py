@@ -23,6 +23,7 @@ import torch
 from transformers.utils import logging
 
 import grpo
+from harness.fast import FastPolicy
 import harness.models
 import harness.workers
 import reward
@@ -83,8 +84,8 @@ class Run:
         self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
         self.tokenizer, self.train_prompts, self.eval_prompts = data(cfg.model, cfg.train_data, cfg.eval_data)
         self.model = grpo.load_model(cfg.model, cfg)
-        self.policy = grpo.Policy(self.model, cfg.temperature)
-        self.reference = grpo.Policy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
+        self.policy = FastPolicy(self.model, cfg.temperature)
+        self.reference = FastPolicy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
         self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
@@ -115,7 +116,7 @@ class Run:
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion: at every position of the samples the exact KL of the
         next-token distributions, over the full vocabulary."""
-        batch = grpo.collate(samples, CPU.device, self.policy.packs)
+        batch = grpo.collate(samples, self.policy, CPU.device)
         with torch.no_grad():
             p, q = (next_tokens(m, batch) for m in (self.policy, self.reference))  # [n, V]
         return ((p.exp() * (p - q)).sum() / len(samples)).item()

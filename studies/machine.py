@@ -29,6 +29,7 @@ from common import HERE, plt, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
+from harness.fast import FastPolicy
 import harness.check
 import harness.checkpoints
 import harness.models
@@ -93,7 +94,7 @@ def made_up(m, rows: int, G: int = 1) -> list[Sample]:
 
 
 def collate(m, samples: list[Sample]) -> dict:
-    return grpo.collate(samples, m.world.device, m.policy.packs)
+    return grpo.collate(samples, m.policy, m.world.device)
 
 
 def forward(m, batch, cfg):
@@ -170,7 +171,7 @@ def check_resume(m) -> None:
         harness.checkpoints.write_checkpoint(path, m.model.save_pretrained, state)
         runs = [step(m.policy, m.ddp, m.optimizer)]
         for _ in range(2):
-            policy = Policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
+            policy = FastPolicy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
             ddp, optimizer = grpo.wrap(policy, m.cfg, m.world), grpo.make_optimizer(policy, m.cfg)
             optimizer.load_state_dict(harness.checkpoints.load_checkpoint(path).state.pop("optimizer"))
             runs.append(step(policy, ddp, optimizer))
@@ -515,7 +516,7 @@ def grouped(device) -> argparse.Namespace:
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2)).to(device).eval()
-    m = argparse.Namespace(model=model, length=100, world=World(0, 1, device), policy=Policy(model, 1.0))
+    m = argparse.Namespace(model=model, length=100, world=World(0, 1, device), policy=FastPolicy(model, 1.0))
     m.samples = made_up(m, 8, G=4)
     return m
 
@@ -545,7 +546,7 @@ def masks(device) -> tuple:
 def chosen_fits(device) -> tuple:
     model = random_model("0.5B", device)
     cfg = grpo.resolved(Config(max_sampler_gap=1e9), model, device)
-    m = argparse.Namespace(model=model, length=512, world=World(0, 1, device), policy=Policy(model, 1.0))
+    m = argparse.Namespace(model=model, length=512, world=World(0, 1, device), policy=FastPolicy(model, 1.0))
     n, head = model.num_parameters(), model.get_input_embeddings().weight.numel()
     reference = torch.empty(2 * (n + head) if cfg.dtype == "bfloat16" else 4 * n, dtype=torch.uint8, device=device)
     optimizer, samples = grpo.make_optimizer(m.policy, cfg), made_up(m, 2 * cfg.micro_batch_tokens // m.length, G=8)
@@ -655,7 +656,7 @@ def main() -> int:
         positions = getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
         m.length = min(positions, 512 if m.cuda else 256)
 
-        m.policy, clock = Policy(m.model, m.cfg.temperature), Clock(device)
+        m.policy, clock = FastPolicy(m.model, m.cfg.temperature), Clock(device)
         m.base = 0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size  # what Python and its libraries hold
         m.ddp, m.optimizer = grpo.wrap(m.policy, m.cfg, m.world), grpo.make_optimizer(m.policy, m.cfg)
         check_gradient(m)

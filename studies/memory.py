@@ -29,6 +29,7 @@ import torch
 from common import arguments, save
 
 import grpo
+from harness.fast import FastPolicy
 import harness.models
 from grpo import Config, Policy, Sample
 from harness.flags import ConfigError
@@ -107,7 +108,7 @@ class Counted:
 
     def __init__(self, size: str):
         self.size, self.model, self.found = size, model_of(size), {}
-        self.policy = Policy(self.model, 1.0)
+        self.policy = FastPolicy(self.model, 1.0)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
         self.peak(TOKENS[0], True)  # makes the moments
         self.found.clear()

@@ -18,6 +18,7 @@ from common import CPU, HERE, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
+from harness.fast import FastPolicy
 import harness.check
 import harness.models
 import harness.rows
@@ -54,7 +55,7 @@ def sides(files: dict, spec: dict) -> dict:
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
     cfg = grpo.resolved(cfg, model, CPU.device)
-    policy = grpo.Policy(model, cfg.temperature)
+    policy = FastPolicy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)

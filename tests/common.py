@@ -26,6 +26,8 @@ import pytest
 import torch
 
 import grpo
+from harness.fast import FastPolicy
+import harness.seeded
 import harness.checkpoints
 import harness.kernels
 import harness.models
@@ -33,7 +35,7 @@ import harness.rows
 import harness.run
 import reward
 import view
-from grpo import Config, Policy, Prompt, Sample
+from grpo import Config, Prompt, Sample
 from harness.ranks import World
 from harness.workers import Scorer
 from reward import load_rewards
@@ -80,7 +82,7 @@ def random_samples(n, group_size, dtype=np.float32, seed=0, longest=12):
             prompt = Prompt(ids_of(rng.integers(2, 32, rng.integers(1, 9))), "", {})
         ids = ids_of(rng.integers(2, 32, rng.integers(1, longest + 1)))
         sample = Sample(i // group_size, prompt, ids, rng.normal(-2, 1, len(ids)).astype(dtype), "stop")
-        sample.advantage = float(rng.normal())
+        sample.advantages = np.full(len(sample.completion_ids), float(rng.normal()))
         sample.ref_logps = rng.normal(-2, 0.5, len(ids)).astype(dtype)
         samples.append(sample)
     return samples
@@ -103,8 +105,9 @@ class Recorder:
 
 def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
-    policy = policy or Policy(tiny_model(dtype=dtype), cfg.temperature)
-    harness.check.use_rows(policy, packs)
+    policy = policy or FastPolicy(tiny_model(dtype=dtype), cfg.temperature)
+    if isinstance(policy, FastPolicy):
+        harness.check.use_rows(policy, packs)
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
@@ -263,7 +266,7 @@ def logps_of(policy, samples, packs=None):
     own = policy.packs
     harness.check.use_rows(policy, own if packs is None else packs)
     try:
-        return policy(grpo.collate(samples, CPU.device, policy.packs))
+        return policy(grpo.collate(samples, policy, CPU.device))
     finally:
         harness.check.use_rows(policy, own)
 
@@ -348,7 +351,7 @@ def copy_cut_back(run, out, saved):
 
 def tracked_run(out, model=None, **options):
     """A Run as train() makes one, around a tiny model that nobody trains."""
-    policy = Policy(model or tiny_model(), 1.0)
+    policy = FastPolicy(model or tiny_model(), 1.0)
     cfg = Config(model="m", out_dir=str(out), **options)
     run = harness.run.Run(cfg, CPU, None, time.monotonic())
     optimizer = grpo.make_optimizer(policy, cfg)
@@ -378,10 +381,10 @@ def stuck_run(out, how, marker, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "rollout":
-            honest = harness.kernels.SeededSampling.__call__
+            honest = harness.seeded.SeededSampling.__call__
             steps = itertools.count()
             patch.setattr(
-                harness.kernels.SeededSampling,
+                harness.seeded.SeededSampling,
                 "__call__",
                 lambda *args: stuck() if next(steps) == 20 else honest(*args),
             )

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import grpo
+from harness.fast import FastPolicy
 import harness.check
 import harness.checkpoints
 import harness.kernels
@@ -132,7 +133,7 @@ def updates(path):
     """Updates of the same samples in few and in many micro-batches: how many these were, and what waited."""
     import cuda_standin
 
-    found, collate, policy = [], grpo.collate, Policy(tiny_model().to(CUDA), 1.0)
+    found, collate, policy = [], grpo.collate, FastPolicy(tiny_model().to(CUDA), 1.0)
     samples = random_samples(30, 5)
     for step, (log_tokens, budget) in enumerate(itertools.product((0, 30), (4096, 4096, 100, 30)), 1):
         optimizer, made = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True), []
@@ -469,7 +470,7 @@ def card_answers(path):
     harness.models.SMALL = 0
     model = tiny_model().to(CUDA)  # grouped heads
     cfg = grpo.resolved(Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA)
-    policy, made = Policy(model, 1.0), []
+    policy, made = FastPolicy(model, 1.0), []
     masks = harness.kernels.packed_masks
     harness.kernels.packed_masks = lambda *args, **options: made.append(masks(*args, **options)) or made[-1]
     recorder = types.SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import grpo
+from harness.fast import FastPolicy
 import harness.flags
 import harness.log
 import harness.models
 import harness.rows
-from grpo import Config, Policy, Prompt, Sample
+from grpo import Config, Prompt, Sample
 from harness.flags import ConfigError
 from harness.ranks import World
 from tests.common import (
@@ -173,7 +174,7 @@ def agreement(folder, engines):
                 for i, (p, group) in enumerate(zip(prompts, drawn, strict=True))
                 for c in group
             ]
-            logps = logps_of(Policy(model, 0.7), samples)[0].detach().numpy()
+            logps = logps_of(FastPolicy(model, 0.7), samples)[0].detach().numpy()
             gap = max(
                 np.abs(a[: len(s.sampler_logps)] - s.sampler_logps).max() for a, s in zip(logps, samples, strict=True)
             )

@@ -206,7 +206,7 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
         for i, s in enumerate(samples):
             s.reward = float(i * i)
         grpo.assign_advantages(samples, 1, Config(num_generations=4, scale_rewards=scale))
-        sizes[scale] = max(abs(s.advantage) for s in samples)
+        sizes[scale] = max(abs(s.advantages[0]) for s in samples)
     assert sizes["group"] != sizes["batch"] < sizes["none"] and sizes["group"] < 2
 
 

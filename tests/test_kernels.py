@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import grpo
+from harness.fast import FastPolicy
+import harness.arrays
 import harness.check
 import harness.kernels
 import harness.models
-from grpo import Config, Policy, Prompt, Sample
+from grpo import Config, Prompt, Sample
 from harness.ranks import World
 from tests.common import (
     CPU,
@@ -88,7 +90,7 @@ def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient(kind, options):
     """One gradient of [V, H] is there, and it is dense."""
-    policy, gradients = Policy(tiny_model(kind, **options), 0.7), []
+    policy, gradients = FastPolicy(tiny_model(kind, **options), 0.7), []
     head, embedding = policy.model.get_output_embeddings().weight, policy.model.get_input_embeddings()
     cfg = Config(micro_batch_tokens=40, max_grad_norm=0, beta=0.0)
     for wrapped in (False, True):
@@ -102,7 +104,7 @@ def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient(kind, options):
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
     model = tiny_model(kind, **options)
-    policy = Policy(model, 0.7)
+    policy = FastPolicy(model, 0.7)
     assert policy.packs
     samples = random_samples(11, 4)  # prompts of many lengths; mixed up, as a mini-batch is
     samples = [samples[i] for i in np.random.default_rng(0).permutation(11)]
@@ -114,7 +116,7 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, option
     for plain, shared in zip(*values, strict=True):
         assert torch.allclose(plain, shared, atol=2e-5)
     assert relative(gradients[1], gradients[0]) < 1e-5
-    one = [dataclasses.replace(s, completion_ids=s.completion_ids[:1]) for s in samples]  # nothing follows the prompt
+    one = [Sample(s.group, s.prompt, s.completion_ids[:1], s.sampler_logps[:1], "stop") for s in samples]  # nothing follows the prompt
     assert torch.allclose(logps_of(policy, one, True)[0], logps_of(policy, one)[0], atol=2e-5)
 
 
@@ -129,7 +131,7 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
         before = [([3] + s.completion_ids.tolist())[:-1] for s in samples]
         table = np.zeros(rows["shape"], np.int64)  # a row for each sample, in the order in which they were given
         table.flat[rows["place"]] = rows["ids"][0, rows["read"]]
-        assert np.array_equal(table, harness.kernels.padded(before, np.int64))
+        assert np.array_equal(table, harness.arrays.padded(before, np.int64))
         assert sum(len(used) for _, _, used, *_ in blocks) == sum(lengths) - len(lengths)
         return [(q_from.shape, k_from.shape[1]) for q_from, k_from, *_ in blocks]
 
@@ -173,7 +175,7 @@ def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longes
     """packs None: refused, a text's numbers would depend on the longest row beside it."""
     import transformers
 
-    policy = Policy(made(name, options), 0.7)
+    policy = FastPolicy(made(name, options), 0.7)
     settle = functools.partial(harness.check.settle, policy, np.arange(300), longest, budget=400)
     if packs is None:
         with pytest.raises(ValueError, match="^its log-probabilities are off by .*longrope, dynamic"):
@@ -213,7 +215,7 @@ JITTER = dict(num_local_experts=4, router_jitter_noise=0.3)
 )
 def test_nothing_in_an_update_is_random(name, options):
     """Two epochs at learning rate 0: the ratio of the second to the first is 1 everywhere, so nothing is clipped."""
-    policy, samples = Policy(made(name, options), 1.0), random_samples(6, 3)
+    policy, samples = FastPolicy(made(name, options), 1.0), random_samples(6, 3)
     grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
     for s in samples:
         s.ref_logps = s.old_logps
@@ -226,7 +228,7 @@ def test_a_model_that_draws_random_numbers_is_refused():
     model = tiny_model()
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + 1e-3 * torch.randn_like(out))
     with pytest.raises(ValueError, match="two forwards of this model differ"):
-        Policy(model, 1.0)
+        FastPolicy(model, 1.0)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -256,11 +258,11 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
 
     for scale in (0.02, 0.1):
         model = tiny_model("llama", initializer_range=scale)
-        assert Policy(model, 1.0).packs
+        assert FastPolicy(model, 1.0).packs
         with monkeypatch.context() as patch:
             patch.setattr(harness.kernels, "packed_masks", wrong)
-            assert not Policy(model, 1.0).packs
-        assert Policy(model, 1.0).packs
+            assert not FastPolicy(model, 1.0).packs
+        assert FastPolicy(model, 1.0).packs
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 5])
@@ -286,7 +288,7 @@ def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
 def test_the_tiles_change_nothing(tied, monkeypatch):
     """Against the model's own logits, in several micro-batches: a tied weight has a gradient as the embedding, too."""
     samples, cfg = random_samples(9, 3), Config(beta=0.1, micro_batch_tokens=30)
-    policy = Policy(tiny_model(tie_word_embeddings=tied), 1.0)
+    policy = FastPolicy(tiny_model(tie_word_embeddings=tied), 1.0)
     policy.plain_head = False
     expected, metrics = update_gradient(cfg, samples, policy=policy)
     policy.plain_head = True
@@ -296,6 +298,26 @@ def test_the_tiles_change_nothing(tied, monkeypatch):
         assert relative(found, expected) < 1e-6 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
 
 
+@pytest.mark.parametrize("kind, options", MODELS)
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_plain_policy_has_the_same_gradient(kind, options, packs):
+    samples, cfg = random_samples(11, 4), Config(beta=0.1, micro_batch_tokens=40, temperature=0.7, max_grad_norm=0)
+    fast, plain = FastPolicy(tiny_model(kind, **options), 0.7), grpo.Policy(tiny_model(kind, **options), 0.7)
+    harness.check.choose_attention(plain)
+    expected, metrics = update_gradient(cfg, samples, policy=plain)
+    found, same = update_gradient(cfg, samples, policy=fast, packs=packs)
+    assert relative(found, expected) < 1e-5
+    for name in ("loss", "entropy", "kl", "sampler_gap"):
+        assert same[name] == pytest.approx(metrics[name], rel=1e-5)
+
+
+def test_the_plain_policy_has_the_same_gradient_in_float64():
+    samples, cfg = random_samples(11, 4, dtype=np.float64), Config(beta=0.1, micro_batch_tokens=40, max_grad_norm=0)
+    expected, _ = update_gradient(cfg, samples, policy=grpo.Policy(tiny_model(dtype=F64), 1.0))
+    found, _ = update_gradient(cfg, samples, policy=FastPolicy(tiny_model(dtype=F64), 1.0))
+    assert relative(found, expected) < 1e-12
+
+
 def cosine(a, b):
     return (a @ b / (a.norm() * b.norm())).item()
 
@@ -303,12 +325,12 @@ def cosine(a, b):
 @pytest.mark.parametrize("how", ["plain", "packed", "checkpointed", "own logits"])
 def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
     """It runs after the autocast block, where CUDA's answer is float16: a gradient of 1/n_tokens underflows there."""
-    policy, samples, weights = Policy(tiny_model(), 1.0), random_samples(40, 4), []
+    policy, samples, weights = FastPolicy(tiny_model(), 1.0), random_samples(40, 4), []
     policy.plain_head = how != "own logits"
     if how == "checkpointed":
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     body = [p for name, p in policy.model.named_parameters() if "lm_head" not in name]
-    advantages = torch.tensor([s.advantage for s in samples])[:, None]
+    advantages = torch.tensor([s.advantages[0] for s in samples])[:, None]
     default = torch.get_autocast_dtype("cpu")
     for forward, n_tokens in ((logps_of, 1), (in_bfloat16, 1e4), (in_bfloat16, 1e6)):
         logps, _ = forward(policy, samples, how == "packed")
@@ -342,7 +364,7 @@ def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    graphs, policy, samples = [], Policy(tiny_model(), 1.0), random_samples(6, 3)
+    graphs, policy, samples = [], FastPolicy(tiny_model(), 1.0), random_samples(6, 3)
     plain, _ = logps_of(policy, samples)
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options))

@@ -51,7 +51,7 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
         assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
         grpo.assign_advantages(samples, 1, cfg)
         mean = 0.5 if failure == "zero" else 2 / 3
-        assert samples[0].advantage == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
+        assert samples[0].advantages[0] == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
         assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
     scorer.close()
 

@@ -64,7 +64,7 @@ def test_pad_may_equal_eos():
     ended = [c for g in one for c in g if c.finish_reason == "stop"]
     assert ended and all(c.ids[-1] == 1 for c in ended)
     # the sampled EOS is an action: it is in the loss
-    batch = grpo.collate([Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")], CPU.device)
+    batch = grpo.collate([Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")], grpo.Policy(model, 1.0), CPU.device)
     assert batch["mask"].sum() == len(ended[0].ids)
 
 
