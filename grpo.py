@@ -24,8 +24,12 @@ if sys.version_info < (3, 11):  # noqa: UP036
     print("grpo.py: error: needs Python 3.11 or newer", file=sys.stderr)
     sys.exit(2)
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.modules.setdefault("grpo", sys.modules[__name__])  # also as __main__: harness/fast.py imports Policy from here
-sys.path.insert(0, HERE)  # the reward.py, view.py and harness beside this file, whatever else has their names
+sys.modules.setdefault(
+    "grpo", sys.modules[__name__]
+)  # also as __main__: harness/fast.py imports Policy from here
+sys.path.insert(
+    0, HERE
+)  # the reward.py, view.py and harness beside this file, whatever else has their names
 for name in {"reward", "view", "harness"} & set(sys.modules):
     if not (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
         del sys.modules[name]
@@ -63,74 +67,137 @@ GENERATE_ROWS = 256  # rows of one HF generate call
 
 @dataclass
 class Config:
-    model: str = flag("", "policy: a directory or a hub name; empty: the bundled task", group="model and data")
+    model: str = flag(
+        "", "policy: a directory or a hub name; empty: the bundled task", group="model and data"
+    )
     tokenizer: str = flag("", "directory or hub name of the tokenizer; empty: the model's own")
-    train_data: str = flag("", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function")
+    train_data: str = flag(
+        "", "JSONL, JSON, CSV or parquet file, hub dataset name:config:split, file.py:function"
+    )
     eval_data: str = flag("", "held-out rows; empty: no eval")
-    reward: str = flag("answer", "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy")
-    reward_timeout: float = flag(10.0, "seconds that one call of a reward from a file may take", low=1e-6)
-    reward_failure: str = flag("zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude"))
-    prompt_template: str = flag("", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt')
+    reward: str = flag(
+        "answer",
+        "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy",
+    )
+    reward_timeout: float = flag(
+        10.0, "seconds that one call of a reward from a file may take", low=1e-6
+    )
+    reward_failure: str = flag(
+        "zero", "a failed reward counts as 0, or its sample is left out", ("zero", "exclude")
+    )
+    prompt_template: str = flag(
+        "", 'made from columns, as in "{question}\\nThink first."; empty: the column prompt'
+    )
     chat: bool = flag(False, "string prompts become a user turn of the model's chat template")
     system_prompt: str = flag("", "system message put before every prompt; makes a chat of it")
-    chat_template_kwargs: str = flag("", "JSON for the chat template, as in '{\"enable_thinking\": false}'")
+    chat_template_kwargs: str = flag(
+        "", "JSON for the chat template, as in '{\"enable_thinking\": false}'"
+    )
     show_prompt: bool = flag(False, "print the first prompt, as text and as ids, and exit")
     max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
 
-    num_prompts: int = flag(32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout")
+    num_prompts: int = flag(
+        32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout"
+    )
     num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
     temperature: float = flag(1.0, "of sampling, and of every log-probability", low=1e-6)
-    rollout: str = flag("auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf"))
-    vllm_gpu_memory_utilization: float = flag(0.3, "share of the GPU that the engine samples with", low=1e-3, high=1)
-    max_sampler_gap: float = flag(0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0)
-    tis_cap: float = flag(2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0)
+    rollout: str = flag(
+        "auto", "who samples; auto: vllm where it is installed, else hf", ("auto", "vllm", "hf")
+    )
+    vllm_gpu_memory_utilization: float = flag(
+        0.3, "share of the GPU that the engine samples with", low=1e-3, high=1
+    )
+    max_sampler_gap: float = flag(
+        0.0, "mean |log-probability gap| to the sampler that stops the run; 0: auto", low=0
+    )
+    tis_cap: float = flag(
+        2.0, "truncated importance weight, trainer over sampler, per token; 0: off", low=0
+    )
 
-    scale_rewards: str = flag("group", "divide r - mean by the std of", ("group", "batch", "none"), group="objective")
-    loss_reduction: str = flag("token", "what weighs the same in the loss", ("token", "sequence", "constant"))
+    scale_rewards: str = flag(
+        "group", "divide r - mean by the std of", ("group", "batch", "none"), group="objective"
+    )
+    loss_reduction: str = flag(
+        "token", "what weighs the same in the loss", ("token", "sequence", "constant")
+    )
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty acts; reward takes k1 only", ("loss", "reward"))
     beta: float = flag(0.001, "KL coefficient; 0 loads no reference model", low=0)
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
-    ratio_level: str = flag("token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence"))
-    mask_truncated: bool = flag(False, "leave cut-off completions out of the loss (not out of the baseline)")
-    non_stop_reward: float | None = flag(None, "reward of a completion that was cut off; none: as scored")
-    advantage_noise: float = flag(0.0, "standard deviation of noise added to the advantages (studies only)", low=0)
+    ratio_level: str = flag(
+        "token", "importance ratio per token, or per sequence (GSPO)", ("token", "sequence")
+    )
+    mask_truncated: bool = flag(
+        False, "leave cut-off completions out of the loss (not out of the baseline)"
+    )
+    non_stop_reward: float | None = flag(
+        None, "reward of a completion that was cut off; none: as scored"
+    )
+    advantage_noise: float = flag(
+        0.0, "standard deviation of noise added to the advantages (studies only)", low=0
+    )
 
     num_minibatches: int = flag(1, "optimiser steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0)
+    micro_batch_tokens: int = flag(
+        0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0
+    )
     learning_rate: float = flag(1e-6, "AdamW, float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
-    warmup_steps: int = flag(0, "optimiser steps; 0: the first step already learns at the full rate", low=0)
+    warmup_steps: int = flag(
+        0, "optimiser steps; 0: the first step already learns at the full rate", low=0
+    )
     weight_decay: float = flag(0.0, "of matrices; norms and biases never decay", low=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: off", low=0)
-    max_steps: int = flag(100, "rollouts; each is num_minibatches * num_epochs optimiser steps", low=0)
-    gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory, a third more time")
-    fast: bool = flag(True, "rows without padding, head in tiles (harness/fast.py); false: plain PyTorch, slower")
+    max_steps: int = flag(
+        100, "rollouts; each is num_minibatches * num_epochs optimiser steps", low=0
+    )
+    gradient_checkpointing: bool = flag(
+        False, "recompute activations in backward: less memory, a third more time"
+    )
+    fast: bool = flag(
+        True, "rows without padding, head in tiles (harness/fast.py); false: plain PyTorch, slower"
+    )
     compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
-    dtype: str = flag("auto", "auto: bfloat16 autocast where fast", ("auto", "float32", "bfloat16", "float64"))
+    dtype: str = flag(
+        "auto", "auto: bfloat16 autocast where fast", ("auto", "float32", "bfloat16", "float64")
+    )
     device: str = flag("auto", "auto: cuda, else mps, else cpu", ("auto", "cpu", "cuda", "mps"))
     seed: int = flag(0, "every random number is a function of it and the step", low=0)
 
     out_dir: str = flag("out", "where the run is written", group="output")
-    eval_every: int = flag(10, "steps between evals; 0: only before the first and after the last step", low=0)
-    eval_samples: int = flag(0, "samples per eval prompt at --temperature for pass@k; 0: greedy only", low=0)
+    eval_every: int = flag(
+        10, "steps between evals; 0: only before the first and after the last step", low=0
+    )
+    eval_samples: int = flag(
+        0, "samples per eval prompt at --temperature for pass@k; 0: greedy only", low=0
+    )
     save_every: int = flag(10, "steps between checkpoints; 0: only after the last step", low=0)
     keep: int = flag(2, "newest checkpoints kept, besides the best by eval accuracy; 0: all", low=0)
-    resume: str = flag("", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest")
-    verbose: bool = flag(False, "show what vLLM and transformers print, too")
-    log_completions: int = flag(64, "samples written to completions.jsonl per step; -1: all", low=-1)
-    log_tokens: int = flag(
-        -1, "of these, samples with all that is known of each token; -1: the group with most signal", low=-1
+    resume: str = flag(
+        "", "go on from the newest checkpoint in --out_dir, or from this one", bare="latest"
     )
-    report_to: str = flag("none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio"))
+    verbose: bool = flag(False, "show what vLLM and transformers print, too")
+    log_completions: int = flag(
+        64, "samples written to completions.jsonl per step; -1: all", low=-1
+    )
+    log_tokens: int = flag(
+        -1,
+        "of these, samples with all that is known of each token; -1: the group with most signal",
+        low=-1,
+    )
+    report_to: str = flag(
+        "none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio")
+    )
 
     def __new__(cls, *values, **named):
         """Notes which fields were given: a value that equals its default may have been."""
         config = super().__new__(cls)
-        config.given = dict(zip((f.name for f in dataclasses.fields(cls)), values, strict=False)) | named
+        config.given = (
+            dict(zip((f.name for f in dataclasses.fields(cls)), values, strict=False)) | named
+        )
         return config
 
     @property
@@ -157,7 +224,9 @@ def complete(cfg: Config) -> Config:
     if given.get("model"):
         return Config(**given)
     own_rows = dict(eval_data="") if given.get("train_data") else {}
-    return Config(**(BUNDLED | own_rows | {name: value for name, value in given.items() if name != "model"}))
+    return Config(
+        **(BUNDLED | own_rows | {name: value for name, value in given.items() if name != "model"})
+    )
 
 
 def validate(cfg: Config) -> Config:
@@ -168,13 +237,25 @@ def validate(cfg: Config) -> Config:
     except ValueError:
         options = None
     other = cfg.kl_in == "reward" and cfg.beta and cfg.kl_estimator != "k1"
-    packages = dict(none=[], tensorboard=["tensorboard"]).get(cfg.report_to, [cfg.report_to, "pandas"])
+    packages = dict(none=[], tensorboard=["tensorboard"]).get(
+        cfg.report_to, [cfg.report_to, "pandas"]
+    )
     need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
     need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
-    need(all(map(log.installed, packages)), cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
-    need(not other, cfg, "kl_in", f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there")
+    need(
+        all(map(log.installed, packages)),
+        cfg,
+        "report_to",
+        f"not installed; pip install {' '.join(packages)}",
+    )
+    need(
+        not other,
+        cfg,
+        "kl_in",
+        f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there",
+    )
     return cfg
 
 
@@ -183,10 +264,16 @@ def resolved(cfg: Config, model, device: torch.device) -> Config:
     if cfg.dtype == "auto":
         small, fast = models.is_small(model), models.fast_bfloat16(device)
         cfg = dataclasses.replace(cfg, dtype="bfloat16" if fast and not small else "float32")
-        why = "the model is small" if small else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
+        why = (
+            "the model is small"
+            if small
+            else f"this {device.type} {'has' if fast else 'has no'} fast bfloat16"
+        )
         say(f"--dtype {cfg.dtype} ({why})")
     if cfg.beta and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
-        say("warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference")
+        say(
+            "warning: as a loss k1 has an expected gradient of zero, it does not hold the policy near the reference"
+        )
     return models.fit_micro_batch(cfg, model, device)
 
 
@@ -206,17 +293,23 @@ class Sample:
 
     group: int  # which prompt of the step: an instance, so a prompt drawn twice makes two groups
     prompt: Prompt
-    completion_ids: np.ndarray  # [T] int32, the sampled EOS included: stopping is an action, too; and context
+    completion_ids: (
+        np.ndarray
+    )  # [T] int32, the sampled EOS included: stopping is an action, too; and context
     sampler_logps: np.ndarray  # [T] float32
     finish_reason: str  # "stop" or "length"
     text: str = ""
     reward: float = 0.0
     parts: dict = field(default_factory=dict)  # by reward function
     extra: dict = field(default_factory=dict)  # what these logged, by column
-    sampled: np.ndarray = None  # [T] bool: the policy drew it. The rest is context, such as what a tool answered
+    sampled: np.ndarray = (
+        None  # [T] bool: the policy drew it. The rest is context, such as what a tool answered
+    )
     advantages: np.ndarray = None  # [T] float64
     in_loss: bool = True
-    old_logps: np.ndarray | None = None  # [T], before the first update of the step; None: not needed
+    old_logps: np.ndarray | None = (
+        None  # [T], before the first update of the step; None: not needed
+    )
     ref_logps: np.ndarray | None = None  # [T], likewise
     tokens: dict = field(default_factory=dict)  # what the log shows of each token: see note_tokens
 
@@ -239,9 +332,14 @@ class Sample:
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
     """A fresh shuffle per epoch, as a pure function of (seed, step): a resumed run has no position to restore."""
-    places = [divmod(i, len(prompts)) for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts)]
+    places = [
+        divmod(i, len(prompts)) for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts)
+    ]
     epochs = {epoch for epoch, _ in places}
-    orders = {epoch: np.random.default_rng((cfg.seed, epoch)).permutation(len(prompts)) for epoch in epochs}
+    orders = {
+        epoch: np.random.default_rng((cfg.seed, epoch)).permutation(len(prompts))
+        for epoch in epochs
+    }
     return [prompts[orders[epoch][offset]] for epoch, offset in places]
 
 
@@ -258,7 +356,9 @@ class Policy(nn.Module):
     def __init__(self, model, temperature: float):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.at_reference = False  # same weights: its KL is rounding, which Adam would make as large as a step
+        self.at_reference = (
+            False  # same weights: its KL is rounding, which Adam would make as large as a step
+        )
 
     def rows(self, samples) -> dict:
         return padded_rows(samples)
@@ -299,7 +399,10 @@ class HFSampler:
         # A model's own generation config may hold top-p or a repetition penalty: those would sample from a
         # distribution that is not the one being trained.
         self.model.generation_config = GenerationConfig(
-            max_new_tokens=cfg.max_completion_length, eos_token_id=eos_ids, pad_token_id=pad_id, do_sample=False
+            max_new_tokens=cfg.max_completion_length,
+            eos_token_id=eos_ids,
+            pad_token_id=pad_id,
+            do_sample=False,
         )
 
     def push(self, model):
@@ -312,13 +415,17 @@ class HFSampler:
         pass
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # a cache that grows would be compiled at every length
+    @torch.compiler.set_stance(
+        "force_eager"
+    )  # a cache that grows would be compiled at every length
     def generate(self, prompts: list[np.ndarray], n: int, seeds: list[int], temperature: float):
         """n completions for each prompt, sample i from the random stream (seed, i); temperature 0 is greedy."""
         from transformers import LogitsProcessorList
 
         device, wanted = self.model.device, [(p, i) for p in range(len(prompts)) for i in range(n)]
-        wanted.sort(key=lambda row: len(prompts[row[0]]))  # rows of one call have prompts of similar length
+        wanted.sort(
+            key=lambda row: len(prompts[row[0]])
+        )  # rows of one call have prompts of similar length
         completions = {}
         for start in range(0, len(wanted), GENERATE_ROWS):
             part = wanted[start : start + GENERATE_ROWS]
@@ -328,13 +435,17 @@ class HFSampler:
             streams = [(seeds[p], i) for p, i in part]
             sampling = SeededSampling(streams, temperature, self.cfg.max_completion_length, device)
             with autocast(self.cfg, device), check.as_loaded(self.model):
-                out = self.model.generate(**inputs, logits_processor=LogitsProcessorList([sampling]))
+                out = self.model.generate(
+                    **inputs, logits_processor=LogitsProcessorList([sampling])
+                )
             tokens = out[:, ids.shape[1] :].cpu().numpy().astype(np.int32)  # [N, T]
             logps = torch.stack(sampling.logps, 1).cpu().numpy()
             ends = np.isin(tokens, self.eos_ids)
             for row, t, lp, end in zip(part, tokens, logps, ends, strict=True):
                 length = end.argmax() + 1 if end.any() else len(t)
-                completions[row] = Completion(t[:length], lp[:length], "stop" if end.any() else "length")
+                completions[row] = Completion(
+                    t[:length], lp[:length], "stop" if end.any() else "length"
+                )
         return [[completions[p, i] for i in range(n)] for p in range(len(prompts))]
 
 
@@ -355,9 +466,13 @@ class VLLMSampler:
             load_format="dummy",  # the first push brings the weights: none are read twice
         )  # fmt: skip
         if self.cuda:
-            options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True)
+            options |= dict(
+                gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=True
+            )
         else:  # chunked prefill: a seeded request whose prompt is divided crashes on a CPU
-            options |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=models.CACHE_BYTES)
+            options |= dict(
+                enforce_eager=True, block_size=32, kv_cache_memory_bytes=models.CACHE_BYTES
+            )
             options |= dict(enable_chunked_prefill=False)
         if "RANK" in os.environ:
             options |= dict(distributed_executor_backend="external_launcher")
@@ -371,10 +486,19 @@ class VLLMSampler:
             torch.cuda.empty_cache()
             self.wake_up("weights")
         self.llm.apply_model(models.fill_with_nan)
-        weights = {name: p.detach() for name, p in model.named_parameters()}  # a tied head is in it once
-        weights |= {name: model.get_buffer(name) for name in dict(model.named_buffers()).keys() & model.state_dict()}
-        weights = revert_weight_conversion(model, weights)  # the names of checkpoints, which the engine knows (MoE)
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
+        weights = {
+            name: p.detach() for name, p in model.named_parameters()
+        }  # a tied head is in it once
+        weights |= {
+            name: model.get_buffer(name)
+            for name in dict(model.named_buffers()).keys() & model.state_dict()
+        }
+        weights = revert_weight_conversion(
+            model, weights
+        )  # the names of checkpoints, which the engine knows (MoE)
+        self.llm.collective_rpc(
+            "reload_weights", kwargs=dict(weights_iterator=iter(weights.items()))
+        )
         self.llm.apply_model(models.repack)
         if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
             raise TrainingError("vLLM did not reset its prefix cache after a push of new weights")
@@ -393,7 +517,9 @@ class VLLMSampler:
         try:
             self.llm.wake_up(tags=[tag])
         except RuntimeError as error:  # what vLLM's allocator raises
-            raise torch.OutOfMemoryError(f"vLLM cannot wake up its {tag}: {first_line(error)}.") from error
+            raise torch.OutOfMemoryError(
+                f"vLLM cannot wake up its {tag}: {first_line(error)}."
+            ) from error
 
     def close(self):
         self.llm.llm_engine.engine_core.shutdown()
@@ -407,7 +533,9 @@ class VLLMSampler:
             )
             for seed in seeds
         ]  # fmt: skip
-        requests = self.llm.generate([{"prompt_token_ids": p.tolist()} for p in prompts], params, use_tqdm=False)
+        requests = self.llm.generate(
+            [{"prompt_token_ids": p.tolist()} for p in prompts], params, use_tqdm=False
+        )
         return [[self.completion(c) for c in request.outputs] for request in requests]
 
     def completion(self, output) -> Completion:
@@ -426,20 +554,38 @@ class VLLMSampler:
 def make_sampler(kind: str, model, eos_ids, pad_id, longest_prompt: int, cfg: Config, world: World):
     if kind == "hf":
         return HFSampler(model, eos_ids, pad_id, cfg)
-    say("vLLM starts" + (", which compiles for one to three minutes on a GPU" if world.device.type == "cuda" else ""))
+    say(
+        "vLLM starts"
+        + (
+            ", which compiles for one to three minutes on a GPU"
+            if world.device.type == "cuda"
+            else ""
+        )
+    )
     try:
         return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
-        raise TrainingError(f"vllm did not start: {first_line(error)} (--rollout hf does without)") from error
+        raise TrainingError(
+            f"vllm did not start: {first_line(error)} (--rollout hf does without)"
+        ) from error
 
 
-def sample(sampler, prompts, n, temperature, stream, step, tokenizer, cfg: Config, world: World) -> list[Sample]:
+def sample(
+    sampler, prompts, n, temperature, stream, step, tokenizer, cfg: Config, world: World
+) -> list[Sample]:
     """n samples for each of this rank's share of the prompts, seeded by (seed, stream, step, prompt) alone."""
     mine = range(world.rank, len(prompts), world.size)
     seeds = [seed_of(cfg.seed, stream, step, group) for group in mine]
     groups = sampler.generate([prompts[g].ids for g in mine], n, seeds, temperature)
     return [
-        Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, decode(tokenizer, c.ids, sampler.eos_ids))
+        Sample(
+            g,
+            prompts[g],
+            c.ids,
+            c.logps,
+            c.finish_reason,
+            decode(tokenizer, c.ids, sampler.eos_ids),
+        )
         for g, completions in zip(mine, groups, strict=True)
         for c in completions
     ]
@@ -461,7 +607,11 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scor
     state = dict(global_step=step - 1, max_steps=cfg.max_steps)
     known = [
         s.prompt.row
-        | dict(prompt_text=s.prompt.text, prompt_messages=s.prompt.messages, completion_ids=s.completion_ids.tolist())
+        | dict(
+            prompt_text=s.prompt.text,
+            prompt_messages=s.prompt.messages,
+            completion_ids=s.completion_ids.tolist(),
+        )
         | dict(completion_length=s.n_sampled, max_completion_length=cfg.max_completion_length)
         | dict(finish_reason=s.finish_reason, trainer_state=state)
         for s in samples
@@ -506,7 +656,9 @@ def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)
     no_signal = (advantages.view(-1, cfg.num_generations) == 0).all(1).double().mean().item()
-    noise = np.random.default_rng((cfg.seed, step, 1)).normal(0.0, cfg.advantage_noise, len(samples))
+    noise = np.random.default_rng((cfg.seed, step, 1)).normal(
+        0.0, cfg.advantage_noise, len(samples)
+    )
     for sample, advantage, eta in zip(samples, advantages.tolist(), noise, strict=True):
         sample.advantages = np.full(len(sample.completion_ids), advantage + eta)
         cut_off = cfg.mask_truncated and sample.finish_reason == "length"
@@ -529,7 +681,9 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     d = logps - ref_logps
     w = bounded(logps - old_logps).exp()
     k3 = torch.expm1(bounded(-d)) + d
-    if estimator == "wk3":  # the value, and by the identity the slope: no exponential of -d, which cancels from 18 on
+    if (
+        estimator == "wk3"
+    ):  # the value, and by the identity the slope: no exponential of -d, which cancels from 18 on
         return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
     return {"k1": d, "k2": d.square() / 2, "k3": k3, "k4": w * d}[estimator]
 
@@ -539,7 +693,9 @@ def bounded(exponent):
     return exponent - (exponent - 20).clamp(min=0).detach()
 
 
-def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg, n_tokens, n_sequences):
+def grpo_loss(
+    logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg, n_tokens, n_sequences
+):
     """One micro-batch's share of the step's loss: a sum, whose weights carry the step's GLOBAL counts.
 
     logps, old_logps, ref_logps (None: no KL), sampler_logps (None: no correction), mask: [N, T]; advantages [N] or
@@ -552,13 +708,17 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
         return torch.where(mask, x, torch.zeros_like(x))
 
     logps, old_logps = real(logps), real(old_logps)
-    advantages = real((advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logps))
+    advantages = real(
+        (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logps)
+    )
     ref_logps = None if ref_logps is None else real(ref_logps)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
 
     if ref_logps is not None and cfg.kl_in == "reward":
         k1 = (old_logps - ref_logps).detach()
-        to_go = k1.flip(1).cumsum(1).flip(1)  # a token answers for the KL of itself and what follows
+        to_go = (
+            k1.flip(1).cumsum(1).flip(1)
+        )  # a token answers for the KL of itself and what follows
         advantages = advantages - cfg.beta * to_go
 
     log_ratio = logps - old_logps
@@ -571,9 +731,13 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
     per_token = -torch.minimum(ratio * advantages, clipped_ratio * advantages)  # [N, T]
     if sampler_logps is not None and cfg.tis_cap > 0:
         # the samples came from the sampler's distribution: truncated importance sampling towards the trainer's
-        per_token = per_token * (old_logps - real(sampler_logps)).detach().exp().clamp(max=cfg.tis_cap)
+        per_token = per_token * (old_logps - real(sampler_logps)).detach().exp().clamp(
+            max=cfg.tis_cap
+        )
     if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
-        per_token = per_token + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
+        per_token = per_token + cfg.beta * kl_estimate(
+            logps, ref_logps, old_logps, cfg.kl_estimator
+        )
 
     if cfg.loss_reduction == "token":
         weight = 1 / n_tokens  # every token of the step weighs the same (DAPO, arXiv 2503.14476)
@@ -581,11 +745,15 @@ def grpo_loss(logps, old_logps, ref_logps, sampler_logps, advantages, mask, cfg,
         # every completion weighs the same, whatever its length (GRPO)
         weight = 1 / (lengths * n_sequences).to(logps.dtype)
     else:
-        weight = 1 / (n_sequences * cfg.max_completion_length)  # a constant: no length bias (Dr. GRPO)
+        weight = 1 / (
+            n_sequences * cfg.max_completion_length
+        )  # a constant: no length bias (Dr. GRPO)
     loss = (real(per_token) * weight).sum()
 
     with torch.no_grad():
-        clipped = real(((ratio * advantages) > (clipped_ratio * advantages)).float())  # where clipping acts
+        clipped = real(
+            ((ratio * advantages) > (clipped_ratio * advantages)).float()
+        )  # where clipping acts
         stats = {"tokens": mask.sum(), "clip_ratio/region_mean": clipped.sum()}
         if ref_logps is not None:
             stats |= {"kl": kl_estimate(logps, ref_logps, logps, "k3").sum()}
@@ -645,7 +813,9 @@ def collate(samples: list[Sample], policy: Policy, device: torch.device) -> dict
     """Tensors of one micro-batch: its rows of tokens, as this policy takes them, and what the loss needs."""
     batch = policy.rows(samples)
     batch |= dict(
-        mask=padded([s.sampled & s.in_loss for s in samples], bool),  # [N, T]: sampled, and in the loss
+        mask=padded(
+            [s.sampled & s.in_loss for s in samples], bool
+        ),  # [N, T]: sampled, and in the loss
         advantages=padded([s.advantages for s in samples], np.float32),  # [N, T]
     )
     for name in ("sampler_logps", "old_logps", "ref_logps"):
@@ -656,7 +826,9 @@ def collate(samples: list[Sample], policy: Policy, device: torch.device) -> dict
 
 
 @torch.no_grad()
-def compute_logps(policy: Policy, samples: list[Sample], name: str, cfg: Config, world: World) -> None:
+def compute_logps(
+    policy: Policy, samples: list[Sample], name: str, cfg: Config, world: World
+) -> None:
     """Log-probabilities of the samples under `policy`, shared out over the ranks, stored as `sample.name` on each."""
     numbered = {id(s): i for i, s in enumerate(samples)}
     results = []
@@ -682,14 +854,21 @@ def learning_rate_at(update: int, cfg: Config) -> float:
     total = cfg.max_steps * cfg.updates_per_step
     warmup = min(1.0, (update + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
     progress = max(0, update - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
-    decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    decay = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }
     return cfg.learning_rate * warmup * decay[cfg.lr_schedule]
 
 
 def make_optimizer(policy: Policy, cfg: Config):
     matrices = [p for p in policy.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in policy.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=cfg.weight_decay),
+        dict(params=vectors, weight_decay=0.0),
+    ]
     # fused: one pass over parameters and moments instead of a dozen, a fifth of the time on a CPU
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.learning_rate, fused=True)
 
@@ -710,10 +889,14 @@ def no_gradient(sample: Sample, cfg: Config, at_reference: bool = False) -> str:
     return "at_reference" if at_reference else ""  # else the KL pulls
 
 
-def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World) -> dict:
+def update(
+    policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config, world: World
+) -> dict:
     """All optimiser steps of one rollout. Every rank holds all samples, so counts and shares need no collective."""
     totals, losses, norms, mismatch = {}, [], [], {}
-    skipped = dict.fromkeys(("not_finite", *NO_GRADIENT), 0)  # optimiser steps that were not taken, by cause
+    skipped = dict.fromkeys(
+        ("not_finite", *NO_GRADIENT), 0
+    )  # optimiser steps that were not taken, by cause
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         lr = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
         for group in optimizer.param_groups:
@@ -723,14 +906,20 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
         for name in sums:  # sums and counts over the ranks, never means of means
             totals[name] = totals.get(name, 0.0) + sum(part[name] for part in parts)
         losses.append(totals.pop("loss"))
-        if not mismatch:  # of the first tokens in the loss; may stop the run: before anything changes
+        if (
+            not mismatch
+        ):  # of the first tokens in the loss; may stop the run: before anything changes
             mismatch = log.gap_metrics(log_ratio, cfg, world)
 
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()  # before clipping
+        norm = nn.utils.clip_grad_norm_(
+            policy.parameters(), cfg.max_grad_norm or math.inf
+        ).item()  # before clipping
         norms.append(norm)
         causes = [no_gradient(s, cfg, policy.at_reference) for s in minibatch]
         if not math.isfinite(norm):
-            skipped["not_finite"] += 1  # the reduced gradient is the same on all ranks: all of them skip
+            skipped["not_finite"] += (
+                1  # the reduced gradient is the same on all ranks: all of them skip
+            )
         elif all(causes):
             skipped[max(NO_GRADIENT, key=causes.count)] += 1  # momentum alone would act
         else:
@@ -754,10 +943,15 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     n_sequences = max(1, len(counted))
     n_tokens = max(1, sum(s.n_sampled for s in counted))
     learned = [s for s in minibatch if not no_gradient(s, cfg)]  # the others get no pass
-    passed = learned or counted[:1] or minibatch[:1]  # at least one: DDP waits for a backward on every rank
+    passed = (
+        learned or counted[:1] or minibatch[:1]
+    )  # at least one: DDP waits for a backward on every rank
     shares = plan(passed, policy.packs, cfg, world)
     rounds = max(map(len, shares))  # a rank with fewer joins in with weight zero: none waits
-    sums, log_ratios = {}, []  # they stay on the device until the last micro-batch: no pass waits for them
+    sums, log_ratios = (
+        {},
+        [],
+    )  # they stay on the device until the last micro-batch: no pass waits for them
     for i in range(rounds):
         idle = i >= len(shares[world.rank])
         micro = passed[:1] if idle else shares[world.rank][i]
@@ -773,7 +967,9 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
                 logps, old_logps, batch.get("ref_logps"), batch["sampler_logps"], batch["advantages"], mask, cfg,
                 n_tokens=n_tokens, n_sequences=n_sequences,
             )  # fmt: skip
-            (loss * world.size).backward()  # * ranks: DDP takes the mean, the weights already hold global counts
+            (
+                loss * world.size
+            ).backward()  # * ranks: DDP takes the mean, the weights already hold global counts
         stats |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
         for name, value in stats.items():
             sums[name] = sums.get(name, 0.0) + value
@@ -788,7 +984,9 @@ def note_tokens(policy: Policy, samples: list[Sample], cfg: Config, world: World
     push: how strongly the update will make the token more likely, minus the gradient of the loss by its logp."""
     counted = [s for s in samples if s.in_loss]
     n_tokens = max(1, sum(s.n_sampled for s in counted))
-    [micro_batches] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, World(0, 1, world.device))
+    [micro_batches] = plan(
+        log.samples_to_note(samples, cfg), policy.packs, cfg, World(0, 1, world.device)
+    )
     for micro in micro_batches:
         batch = collate(micro, policy, world.device)
         with torch.no_grad(), autocast(cfg, world.device):
@@ -800,7 +998,12 @@ def note_tokens(policy: Policy, samples: list[Sample], cfg: Config, world: World
             n_tokens=n_tokens, n_sequences=len(counted),
         )  # fmt: skip
         [slope] = torch.autograd.grad(loss, logps)
-        columns = dict(logp=logps, gap=old_logps - batch["sampler_logps"], entropy=entropy, push=-slope * n_tokens)
+        columns = dict(
+            logp=logps,
+            gap=old_logps - batch["sampler_logps"],
+            entropy=entropy,
+            push=-slope * n_tokens,
+        )
         if "ref_logps" in batch:
             columns["kl"] = logps - batch["ref_logps"]
         for name, values in columns.items():
@@ -814,7 +1017,9 @@ def note_tokens(policy: Policy, samples: list[Sample], cfg: Config, world: World
 # Eval
 
 
-def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: Config, world: World) -> dict:
+def evaluate(
+    sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: Config, world: World
+) -> dict:
     """Greedy accuracy (the first reward) on held-out prompts, over all ranks, and pass@k at --temperature."""
 
     def drawn(n, temperature):
@@ -822,7 +1027,9 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
         scores = world.gather([score(samples, scorer, step, cfg)])
         for line in [s.first_failure for s in scores if s.first_failure][:1]:
             say(f"eval of step {step}: {line}")
-        found = world.gather([(s.group, next(iter(s.parts.values())), s.n_sampled) for s in samples])
+        found = world.gather(
+            [(s.group, next(iter(s.parts.values())), s.n_sampled) for s in samples]
+        )
         found.sort(key=lambda item: item[0])
         values = np.array([value for _, value, _ in found]).reshape(-1, n)  # [prompts, n]
         return values, float(np.mean([length for *_, length in found]))
@@ -836,7 +1043,10 @@ def evaluate(sampler, prompts: list[Prompt], tokenizer, scorer, step: int, cfg: 
         values, _ = drawn(k, cfg.temperature)
         right = values[~np.isnan(values).any(1)] > 0.5  # [prompts that it applies to, k]
         if len(right):
-            metrics |= {"eval_pass@1": float(right.mean()), f"eval_pass@{k}": float(right.any(1).mean())}
+            metrics |= {
+                "eval_pass@1": float(right.mean()),
+                f"eval_pass@{k}": float(right.any(1).mean()),
+            }
     return metrics
 
 
@@ -868,7 +1078,12 @@ def make_policy(model, cfg: Config, prompts=()) -> Policy:
         policy = FastPolicy(model, cfg.temperature)
         if prompts:
             longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-            check.settle(policy, np.concatenate([p.ids for p in prompts[:100]]), longest, cfg.micro_batch_tokens)
+            check.settle(
+                policy,
+                np.concatenate([p.ids for p in prompts[:100]]),
+                longest,
+                cfg.micro_batch_tokens,
+            )
         return policy
     except ValueError as error:
         raise ConfigError(f"--model {cfg.model}: {error}") from None
@@ -884,7 +1099,9 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None) -> P
     tied = model.get_input_embeddings().weight
     for module in model.modules() if cfg.dtype == "bfloat16" else []:
         if isinstance(module, nn.Linear) and module.weight is not tied:
-            module.to(torch.bfloat16)  # as autocast would, at every forward: the same numbers in half the memory
+            module.to(
+                torch.bfloat16
+            )  # as autocast would, at every forward: the same numbers in half the memory
     return reference
 
 
@@ -900,7 +1117,9 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     models.check_sizes(model, prompts, cfg)
     policy = make_policy(model, cfg, prompts)
     if cfg.fast and not policy.packs:
-        say("rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix")
+        say(
+            "rows are padded, and a prompt is computed for each completion: this model lets texts in one row mix"
+        )
     reference = load_reference(cfg, device, identity) if cfg.beta > 0 else None
     policy.at_reference = reference is not None and models.same_weights(model, reference.model)
     return cfg, policy, reference, identity
@@ -938,7 +1157,9 @@ def set_up(cfg: Config, command_line: bool):
     with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
         cfg = run.cfg  # with the directory that is its own
         if cfg.fast:
-            packs = all(world.gather([policy.packs]))  # the ranks share samples out by it, so they agree
+            packs = all(
+                world.gather([policy.packs])
+            )  # the ranks share samples out by it, so they agree
             for each in (policy, reference) if reference else (policy,):
                 check.use_rows(each, packs)
         longest = max(len(p.ids) for p in prompts)
@@ -970,13 +1191,28 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
         return []
     with set_up(cfg, command_line) as parts:
         cfg, world, run = parts.cfg, parts.world, parts.run
-        policy, reference, sampler, tokenizer = parts.policy, parts.reference, parts.sampler, parts.tokenizer
+        policy, reference, sampler, tokenizer = (
+            parts.policy,
+            parts.reference,
+            parts.sampler,
+            parts.tokenizer,
+        )
         ddp = wrap(policy, cfg, world)
         synchronise(parts, run.first)
         for step in run.steps():
             with run.clock("rollout"):
                 prompts = prompts_of_step(parts.train_prompts, step, cfg)
-                samples = sample(sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, tokenizer, cfg, world)
+                samples = sample(
+                    sampler,
+                    prompts,
+                    cfg.num_generations,
+                    cfg.temperature,
+                    0,
+                    step,
+                    tokenizer,
+                    cfg,
+                    world,
+                )
                 sampler.sleep()
             with run.clock("reward"):
                 scores = world.gather([score(samples, parts.scorer, step, cfg)])
@@ -984,7 +1220,9 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             failures = run.failures(scores, step, len(samples))
             no_signal = assign_advantages(samples, step, cfg)
             with run.clock("logps"):
-                counted = [s for s in samples if s.in_loss] or samples  # the others get no pass, unless all are out
+                counted = [
+                    s for s in samples if s.in_loss
+                ] or samples  # the others get no pass, unless all are out
                 if cfg.updates_per_step > 1:
                     compute_logps(policy, counted, "old_logps", cfg, world)
                 if reference:
@@ -992,7 +1230,9 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             with run.clock("update"):
                 note_tokens(policy, samples, cfg, world)
                 metrics = update(policy, ddp, parts.optimizer, samples, step, cfg, world)
-            metrics |= dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
+            metrics |= (
+                dict(frac_reward_zero_std=no_signal) | sample_metrics(samples, cfg) | failures
+            )
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
             synchronise(parts, step)
         del ddp  # before its process group, which the engine may end
@@ -1004,7 +1244,9 @@ def synchronise(p, step: int) -> None:
     with p.run.clock("sync"):
         p.sampler.push(p.policy.model)
     if p.run.eval_due(step):
-        p.run.record_eval(step, evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world))
+        p.run.record_eval(
+            step, evaluate(p.sampler, p.eval_prompts, p.tokenizer, p.scorer, step, p.cfg, p.world)
+        )
 
 
 @record  # torchrun's report then names the rank that failed first, and why

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import grpo
-from harness.fast import FastPolicy
 import harness.checkpoints
 import harness.kernels
 import harness.log
@@ -27,6 +26,7 @@ import harness.run
 import harness.workers
 import reward
 from grpo import Config, group_advantages, grpo_loss, kl_estimate
+from harness.fast import FastPolicy
 from harness.flags import ConfigError, TrainingError
 from tests.common import (
     BUNDLED,
@@ -64,12 +64,25 @@ def gradients_of_ranks(out):
     for dtype, reduction in itertools.product((torch.float32, F64), REDUCTIONS):
         policy = FastPolicy(tiny_model(dtype=dtype), 0.8)
         ddp = grpo.wrap(policy, Config(), world)
-        assert policy.model.get_input_embeddings().sparse == (dtype == F64)  # GPT-2 ties its embeddings
+        assert policy.model.get_input_embeddings().sparse == (
+            dtype == F64
+        )  # GPT-2 ties its embeddings
         samples = samples_of_ranks(dtype, reduction)
-        cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
-        grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world, packs=reduction != "token")
+        cfg = Config(
+            loss_reduction=reduction,
+            beta=0.1,
+            temperature=0.8,
+            micro_batch_tokens=40,
+            max_grad_norm=0,
+        )
+        grad, metrics = update_gradient(
+            cfg, samples, dtype, ddp, policy, world, packs=reduction != "token"
+        )
         results[f"{dtype} {reduction}"] = (grad, metrics["loss"])
-    for samples in random_samples(1, 1), random_samples(2, 2):  # fewer samples than ranks: the others join in idle
+    for samples in (
+        random_samples(1, 1),
+        random_samples(2, 2),
+    ):  # fewer samples than ranks: the others join in idle
         grad, metrics = update_gradient(cfg, samples, F64, ddp, policy, world)
         results[f"few {len(samples)}"] = (grad, metrics["loss"])
     if world.rank == 0:
@@ -81,7 +94,9 @@ def gradients_of_ranks(out):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}]
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (F64, 1e-12)])
 def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, reduction, options):
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
@@ -90,7 +105,12 @@ def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, redu
     whole, metrics = update_gradient(once, samples, dtype, packs=False)
     assert whole.norm() > 1e-3
     policy = FastPolicy(tiny_model(dtype=dtype), 1.0)
-    splits = ((1, True), (45, True), (45, False), (100, False))  # one sample; a few; groups of 5 split in the middle
+    splits = (
+        (1, True),
+        (45, True),
+        (45, False),
+        (100, False),
+    )  # one sample; a few; groups of 5 split in the middle
     for budget, packs in splits:
         split = dataclasses.replace(cfg, micro_batch_tokens=budget)
         part, m = update_gradient(split, samples, dtype, policy=policy, packs=packs)
@@ -109,7 +129,9 @@ def test_loss_of_the_parts_sums_to_the_whole(reduction, size):
     advantages, cfg = torch.randn(N, dtype=F64), Config(loss_reduction=reduction, beta=0.2)
     counts = (int(mask.sum()), N)
     logps.requires_grad_()
-    (whole,) = torch.autograd.grad(grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, *counts)[0], logps)
+    (whole,) = torch.autograd.grad(
+        grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, *counts)[0], logps
+    )
     total, grad = 0.0, torch.zeros_like(whole)
     for rows in torch.arange(N).split(size):
         parts = [x[rows] for x in (logps, old, ref, sampler, advantages, mask)]
@@ -134,7 +156,13 @@ def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
     for dtype, tolerance in ((torch.float32, 1e-6), (F64, 1e-12)):
         for reduction in REDUCTIONS:
             samples = samples_of_ranks(dtype, reduction)
-            cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, micro_batch_tokens=10**6, max_grad_norm=0)
+            cfg = Config(
+                loss_reduction=reduction,
+                beta=0.1,
+                temperature=0.8,
+                micro_batch_tokens=10**6,
+                max_grad_norm=0,
+            )
             whole, metrics = update_gradient(cfg, samples, dtype)
             grad, loss = ranks[f"{dtype} {reduction}"]
             assert relative(grad, whole) < tolerance
@@ -142,7 +170,9 @@ def test_gradient_is_the_same_for_1_2_and_3_processes(ranks):
 
 
 def test_more_ranks_than_samples(ranks):
-    cfg = Config(loss_reduction="constant", beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0)
+    cfg = Config(
+        loss_reduction="constant", beta=0.1, temperature=0.8, micro_batch_tokens=40, max_grad_norm=0
+    )
     for samples in random_samples(1, 1), random_samples(2, 2):
         whole, metrics = update_gradient(cfg, samples, F64)
         grad, loss = ranks[f"few {len(samples)}"]
@@ -154,7 +184,9 @@ def test_no_mean_of_means():
     cfg, loss = Config(beta=0.0), 0.0
     for n, value in ((100, 0.5), (900, 0.3)):
         logps = torch.zeros(1, n)
-        loss += grpo_loss(logps, logps, None, None, torch.tensor([-value]), torch.ones(1, n), cfg, 1000, 2)[0].item()
+        loss += grpo_loss(
+            logps, logps, None, None, torch.tensor([-value]), torch.ones(1, n), cfg, 1000, 2
+        )[0].item()
     assert loss == pytest.approx(0.32)
 
 
@@ -164,7 +196,9 @@ def test_group_advantages():
     std = torch.tensor([1.0, 0, 0, 1]).std()  # ddof 1
     assert torch.allclose(a[:4], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (std + 1e-4))
     assert torch.allclose(group_advantages(r, 4, "none")[4:], torch.tensor([1.5, -0.5, -0.5, -0.5]))
-    assert torch.allclose(group_advantages(r, 4, "batch"), group_advantages(r, 4, "none") / (r.std() + 1e-4))
+    assert torch.allclose(
+        group_advantages(r, 4, "batch"), group_advantages(r, 4, "none") / (r.std() + 1e-4)
+    )
     assert group_advantages(r, 4, eps=1.0)[0] < a[0]
 
 
@@ -179,7 +213,9 @@ def test_equal_rewards_give_exactly_zero(scale):
 def test_small_differences_of_large_rewards_are_a_signal():
     r = torch.tensor([1e6, 1e6 + 0.5, 1e6, 1e6 + 1.0], dtype=F64)
     for scale in ("group", "batch", "none"):
-        assert (group_advantages(r, 4, scale) != 0).all() and (group_advantages(r + 1e9, 4, scale) != 0).all()
+        assert (group_advantages(r, 4, scale) != 0).all() and (
+            group_advantages(r + 1e9, 4, scale) != 0
+        ).all()
         assert (group_advantages(torch.full((4,), 1e6 + 0.1, dtype=F64), 4, scale) == 0).all()
 
 
@@ -214,10 +250,14 @@ def test_advantage_noise_is_seeded_by_the_step_and_has_mean_zero():
 def test_masked_truncation_counts_in_the_baseline_but_not_in_the_loss():
     cfg = Config(num_generations=4, mask_truncated=True, non_stop_reward=None)
     samples = random_samples(4, 4)
-    for s, r, finish in zip(samples, (1.0, 0.0, 0.0, 0.0), ("stop", "stop", "length", "length"), strict=True):
+    for s, r, finish in zip(
+        samples, (1.0, 0.0, 0.0, 0.0), ("stop", "stop", "length", "length"), strict=True
+    ):
         s.reward, s.finish_reason = r, finish
     grpo.assign_advantages(samples, 1, cfg)
-    assert samples[0].advantages[0] == pytest.approx(0.75 / (0.5 + 1e-4))  # the mean is over all four
+    assert samples[0].advantages[0] == pytest.approx(
+        0.75 / (0.5 + 1e-4)
+    )  # the mean is over all four
     grad, metrics = update_gradient(cfg, samples)
     only, metrics_only = update_gradient(cfg, samples[:2])
     assert relative(grad, only) < 1e-6  # numerator and denominator
@@ -242,14 +282,23 @@ class Toy:
         self.tables = [t.detach().requires_grad_() for t in self.tables]
 
     def conditionals(self):  # T x [V^T, V]
-        prefix = [(SEQUENCES[:, :t] * torch.tensor([V ** (t - 1 - i) for i in range(t)])).sum(1) for t in range(LENGTH)]
-        return [table.log_softmax(-1)[p.long()] for table, p in zip(self.tables, prefix, strict=True)]
+        prefix = [
+            (SEQUENCES[:, :t] * torch.tensor([V ** (t - 1 - i) for i in range(t)])).sum(1)
+            for t in range(LENGTH)
+        ]
+        return [
+            table.log_softmax(-1)[p.long()] for table, p in zip(self.tables, prefix, strict=True)
+        ]
 
     def logps(self):  # [V^T, T]
-        return torch.stack([c.gather(1, SEQUENCES[:, t, None])[:, 0] for t, c in enumerate(self.conditionals())], 1)
+        return torch.stack(
+            [c.gather(1, SEQUENCES[:, t, None])[:, 0] for t, c in enumerate(self.conditionals())], 1
+        )
 
     def grad(self, value):
-        return torch.cat([g.flatten() for g in torch.autograd.grad(value, self.tables, allow_unused=False)])
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad(value, self.tables, allow_unused=False)]
+        )
 
 
 def local_kl(policy, reference):
@@ -269,7 +318,9 @@ def test_kl_values_in_expectation(toy):
     policy, reference, _ = toy
     lp, ref = policy.logps(), reference.logps()
     p = lp.sum(1).exp()
-    exact = (p[:, None] * local_kl(policy, reference)).sum(0)  # [T]: E over prefixes of the token's KL
+    exact = (p[:, None] * local_kl(policy, reference)).sum(
+        0
+    )  # [T]: E over prefixes of the token's KL
     for name in ("k1", "k3", "k4", "wk3"):
         found = (p[:, None] * kl_estimate(lp, ref, lp, name)).sum(0)
         assert torch.allclose(found, exact, rtol=1e-12)
@@ -281,7 +332,9 @@ def test_kl_values_in_expectation(toy):
 def expected_gradient(policy, reference, sampler, estimator):
     """E over the sampler's sequences of the gradient of the token sum; prefixes are weighted by the sampler."""
     q = sampler.logps().sum(1).exp().detach()
-    estimate = kl_estimate(policy.logps(), reference.logps().detach(), sampler.logps().detach(), estimator)
+    estimate = kl_estimate(
+        policy.logps(), reference.logps().detach(), sampler.logps().detach(), estimator
+    )
     return policy.grad((q[:, None] * estimate).sum())
 
 
@@ -290,7 +343,9 @@ def test_kl_gradients_on_policy(toy, request):
     policy, reference, _ = toy
     q = policy.logps().sum(1).exp().detach()
     exact = policy.grad((q[:, None] * local_kl(policy, reference)).sum())
-    on_policy = {e: expected_gradient(policy, reference, policy, e) for e in ("k1", "k2", "k3", "k4", "wk3")}
+    on_policy = {
+        e: expected_gradient(policy, reference, policy, e) for e in ("k1", "k2", "k3", "k4", "wk3")
+    }
     assert on_policy["k1"].norm() < 1e-12 * exact.norm() + 1e-14  # zero mean: pure noise
     for name in ("k2", "k4", "wk3"):
         assert relative(on_policy[name], exact) < 1e-12
@@ -319,8 +374,16 @@ def test_gradient_identity_of_wk3():
 def test_kl_in_reward_has_the_gradient_of_the_sequence_kl(toy):
     """k1 reward-to-go, through grpo_loss itself: exact for the KL of whole sequences, which no loss term is."""
     policy, reference, _ = toy
-    exact = policy.grad((policy.logps().sum(1).exp() * (policy.logps() - reference.logps()).sum(1)).sum())
-    cfg = Config(beta=0.3, kl_in="reward", kl_estimator="k1", loss_reduction="constant", max_completion_length=1)
+    exact = policy.grad(
+        (policy.logps().sum(1).exp() * (policy.logps() - reference.logps()).sum(1)).sum()
+    )
+    cfg = Config(
+        beta=0.3,
+        kl_in="reward",
+        kl_estimator="k1",
+        loss_reduction="constant",
+        max_completion_length=1,
+    )
     lp, n = policy.logps(), len(SEQUENCES)
     # one "sequence" per element of the sum, weighted by its probability through the mask-independent batch of one
     total = 0.0
@@ -376,7 +439,9 @@ def test_first_step_value_is_zero_and_gradient_is_not():
         (grad,) = torch.autograd.grad(loss, logps)
         assert grad.norm() > 0.01
     # token reduction: minus the covariance of advantage and length, over the mean length
-    loss, _ = grpo_loss(logps, logps.detach(), None, None, advantages, mask, Config(beta=0), *counts)
+    loss, _ = grpo_loss(
+        logps, logps.detach(), None, None, advantages, mask, Config(beta=0), *counts
+    )
     lengths = mask.sum(1).double()
     covariance = ((lengths - lengths.mean()) * (advantages - advantages.mean())).mean()
     assert loss.item() == pytest.approx((-covariance / lengths.mean()).item())
@@ -390,11 +455,16 @@ def test_advantage_noise_changes_the_value_but_not_the_expected_gradient():
     cfg = Config(beta=0, loss_reduction="sequence")
 
     def gradient(a):
-        loss, _ = grpo_loss(logps, logps.detach(), None, None, a, mask, cfg, int(mask.sum()), len(mask))
+        loss, _ = grpo_loss(
+            logps, logps.detach(), None, None, a, mask, cfg, int(mask.sum()), len(mask)
+        )
         return loss.item(), torch.autograd.grad(loss, logps)[0]
 
     _, exact = gradient(advantages)
-    noise = torch.randn(500, len(advantages), dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.1
+    noise = (
+        torch.randn(500, len(advantages), dtype=F64, generator=torch.Generator().manual_seed(0))
+        * 0.1
+    )
     noise = torch.cat([noise, -noise])  # antithetic: the mean is exactly zero
     values, grads = zip(*(gradient(advantages + e) for e in noise), strict=True)
     assert min(map(abs, values)) > 0
@@ -408,7 +478,9 @@ def test_clipping_is_asymmetric_and_sign_aware():
     ):  # fmt: skip
         logps = torch.tensor([[math.log(ratio)]], dtype=F64, requires_grad=True)
         one = torch.ones(1, 1)
-        loss, stats = grpo_loss(logps, torch.zeros(1, 1, dtype=F64), None, None, advantage * one[0], one, cfg, 1, 1)
+        loss, stats = grpo_loss(
+            logps, torch.zeros(1, 1, dtype=F64), None, None, advantage * one[0], one, cfg, 1, 1
+        )
         (grad,) = torch.autograd.grad(loss, logps)
         assert (grad.item() == 0) is active and stats["clip_ratio/region_mean"].item() == active
         clipped = min(max(ratio, 0.8), 1.28)
@@ -416,7 +488,9 @@ def test_clipping_is_asymmetric_and_sign_aware():
 
 
 def test_gspo_takes_the_geometric_mean_of_the_ratios():
-    cfg = Config(beta=0, ratio_level="sequence", loss_reduction="sequence", clip_low=1, clip_high=10)
+    cfg = Config(
+        beta=0, ratio_level="sequence", loss_reduction="sequence", clip_low=1, clip_high=10
+    )
     logps, old = torch.randn(2, 3, 5, dtype=F64).unbind()
     mask = torch.arange(5) < torch.tensor([[5], [2], [3]])
     a = torch.tensor([1.0, -1.0, 0.5], dtype=F64)
@@ -430,7 +504,9 @@ def test_gspo_takes_the_geometric_mean_of_the_ratios():
     own = torch.randn(3, 5, dtype=F64)
     loss, _ = grpo_loss(logps, old, None, None, own, mask, cfg, 10, 3)
     (grad,) = torch.autograd.grad(loss, logps)
-    assert torch.allclose(grad, torch.where(mask, -ratio[:, None] * own / 3 / mask.sum(1, keepdim=True), 0.0))
+    assert torch.allclose(
+        grad, torch.where(mask, -ratio[:, None] * own / 3 / mask.sum(1, keepdim=True), 0.0)
+    )
     # at ratio 1 the level makes no difference, with a KL in the reward neither
     for options in (dict(beta=0), dict(beta=0.5, kl_in="reward", kl_estimator="k1")):
         grads = []
@@ -445,11 +521,15 @@ def test_truncated_importance_weights():
     logps = torch.tensor([[-1.0, -1.0, -1.0]], dtype=F64, requires_grad=True)
     sampler = torch.tensor([[-1.5, -1.0, -9.0]], dtype=F64)
     one, a = torch.ones(1, 3), torch.tensor([1.0], dtype=F64)
-    (plain,) = torch.autograd.grad(grpo_loss(logps, logps.detach(), None, None, a, one, Config(beta=0), 3, 1)[0], logps)
+    (plain,) = torch.autograd.grad(
+        grpo_loss(logps, logps.detach(), None, None, a, one, Config(beta=0), 3, 1)[0], logps
+    )
     for cap, weights in ((2.0, [math.exp(0.5), 1, 2]), (1.2, [1.2, 1, 1.2]), (0.0, [1, 1, 1])):
         cfg = Config(beta=0, tis_cap=cap)
         loss, _ = grpo_loss(logps, logps.detach(), None, sampler, a, one, cfg, 3, 1)
-        assert torch.allclose(torch.autograd.grad(loss, logps)[0], plain * torch.tensor([weights], dtype=F64))
+        assert torch.allclose(
+            torch.autograd.grad(loss, logps)[0], plain * torch.tensor([weights], dtype=F64)
+        )
 
 
 def test_importance_weights_keep_the_expected_gradient():
@@ -461,9 +541,20 @@ def test_importance_weights_keep_the_expected_gradient():
     (exact,) = torch.autograd.grad(-(logits.softmax(0) * value).sum(), logits)
 
     def expected(cap):
-        logps = logits.log_softmax(0)[:, None]  # [N = 6, T = 1]: every token once, weighed by how often it is sampled
-        args = (logps, logps.detach(), None, sampler[:, None], value * sampler.exp(), torch.ones(6, 1))
-        return torch.autograd.grad(grpo_loss(*args, Config(beta=0, tis_cap=cap), 1, 6)[0], logits)[0]
+        logps = logits.log_softmax(0)[
+            :, None
+        ]  # [N = 6, T = 1]: every token once, weighed by how often it is sampled
+        args = (
+            logps,
+            logps.detach(),
+            None,
+            sampler[:, None],
+            value * sampler.exp(),
+            torch.ones(6, 1),
+        )
+        return torch.autograd.grad(grpo_loss(*args, Config(beta=0, tis_cap=cap), 1, 6)[0], logits)[
+            0
+        ]
 
     assert relative(expected(1e9), exact) < 1e-12
     assert relative(expected(0), exact) > 0.05  # without the weights it points elsewhere
@@ -471,7 +562,9 @@ def test_importance_weights_keep_the_expected_gradient():
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": "k1"}]
+)
 def test_padding_may_hold_anything(rubbish, options):
     g = torch.Generator().manual_seed(0)
     tensors = [(torch.randn(3, 6, generator=g, dtype=F64) - 1) for _ in range(4)]
@@ -484,7 +577,11 @@ def test_padding_may_hold_anything(rubbish, options):
             filled[0].requires_grad_()
             loss, stats = grpo_loss(*filled, mask, cfg, 8, 2)
             results.append(
-                (loss.item(), torch.autograd.grad(loss, filled[0])[0], {k: float(v) for k, v in stats.items()})
+                (
+                    loss.item(),
+                    torch.autograd.grad(loss, filled[0])[0],
+                    {k: float(v) for k, v in stats.items()},
+                )
             )
         assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
         assert results[0][2] == results[1][2] and math.isfinite(results[0][0])
@@ -494,7 +591,11 @@ def test_kl_goes_through_the_same_reduction():
     logps, old, ref = torch.randn(3, 4, 6, dtype=F64).unbind()
     mask = torch.arange(6) < torch.tensor([[6], [2], [1], [3]])
     k = torch.where(mask, kl_estimate(logps, ref, old, "wk3"), 0.0)
-    expected = {"token": k.sum() / 12, "sequence": (k.sum(1) / mask.sum(1)).sum() / 4, "constant": k.sum() / (4 * 50)}
+    expected = {
+        "token": k.sum() / 12,
+        "sequence": (k.sum(1) / mask.sum(1)).sum() / 4,
+        "constant": k.sum() / (4 * 50),
+    }
     for reduction, value in expected.items():
         cfg = Config(beta=0.7, loss_reduction=reduction, max_completion_length=50)
         loss, _ = grpo_loss(logps, old, ref, None, torch.zeros(4, dtype=F64), mask, cfg, 12, 4)
@@ -515,7 +616,9 @@ def test_logps_are_the_models_own(kind, options, temperature):
             logits = model(ids).logits[0, len(s.prompt.ids) - 1 : -1]
         expected = (logits / temperature).log_softmax(-1)
         n = len(s.completion_ids)
-        assert torch.allclose(together[i, :n], expected[torch.arange(n), s.completion_ids], atol=1e-5)
+        assert torch.allclose(
+            together[i, :n], expected[torch.arange(n), s.completion_ids], atol=1e-5
+        )
         assert torch.allclose(entropy[i, :n], -(expected.exp() * expected).sum(-1), atol=1e-5)
         alone, _ = logps_of(policy, [s])
         assert torch.allclose(alone[0], together[i, :n], atol=1e-5)
@@ -529,7 +632,10 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     if kind == "mixtral":
         options = dict(num_experts_per_tok=4)  # so that every expert is used
     model, tokenizer = tiny_model(kind, **options), harness.rows.load_tokenizer(BUNDLED)
-    policy, cfg = FastPolicy(model, 1.0), Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path))
+    policy, cfg = (
+        FastPolicy(model, 1.0),
+        Config(max_sampler_gap=1e9, learning_rate=0.01, out_dir=str(tmp_path)),
+    )
     before = {name: p.clone() for name, p in model.named_parameters()}
     samples = random_samples(24, 4)
     for s in samples[::3]:  # every token of the vocabulary is used
@@ -550,8 +656,15 @@ def test_end_and_padding_tokens_from_everywhere():
     model = tiny_model()
     for eos, expected in ((None, [2]), (7, [7, 2]), ([7, 2], [7, 2])):
         model.generation_config.eos_token_id = eos
-        assert harness.models.special_ids(model, tokenizer, Config()) == (expected, expected[0])  # no pad: any will do
-    tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id = 0, None, [7]
+        assert harness.models.special_ids(model, tokenizer, Config()) == (
+            expected,
+            expected[0],
+        )  # no pad: any will do
+    tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id = (
+        0,
+        None,
+        [7],
+    )
     assert harness.models.special_ids(model, tokenizer, Config()) == ([7], 0)
     model.generation_config.eos_token_id = None
     with pytest.raises(ConfigError, match="names an EOS token"):
@@ -572,7 +685,9 @@ def test_gradient_checkpointing_changes_memory_only():
     samples, cfg = random_samples(6, 3), Config(beta=0.1)
     plain, _ = update_gradient(cfg, samples)
     policy = FastPolicy(tiny_model(), 1.0)
-    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    policy.model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs=dict(use_reentrant=False)
+    )
     calls = []  # by a hook before it: when it is made again, it may stop before its end
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     recomputed, _ = update_gradient(cfg, samples, policy=policy)
@@ -586,11 +701,20 @@ def test_a_reference_in_bfloat16_is_the_policy_of_the_first_step(tied, tmp_path)
     tiny_model(tie_word_embeddings=tied).save_pretrained(path)
     shutil.copy(os.path.join(BUNDLED.model, "generation_config.json"), path)
     cfg = Config(model=path, dtype="bfloat16")
-    policy, reference = FastPolicy(grpo.load_model(path, cfg), 1.0), grpo.load_reference(cfg, CPU.device, None)
+    policy, reference = (
+        FastPolicy(grpo.load_model(path, cfg), 1.0),
+        grpo.load_reference(cfg, CPU.device, None),
+    )
     assert reference.plain_head and reference.packs
     kinds = {name: p.dtype for name, p in reference.model.named_parameters()}
-    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16 and kinds["model.norm.weight"] == torch.float32
-    assert kinds.get("lm_head.weight", kinds["model.embed_tokens.weight"]) == (torch.float32, torch.bfloat16)[not tied]
+    assert (
+        kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+        and kinds["model.norm.weight"] == torch.float32
+    )
+    assert (
+        kinds.get("lm_head.weight", kinds["model.embed_tokens.weight"])
+        == (torch.float32, torch.bfloat16)[not tied]
+    )
     samples = random_samples(9, 3)
     for shared in (False, True):
         values = [in_bfloat16(p, samples, shared) for p in (policy, reference)]
@@ -621,7 +745,10 @@ def test_several_updates_use_the_rollouts_own_logps():
     metrics = grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
     assert metrics["clip_ratio/region_mean"] > 0  # the ratio moved
     now, _ = logps_of(policy, samples)
-    assert any(not np.allclose(a, b.detach().numpy()[: len(a)], atol=1e-3) for a, b in zip(before, now, strict=True))
+    assert any(
+        not np.allclose(a, b.detach().numpy()[: len(a)], atol=1e-3)
+        for a, b in zip(before, now, strict=True)
+    )
     assert all((a == s.old_logps).all() for a, s in zip(before, samples, strict=True))
 
 
@@ -641,7 +768,9 @@ def test_no_step_without_a_signal():
     samples = random_samples(6, 3)
     for s in samples:
         s.reward = 1.0
-    cfg = Config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.0)
+    cfg = Config(
+        num_generations=3, weight_decay=0.1, learning_rate=1e-3, max_sampler_gap=1e9, beta=0.0
+    )
     assert grpo.assign_advantages(samples, 1, cfg) == 1.0
     policy = FastPolicy(tiny_model(), 1.0)
     optimizer = grpo.make_optimizer(policy, cfg)
@@ -664,7 +793,10 @@ def test_a_teacher_pulls_where_no_advantage_does():
     cfg = Config(num_generations=3, learning_rate=1e-3, max_sampler_gap=1e9, beta=1.0)
     before = [p.clone() for p in policy.parameters()]
     metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
-    assert not any(metrics[f"skipped_steps/{cause}"] for cause in grpo.NO_GRADIENT) and metrics["kl"] > 0
+    assert (
+        not any(metrics[f"skipped_steps/{cause}"] for cause in grpo.NO_GRADIENT)
+        and metrics["kl"] > 0
+    )
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -676,8 +808,14 @@ def test_steps_that_are_not_taken_are_counted_by_cause():
             s.advantages = np.zeros(len(s.completion_ids))
             change(s)
         cfg = Config(num_generations=3, max_sampler_gap=1e9, beta=beta)
-        metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
-        return [cause for cause in ("not_finite", *grpo.NO_GRADIENT) if metrics[f"skipped_steps/{cause}"]]
+        metrics = grpo.update(
+            policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU
+        )
+        return [
+            cause
+            for cause in ("not_finite", *grpo.NO_GRADIENT)
+            if metrics[f"skipped_steps/{cause}"]
+        ]
 
     assert skipped(lambda s: None) == ["no_advantage"]
     assert skipped(lambda s: None, beta=0.1, at_reference=True) == ["at_reference"]
@@ -695,7 +833,13 @@ def test_context_is_read_and_not_trained(reduction, level):
     from dataclasses import replace
 
     samples, rng = random_samples(9, 3, longest=12), np.random.default_rng(1)
-    cfg = Config(beta=0.1, max_grad_norm=0, loss_reduction=reduction, ratio_level=level, micro_batch_tokens=40)
+    cfg = Config(
+        beta=0.1,
+        max_grad_norm=0,
+        loss_reduction=reduction,
+        ratio_level=level,
+        micro_batch_tokens=40,
+    )
     for s in samples:
         s.sampled = rng.random(len(s.completion_ids)) < 0.6
         s.sampled[0] = True
@@ -723,7 +867,11 @@ def test_context_is_read_and_not_trained(reduction, level):
 
 def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
     """Before, it is rounding, which Adam would make as large as a step."""
-    silent, learned, policy = random_samples(6, 3), random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
+    silent, learned, policy = (
+        random_samples(6, 3),
+        random_samples(6, 3),
+        FastPolicy(tiny_model(), 1.0),
+    )
     policy.at_reference = True
     for s in silent:
         s.advantages = np.full(len(s.completion_ids), 0.0)
@@ -732,15 +880,22 @@ def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
     for step, samples in enumerate((silent, learned, silent), 1):
         before = [p.clone() for p in policy.parameters()]
         grpo.update(policy, policy, optimizer, samples, step, cfg, CPU)
-        moved.append(any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True)))
+        moved.append(
+            any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+        )
     assert moved == [False, True, True]
 
 
 def test_a_resumed_policy_knows_whether_it_has_moved(tmp_path):
     small_run(tmp_path / "out", max_steps=1, beta=0.1)
-    cfg, checkpoint = Config(**grpo.BUNDLED), harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000001"))
+    cfg, checkpoint = (
+        Config(**grpo.BUNDLED),
+        harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000001")),
+    )
     prompts = [grpo.Prompt(ids_of([5, 6, 7]), "", {})]
-    assert [grpo.load_policies(cfg, c, prompts, CPU.device)[1].at_reference for c in (None, checkpoint)] == [True, False]
+    assert [
+        grpo.load_policies(cfg, c, prompts, CPU.device)[1].at_reference for c in (None, checkpoint)
+    ] == [True, False]
 
 
 def test_the_sampler_is_compared_where_something_is_in_the_loss():
@@ -761,7 +916,15 @@ def test_a_policy_that_gives_no_number_ends_the_run():
     samples, policy = random_samples(6, 3), FastPolicy(tiny_model(), 1.0)
     samples[4].sampler_logps[0] = math.nan  # as where the policy's own is NaN: their difference
     with pytest.raises(TrainingError, match="off by nan"):
-        grpo.update(policy, policy, grpo.make_optimizer(policy, Config()), samples, 1, Config(max_sampler_gap=1e9), CPU)
+        grpo.update(
+            policy,
+            policy,
+            grpo.make_optimizer(policy, Config()),
+            samples,
+            1,
+            Config(max_sampler_gap=1e9),
+            CPU,
+        )
 
 
 def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
@@ -774,12 +937,21 @@ def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
         policy, seen = FastPolicy(tiny_model(), 1.0), []
         policy.register_forward_pre_hook(lambda _, args: seen.append(args[0]["shape"][0]))
         cfg = Config(beta=beta, max_grad_norm=0, loss_reduction="sequence", micro_batch_tokens=1)
-        rows = [dataclasses.replace(s, advantages=s.advantages if only or s.advantages[0] else s.advantages + 1e-30) for s in samples]
+        rows = [
+            dataclasses.replace(
+                s, advantages=s.advantages if only or s.advantages[0] else s.advantages + 1e-30
+            )
+            for s in samples
+        ]
         grad, metrics = update_gradient(cfg, rows, policy=policy)
         return len(seen), grad, metrics["loss"]
 
     (few, grad, loss), (all_, whole, loss_whole) = passes(0.0, True), passes(0.0, False)
-    assert (few, all_) == (8, 12) and relative(grad, whole) < 1e-6 and loss == pytest.approx(loss_whole, rel=1e-6)
+    assert (
+        (few, all_) == (8, 12)
+        and relative(grad, whole) < 1e-6
+        and loss == pytest.approx(loss_whole, rel=1e-6)
+    )
     assert passes(0.1, True)[0] == 12
 
 
@@ -797,7 +969,10 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
     grad, metrics = update_gradient(cfg, samples[::3], policy=policy)
     assert len(seen) == 9 and grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
     # without KL and advantages one sample of the loss is left, for the metrics
-    rows = [dataclasses.replace(s, advantages=0 * s.advantages, in_loss=i == 11) for i, s in enumerate(samples)]
+    rows = [
+        dataclasses.replace(s, advantages=0 * s.advantages, in_loss=i == 11)
+        for i, s in enumerate(samples)
+    ]
     _, metrics = update_gradient(Config(beta=0), rows)
     assert metrics["loss"] == 0 and metrics["entropy"] > 0 and metrics["sampler_gap"] > 0
     # a mini-batch without a sample in the loss, among others
@@ -814,13 +989,17 @@ def test_samples_out_of_the_loss_are_not_computed(tmp_path, monkeypatch):
         compute(policy, samples, *rest)
 
     monkeypatch.setattr(grpo, "compute_logps", counted)
-    for step in small_run(tmp_path / "out", mask_truncated=True, beta=0.1, max_steps=2, save_every=0):
+    for step in small_run(
+        tmp_path / "out", mask_truncated=True, beta=0.1, max_steps=2, save_every=0
+    ):
         old, reference, *scored = scored
         assert (
             old == reference == [True] * round(15 * (1 - step["completions/clipped_ratio"]))
             and 0 < step["completions/clipped_ratio"] < 1
         )
-    [step] = small_run(tmp_path / "cut", mask_truncated=True, beta=0.1, max_steps=1, max_completion_length=1)
+    [step] = small_run(
+        tmp_path / "cut", mask_truncated=True, beta=0.1, max_steps=1, max_completion_length=1
+    )
     assert step["completions/clipped_ratio"] == 1 and step["loss"] == step["kl"] == 0
 
 
@@ -828,7 +1007,11 @@ def test_gradient_is_clipped_once_and_logged_before_clipping():
     samples = random_samples(6, 3)
     free, metrics = update_gradient(Config(max_grad_norm=0), samples)
     cut, cut_metrics = update_gradient(Config(max_grad_norm=0.01), samples)
-    assert metrics["grad_norm"] == pytest.approx(free.norm().item(), rel=1e-5) == cut_metrics["grad_norm"]
+    assert (
+        metrics["grad_norm"]
+        == pytest.approx(free.norm().item(), rel=1e-5)
+        == cut_metrics["grad_norm"]
+    )
     assert cut.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
@@ -841,12 +1024,22 @@ def test_what_is_noted_of_a_token(num_minibatches):
         grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
         for s in samples:
             s.sampler_logps, s.ref_logps = s.old_logps, s.old_logps - np.float32(0.25)
-        cfg = Config(log_tokens=5, beta=0.1, kl_estimator="k1", learning_rate=0, num_minibatches=num_minibatches)
+        cfg = Config(
+            log_tokens=5,
+            beta=0.1,
+            kl_estimator="k1",
+            learning_rate=0,
+            num_minibatches=num_minibatches,
+        )
         grpo.note_tokens(policy, samples, dataclasses.replace(cfg, micro_batch_tokens=budget), CPU)
         assert [bool(s.tokens) for s in samples] == [True] * 5 + [False] * 3
         for s in samples[:5]:
             assert s.tokens["logp"] == np.round(1000 * s.old_logps).astype(int).tolist()
-            assert set(s.tokens["gap"]) == {0} and set(s.tokens["kl"]) == {250} and min(s.tokens["entropy"]) > 0
+            assert (
+                set(s.tokens["gap"]) == {0}
+                and set(s.tokens["kl"]) == {250}
+                and min(s.tokens["entropy"]) > 0
+            )
             pushes = np.array(s.tokens["push"]) / 1000
             assert pushes == pytest.approx(np.full(len(pushes), s.advantages[0] - 0.1), abs=1e-3)
 
@@ -866,12 +1059,18 @@ def test_the_texts_of_tokens_join_to_the_completion(tmp_path):
         s.completion_ids, s.sampled = ids_of(rng.integers(2, 32, 512)), np.ones(512, bool)
     grpo.compute_logps(policy, samples, "ref_logps", Config(micro_batch_tokens=4096), CPU)
     for s in samples:  # as bfloat16 rounds, and as a policy moves
-        s.sampler_logps, s.ref_logps = (s.ref_logps + rng.normal(0, 0.02, (2, 512))).astype(np.float32)
+        s.sampler_logps, s.ref_logps = (s.ref_logps + rng.normal(0, 0.02, (2, 512))).astype(
+            np.float32
+        )
     for s in samples:
         s.advantages = np.full(len(s.completion_ids), 1.0 + (s.group == 0))
     grpo.note_tokens(policy, samples, Config(beta=0.1, micro_batch_tokens=4096), CPU)
     assert [bool(s.tokens) for s in samples] == [True] * 6 + [False] * 10
-    size = len(json.dumps([s.tokens | dict(text=["token"] * 512) for s in samples[:6]], separators=(",", ":")))
+    size = len(
+        json.dumps(
+            [s.tokens | dict(text=["token"] * 512) for s in samples[:6]], separators=(",", ":")
+        )
+    )
     assert 50_000 < size < 100_000
 
 
@@ -885,15 +1084,20 @@ def test_learning_rate_schedules():
     assert rates(lr_schedule="cosine")[5] == pytest.approx(0.5)
     assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert (
-        len(rates(num_minibatches=2, num_epochs=3)) == 60 and rates(num_minibatches=2, lr_schedule="linear")[10] == 0.5
+        len(rates(num_minibatches=2, num_epochs=3)) == 60
+        and rates(num_minibatches=2, lr_schedule="linear")[10] == 0.5
     )
 
 
 def test_every_update_has_its_own_rate():
-    schedule = dict(learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4, num_minibatches=2)
+    schedule = dict(
+        learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4, num_minibatches=2
+    )
     policy, cfg, rates = FastPolicy(tiny_model(), 1.0), Config(**schedule, max_sampler_gap=1e9), []
     optimizer = grpo.make_optimizer(policy, cfg)
-    optimizer.register_step_pre_hook(lambda o, *_: rates.append({group["lr"] for group in o.param_groups}))
+    optimizer.register_step_pre_hook(
+        lambda o, *_: rates.append({group["lr"] for group in o.param_groups})
+    )
     for step in (1, 2, 3):
         metrics = grpo.update(policy, policy, optimizer, random_samples(6, 3), step, cfg, CPU)
     assert rates == [{grpo.learning_rate_at(k, cfg)} for k in range(6)]
@@ -904,12 +1108,18 @@ def test_weight_decay_spares_norms_and_biases():
     policy = FastPolicy(tiny_model(), 1.0)
     decayed, spared = grpo.make_optimizer(policy, Config(weight_decay=0.1)).param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
-    assert spared["weight_decay"] == 0.0 and all(p.dim() == 1 for p in spared["params"]) and spared["params"]
+    assert (
+        spared["weight_decay"] == 0.0
+        and all(p.dim() == 1 for p in spared["params"])
+        and spared["params"]
+    )
 
 
 def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(monkeypatch):
     right = {0: [1.0, 0.0], 1: [None, None], 2: [0.0, 0.0]}  # by prompt, for each sample
-    monkeypatch.setattr(grpo, "sample", lambda s, prompts, n, *_: [s for p in prompts for s in p.row[:n]])
+    monkeypatch.setattr(
+        grpo, "sample", lambda s, prompts, n, *_: [s for p in prompts for s in p.row[:n]]
+    )
 
     def sample(group, i):
         s = random_samples(1, 1)[0]
@@ -920,7 +1130,10 @@ def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(monkeypatch):
     value = reward.Reward("value", 1.0, lambda completion, row: row["value"], trusted=True)
     scorer, cfg = harness.workers.Scorer([value]), Config(eval_samples=2)
     found = grpo.evaluate(None, prompts, None, scorer, 1, cfg, CPU)
-    assert found["eval_accuracy"] == 0.5 and (found["eval_pass@1"], found["eval_pass@2"]) == (0.25, 0.5)
+    assert found["eval_accuracy"] == 0.5 and (found["eval_pass@1"], found["eval_pass@2"]) == (
+        0.25,
+        0.5,
+    )
     found = grpo.evaluate(None, prompts[1:2], None, scorer, 1, cfg, CPU)
     assert math.isnan(found["eval_accuracy"]) and "eval_pass@1" not in found
 
@@ -944,7 +1157,10 @@ def gradients_in_their_buckets(out, tied=False):
         places.append([])
         grpo.update(policy, ddp, optimizer, random_samples(16, 4, seed=step), step, cfg, world)
     assert all(len(found) > 2 for found in places)
-    inside = [all(any(a <= p < b for a, b in buckets.values()) for p in sum(found, [])) for found in places[1:]]
+    inside = [
+        all(any(a <= p < b for a, b in buckets.values()) for p in sum(found, []))
+        for found in places[1:]
+    ]
     if world.rank == 0:
         with open(out, "w") as file:
             json.dump(inside, file)
@@ -986,7 +1202,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     faults = [
         int(
             subprocess.run(
-                [sys.executable, "-c", code, *more], env=env, cwd=HERE, capture_output=True, check=True
+                [sys.executable, "-c", code, *more],
+                env=env,
+                cwd=HERE,
+                capture_output=True,
+                check=True,
             ).stdout
         )
         for more in ([], ["keep"])

@@ -19,7 +19,15 @@ import sys
 import zlib
 from pathlib import Path
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080"]  # Okabe and Ito, and grey
+COLORS = [
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#808080",
+]  # Okabe and Ito, and grey
 PANELS = [  # title, y label, then (key, label, style) for each curve
     ("Reward", "mean of the samples", [("reward", "", "solid")]),
     ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "solid")]),
@@ -30,12 +38,36 @@ PANELS = [  # title, y label, then (key, label, style) for each curve
     ),
     ("KL to reference", "nats per token", [("kl_k1", "k1", "solid"), ("kl", "k3", "dashed")]),
     ("Gradient norm", "L2, before clipping", [("grad_norm", "", "solid")]),
-    ("Signal", "mean |A|, share", [("advantage_abs", "|A|", "solid"), ("frac_reward_zero_std", "A = 0", "dashed")]),
+    (
+        "Signal",
+        "mean |A|, share",
+        [("advantage_abs", "|A|", "solid"), ("frac_reward_zero_std", "A = 0", "dashed")],
+    ),
 ]
-STYLE = {"font.size": 15, "axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True, "legend.frameon": False}
-STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 18, "axes.titleweight": "bold", "text.parse_math": False}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.w_pad": 0.12}
-STYLE |= {"legend.borderpad": 0, "legend.handlelength": 1.6, "legend.handletextpad": 0.4, "legend.columnspacing": 0.9}
+STYLE = {
+    "font.size": 15,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+STYLE |= {
+    "axes.titlelocation": "left",
+    "axes.titlesize": 18,
+    "axes.titleweight": "bold",
+    "text.parse_math": False,
+}
+STYLE |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.w_pad": 0.12,
+}
+STYLE |= {
+    "legend.borderpad": 0,
+    "legend.handlelength": 1.6,
+    "legend.handletextpad": 0.4,
+    "legend.columnspacing": 0.9,
+}
 NOTE = "faint: every step;  bold: mean over 5 % of the run;  A: advantage;  A = 0: groups of equal rewards"
 MEASURES = {  # of a token, by the names of completions.jsonl: what the page says of it
     "push": "weight in the gradient, in units of an advantage: blue is made likelier, red less likely",
@@ -56,8 +88,14 @@ def read_jsonl(path):
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 2**53:
-                rows.append(row)  # beyond 2**53 a float, and so an axis, cannot tell two steps apart
+            if (
+                isinstance(row, dict)
+                and isinstance(row.get("step"), int)
+                and 0 <= row["step"] < 2**53
+            ):
+                rows.append(
+                    row
+                )  # beyond 2**53 a float, and so an axis, cannot tell two steps apart
     return rows
 
 
@@ -84,7 +122,14 @@ def curve(run, rows, key, label, style):
     points, errors = series(rows, key), series(rows, "eval_stderr")
     values, dots = list(points.values()), key.startswith("eval_") or len(points) == 1
     errors = [abs(errors.get(step, 0)) for step in points] if key == "eval_accuracy" else []
-    found = dict(run=run, color=COLORS[run % len(COLORS)], label=label, style=style, dots=dots, steps=list(points))
+    found = dict(
+        run=run,
+        color=COLORS[run % len(COLORS)],
+        label=label,
+        style=style,
+        dots=dots,
+        steps=list(points),
+    )
     return found | dict(values=values, smooth=values if dots else smooth(values), errors=errors)
 
 
@@ -97,13 +142,17 @@ def read_panels(out_dirs):
         curves = [c for c in curves if c["steps"]]
         values = [0.0, *(value for c in curves for value in c["values"])]
         sizes = sorted(abs(value) for value in values if value) or [0]
-        most = 3 * sizes[len(sizes) * 19 // 20]  # one spike must not flatten the rest: it leaves the panel
+        most = (
+            3 * sizes[len(sizes) * 19 // 20]
+        )  # one spike must not flatten the rest: it leaves the panel
         unit += f",\nspikes to {sizes[-1]:.3g}" if sizes[-1] > most else ""
         low, high = max(min(values), -most), min(max(values), most)
         panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
     for run, path in enumerate(paths):
         if all(c["run"] != run for panel in panels for c in panel["curves"]):
-            raise ValueError(f"{path} has no metrics of this version: is the run of another one, or at its first step?")
+            raise ValueError(
+                f"{path} has no metrics of this version: is the run of another one, or at its first step?"
+            )
     return panels
 
 
@@ -140,7 +189,15 @@ def draw_panel(ax, title, unit, low, high, curves):
         if not c["dots"]:
             ax.plot(c["steps"], c["values"], color=c["color"], lw=1, alpha=0.3)
         line = dict(ls=c["style"], lw=2.5, marker="o" if c["dots"] else "")
-        ax.errorbar(c["steps"], c["smooth"], c["errors"] or None, color=c["color"], capsize=4, elinewidth=1.5, **line)
+        ax.errorbar(
+            c["steps"],
+            c["smooth"],
+            c["errors"] or None,
+            color=c["color"],
+            capsize=4,
+            elinewidth=1.5,
+            **line,
+        )
     styles = {c["label"]: c["style"] for c in curves}
     if len(styles) > 1:  # beside the title, where no curve can be
         keys = [ax.plot([], [], ls=style, color="#444444", lw=2)[0] for style in styles.values()]
@@ -154,12 +211,23 @@ def draw_panel(ax, title, unit, low, high, curves):
 def read_steps(out_dir):
     """{step: its rows}"""
     path, steps = os.path.join(out_dir, "completions.jsonl"), {}
-    columns = "group", "prompt", "completion", "reward", "parts", "advantage", "length", "finish_reason"
+    columns = (
+        "group",
+        "prompt",
+        "completion",
+        "reward",
+        "parts",
+        "advantage",
+        "length",
+        "finish_reason",
+    )
     for row in read_jsonl(path):
         if row.keys() >= set(columns):
             steps.setdefault(row["step"], []).append(row)
     if not steps:
-        raise ValueError(f"{path} has no row with {', '.join(columns)}: too early, or another version?")
+        raise ValueError(
+            f"{path} has no row with {', '.join(columns)}: too early, or another version?"
+        )
     return steps
 
 
@@ -178,11 +246,16 @@ def cards(runs, names):
     found = {}
     for run, rows in enumerate(runs):
         for row in rows:
-            card = found.setdefault((row["group"], row["prompt"]), dict(row=row.get("row"), runs={}))
+            card = found.setdefault(
+                (row["group"], row["prompt"]), dict(row=row.get("row"), runs={})
+            )
             card["runs"].setdefault(run, []).append(row)
     for (group, prompt), card in found.items():
         data_row = json.dumps(card["row"], indent=1, ensure_ascii=False)
-        groups = [group_of(rows, f"{names[run]}: " * (len(names) > 1)) for run, rows in card["runs"].items()]
+        groups = [
+            group_of(rows, f"{names[run]}: " * (len(names) > 1))
+            for run, rows in card["runs"].items()
+        ]
         card |= dict(title=f"group {group}", prompt=prompt, row=data_row, runs=groups)
     return sorted(found.values(), key=lambda card: -max(group["signal"] for group in card["runs"]))
 
@@ -191,19 +264,28 @@ def group_of(rows, name):
     """A group of a run, its samples by reward; equal ones stand there once, with their count."""
     samples = {}
     for row in rows:
-        first = next(iter(row["parts"].values()), row["reward"])  # right: by the first reward function, as in pass@k
+        first = next(
+            iter(row["parts"].values()), row["reward"]
+        )  # right: by the first reward function, as in pass@k
         verdicts = [] if first is None else ["right" if first > 0.5 else "wrong"]
         verdicts += ["cut off" if row["finish_reason"] == "length" else "ended"]
         facts = [f"reward {number(row['reward'])}", *verdicts]
         facts += [f"{part} {number(value)}" for part, value in row["parts"].items()]
         facts += [f"advantage {number(row['advantage'], '+')}", f"{row['length']} tokens"]
-        sample = dict(facts=", ".join(facts), verdicts=verdicts, reward=row["reward"], advantage=row["advantage"])
+        sample = dict(
+            facts=", ".join(facts),
+            verdicts=verdicts,
+            reward=row["reward"],
+            advantage=row["advantage"],
+        )
         sample |= dict(count=0, pieces=[row["completion"]], measures={})
         sample = samples.setdefault((row["completion"], sample["facts"]), sample)
         sample["count"] += 1
         if row.get("tokens"):
             sample |= dict(pieces=row["tokens"]["text"], measures=measures(row["tokens"]))
-    samples = sorted(samples.values(), key=lambda s: math.inf if s["reward"] is None else -s["reward"])
+    samples = sorted(
+        samples.values(), key=lambda s: math.inf if s["reward"] is None else -s["reward"]
+    )
     for sample in samples:
         sample["facts"] = f"{sample['count']} × " * (sample["count"] > 1) + sample["facts"]
     right = sum(s["count"] for s in samples if "right" in s["verdicts"])
@@ -219,7 +301,9 @@ def number(value, sign=""):
 def measures(tokens):
     """{measure: a value for each token}. The log holds thousandths."""
     found = {name: tokens[name] for name in MEASURES if name in tokens}
-    return {name: [value and float(f"{value / 1000:.2g}") for value in found[name]] for name in found}
+    return {
+        name: [value and float(f"{value / 1000:.2g}") for value in found[name]] for name in found
+    }
 
 
 def print_step(cards):
@@ -240,7 +324,11 @@ def print_step(cards):
 
 def write_page(out_dirs, step, path):
     """One file that loads nothing."""
-    panels, names, logs = read_panels(out_dirs), run_names(out_dirs), [read_steps(d) for d in out_dirs]
+    panels, names, logs = (
+        read_panels(out_dirs),
+        run_names(out_dirs),
+        [read_steps(d) for d in out_dirs],
+    )
     step, _ = choose(step, logs)
     packed = {}
     for n in sorted(set().union(*logs)):
@@ -248,14 +336,27 @@ def write_page(out_dirs, step, path):
         packed[n] = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     steps, share = list(packed), sum(map(len, packed.values())) / MOST_BYTES
     if share > 1:
-        steps = sorted({step, *(steps[-1 - int(i * share)] for i in range(int(len(steps) / share)))})
-    logged = sorted({*steps, *(step for panel in panels for c in panel["curves"] for step in c["steps"])})
+        steps = sorted(
+            {step, *(steps[-1 - int(i * share)] for i in range(int(len(steps) / share)))}
+        )
+    logged = sorted(
+        {*steps, *(step for panel in panels for c in panel["curves"] for step in c["steps"])}
+    )
     data = dict(panels=panels, measures=MEASURES, step=step, steps=steps, logged=logged)
-    data |= dict(packed={n: packed[n] for n in steps}, runs=list(zip(names, COLORS * len(names), strict=False)))
+    data |= dict(
+        packed={n: packed[n] for n in steps},
+        runs=list(zip(names, COLORS * len(names), strict=False)),
+    )
     page = (Path(__file__).resolve().parent / "harness" / "page.html").read_text(encoding="utf-8")
-    page = page.replace('"DATA"', json.dumps(data).replace("<", "\\u003c"))  # no text can end the script
+    page = page.replace(
+        '"DATA"', json.dumps(data).replace("<", "\\u003c")
+    )  # no text can end the script
     Path(path).write_text(page, encoding="utf-8")
-    print(path if share <= 1 else f"{path} (of {len(packed)} steps {len(steps)}: all would be too large)")
+    print(
+        path
+        if share <= 1
+        else f"{path} (of {len(packed)} steps {len(steps)}: all would be too large)"
+    )
 
 
 def fail(message):
@@ -264,15 +365,29 @@ def fail(message):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dirs", nargs="*", metavar="out_dir", help="default: the newest run here")
-    parser.add_argument("--out", help="the picture's file; default: curves.png, in out_dir if it is only one")
-    parser.add_argument("--step", type=int, nargs="?", const=-1, help="print this step, or open the page there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "out_dirs", nargs="*", metavar="out_dir", help="default: the newest run here"
+    )
+    parser.add_argument(
+        "--out", help="the picture's file; default: curves.png, in out_dir if it is only one"
+    )
+    parser.add_argument(
+        "--step", type=int, nargs="?", const=-1, help="print this step, or open the page there"
+    )
     parser.add_argument("--html", help="write the page to this file")
     parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)
-    here = sorted(glob.glob("out/metrics.jsonl") + glob.glob("out.*/metrics.jsonl"), key=os.path.getmtime)
-    out_dirs = args.out_dirs or [os.path.dirname(log) for log in here[-1:]] or fail("no run here (out, out.1, ...)")
+    here = sorted(
+        glob.glob("out/metrics.jsonl") + glob.glob("out.*/metrics.jsonl"), key=os.path.getmtime
+    )
+    out_dirs = (
+        args.out_dirs
+        or [os.path.dirname(log) for log in here[-1:]]
+        or fail("no run here (out, out.1, ...)")
+    )
     try:
         if args.out and (args.html or args.step is not None):
             fail("--out is the picture's file: not with --step or --html")
@@ -286,7 +401,10 @@ def main(argv=None):
             step, rows = choose(args.step, [read_steps(d) for d in out_dirs])
             print(f"step {step}, {sum(map(len, rows))} samples, groups with the most signal first")
             print_step(cards(rows, run_names(out_dirs)))
-    except (OSError, ValueError) as e:  # a file that is not there or not writable, an unknown picture format
+    except (
+        OSError,
+        ValueError,
+    ) as e:  # a file that is not there or not writable, an unknown picture format
         fail(str(e))
 
 

@@ -8,16 +8,23 @@ WINDOW = 5  # steps: a single one says little
 class Advice:
     def __init__(self, cfg, past: list[dict]):
         self.cfg, self.steps, self.evals, self.said = cfg, [], [], set()
-        for line in past:  # of metrics.jsonl of a run that is resumed: what follows from them was said then
+        for line in (
+            past
+        ):  # of metrics.jsonl of a run that is resumed: what follows from them was said then
             self.see(line)
 
     def see(self, line: dict) -> list[str]:
         """Takes the next line of metrics.jsonl. Returns what there is to say after it, once for each heading."""
         (self.evals if "eval_accuracy" in line else self.steps).append(line)
         table = findings(self.steps, self.evals, self.cfg) if len(self.steps) >= WINDOW else []
-        new = {heading: text for heading, is_so, text in table if is_so and heading not in self.said}
+        new = {
+            heading: text for heading, is_so, text in table if is_so and heading not in self.said
+        }
         self.said |= set(new)
-        return [f"note: {heading}: {text} (REFERENCE.md, Troubleshooting)" for heading, text in new.items()]
+        return [
+            f"note: {heading}: {text} (REFERENCE.md, Troubleshooting)"
+            for heading, text in new.items()
+        ]
 
 
 def values(lines: list[dict], name: str) -> np.ndarray:
@@ -28,14 +35,28 @@ def values(lines: list[dict], name: str) -> np.ndarray:
 def findings(steps: list[dict], evals: list[dict], cfg) -> list[tuple]:
     """The table: heading in REFERENCE.md, whether it is so, what to say. x0 is of the first steps, x of the last."""
     names = "reward reward_std entropy frac_reward_zero_std kl completions/clipped_ratio completions/mean_length"
-    reward0, std0, entropy0, _, _, cut0, length0 = (values(steps[:WINDOW], name) for name in names.split())
-    reward, _, entropy, silent, kl, cut, length = (values(steps[-WINDOW:], name) for name in names.split())
-    right = values(steps[-WINDOW:], next((n for n in steps[-1] if n.startswith("rewards/")), "reward")).mean()
+    reward0, std0, entropy0, _, _, cut0, length0 = (
+        values(steps[:WINDOW], name) for name in names.split()
+    )
+    reward, _, entropy, silent, kl, cut, length = (
+        values(steps[-WINDOW:], name) for name in names.split()
+    )
+    right = values(
+        steps[-WINDOW:], next((n for n in steps[-1] if n.startswith("rewards/")), "reward")
+    ).mean()
     which = "some right, others wrong: take prompts in between"
     if right > 0.9 or right < 0.1:
-        which = "all right: take harder prompts" if right > 0.9 else "all wrong: take easier prompts"
-    halfway = values(steps[: len(steps) // 2][-WINDOW:], "kl").mean() if len(steps) >= 4 * WINDOW else np.inf
-    norms = values(steps[-2 * WINDOW :], "grad_norm") / (cfg.max_grad_norm or np.inf)  # at low rates 1 to 4 is healthy
+        which = (
+            "all right: take harder prompts" if right > 0.9 else "all wrong: take easier prompts"
+        )
+    halfway = (
+        values(steps[: len(steps) // 2][-WINDOW:], "kl").mean()
+        if len(steps) >= 4 * WINDOW
+        else np.inf
+    )
+    norms = values(steps[-2 * WINDOW :], "grad_norm") / (
+        cfg.max_grad_norm or np.inf
+    )  # at low rates 1 to 4 is healthy
     best, now = max(evals, key=lambda m: m["eval_accuracy"] or 0, default={}), (evals or [{}])[-1]
     (high, low), errors = values([best, now], "eval_accuracy"), values([best, now], "eval_stderr")
     until = max(best.get("step", 0), steps[WINDOW - 1]["step"])

@@ -16,9 +16,13 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
 def padded_rows(samples) -> dict:
     """A row for each sample, prompt + completion, padded on the right: causal attention does not see it there."""
     prompts = np.array([[len(s.prompt.ids)] for s in samples])  # [N, 1]
-    ids = padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64)  # [N, L]
+    ids = padded(
+        [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64
+    )  # [N, L]
     completion = padded([s.completion_ids for s in samples], np.int64)  # [N, T]
-    before = prompts - 1 + np.arange(completion.shape[1])  # [N, T]: where the token before each stands in its row
+    before = (
+        prompts - 1 + np.arange(completion.shape[1])
+    )  # [N, T]: where the token before each stands in its row
     return dict(ids=ids, completion=completion, before=np.minimum(before, ids.shape[1] - 1))
 
 

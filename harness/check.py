@@ -33,11 +33,15 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
     few, ids = min(8, longest // 2), np.resize(np.array(ids) % words, longest + 24)
     prompt, one, two, three = np.split(ids, [longest - few, longest, longest + few - 1])
     texts = [text(0, prompt, one), text(0, prompt, two), text(1, three[:few], three[few : 2 * few])]
-    others = [text(2 + i, prompt, one) for i in range(budget // longest - 3)]  # before them in the row
+    others = [
+        text(2 + i, prompt, one) for i in range(budget // longest - 3)
+    ]  # before them in the row
     expected = plain_logps(policy, texts)
     for packs in (True, False) if policy.packs else (False,):
         use_rows(policy, packs)
-        with contextlib.suppress(Exception) if packs else contextlib.nullcontext():  # as of bodies without positions
+        with (
+            contextlib.suppress(Exception) if packs else contextlib.nullcontext()
+        ):  # as of bodies without positions
             logps = policy(to_device(policy.rows(others + texts), policy.model.device))[0][-3:]
             # in long rows the median: rounding may send a token to another expert
             distance = far(logps, expected, share=0.5 if budget else 1.0)
@@ -50,7 +54,9 @@ def settle(policy, ids=range(1, 37), longest: int = 9, budget: int = 0) -> None:
 
 
 def text(group: int, prompt, completion):
-    return SimpleNamespace(group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion)
+    return SimpleNamespace(
+        group=group, prompt=SimpleNamespace(ids=prompt), completion_ids=completion
+    )
 
 
 def plain_logps(policy, texts) -> list:
@@ -60,7 +66,10 @@ def plain_logps(policy, texts) -> list:
     with as_loaded(policy.model):
         batches = [to_device(padded_rows([sample]), policy.model.device) for sample in texts]
         logits = [policy.logits(batch)[0] for batch in batches]  # [T, V] each
-    return [(logps_of(x, batch["completion"][0]), x.std(-1)) for x, batch in zip(logits, batches, strict=True)]
+    return [
+        (logps_of(x, batch["completion"][0]), x.std(-1))
+        for x, batch in zip(logits, batches, strict=True)
+    ]
 
 
 def logps_of(logits, targets):
@@ -86,7 +95,9 @@ def choose_attention(policy, texts=None) -> None:
     model.loaded_attention = config._attn_implementation
     found = plain_logps(policy, texts)
     if far([logps for logps, _ in plain_logps(policy, texts)], found) > 0:
-        raise ValueError("two forwards of this model differ: it draws random numbers (dropout, jitter of a router)")
+        raise ValueError(
+            "two forwards of this model differ: it draws random numbers (dropout, jitter of a router)"
+        )
     if model.loaded_attention == "sdpa":
         model.loaded_attention = "eager"
         if far([logps for logps, _ in plain_logps(policy, texts)], found) <= ROUNDING:
@@ -96,7 +107,9 @@ def choose_attention(policy, texts=None) -> None:
 
 def use_rows(policy, packs: bool) -> None:
     policy.packs = packs
-    policy.model.config.get_text_config()._attn_implementation = "packed" if packs else policy.model.loaded_attention
+    policy.model.config.get_text_config()._attn_implementation = (
+        "packed" if packs else policy.model.loaded_attention
+    )
 
 
 @contextlib.contextmanager

@@ -39,29 +39,45 @@ def with_run(config, given: dict) -> dict:
     where the run in out_dir goes on, a checkpoint where a new run begins with that, and else empty."""
     out_dir, resume = given.get("out_dir", UNNAMED), given.get("resume", "")
     names = [out_dir, *glob.glob(f"{UNNAMED}.[0-9]*")] if out_dir == UNNAMED else [out_dir]
-    if saved_config(resume) and (out_dir == UNNAMED or os.path.realpath(out_dir) == os.path.realpath(resume)):
+    if saved_config(resume) and (
+        out_dir == UNNAMED or os.path.realpath(out_dir) == os.path.realpath(resume)
+    ):
         names, resume = [resume], "latest"  # a run's own folder
     runs = {name: saved for name in names if (saved := saved_config(name))}
     own = {name: saved for name, saved in runs.items() if saved["launch"] == LAUNCH}
-    if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # by torchrun: with the run of this launch
+    if own and int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    ):  # by torchrun: with the run of this launch
         runs, resume = own, "latest"
     saved = {}
     if resume == "latest" and runs:
-        out_dir = max(runs, key=lambda name: os.path.getmtime(os.path.join(name, "config.json")))  # the last to start
+        out_dir = max(
+            runs, key=lambda name: os.path.getmtime(os.path.join(name, "config.json"))
+        )  # the last to start
         saved = runs[out_dir]
     elif resume == "latest":
         say(f"--resume: no run in {out_dir} yet, so one begins")
         resume = ""
     elif resume:
-        resume = (checkpoints(resume) or [resume])[-1]  # of a run, where --out_dir is another directory
+        resume = (checkpoints(resume) or [resume])[
+            -1
+        ]  # of a run, where --out_dir is another directory
         with contextlib.suppress(Exception):  # find_checkpoint says what is wrong with it
-            saved = torch.load(os.path.join(resume, "trainer_state.pt"), mmap=True, weights_only=True)["config"]
+            saved = torch.load(
+                os.path.join(resume, "trainer_state.pt"), mmap=True, weights_only=True
+            )["config"]
     known = {f.name for f in dataclasses.fields(config)}
-    return {k: v for k, v in saved.items() if k in known} | given | dict(out_dir=out_dir, resume=resume)
+    return (
+        {k: v for k, v in saved.items() if k in known}
+        | given
+        | dict(out_dir=out_dir, resume=resume)
+    )
 
 
 def refuse_used(out: str, goes_on: bool) -> None:
-    if not goes_on and (checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))):
+    if not goes_on and (
+        checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))
+    ):
         why = "--resume goes on with a run, for a new one name another directory"
         raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
 
@@ -77,20 +93,28 @@ def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
             out = f"{UNNAMED}.{number}"
         os.makedirs(out, exist_ok=True)
         refuse_used(out, goes_on)  # before a lock lies in it
-        lock = FileLock(os.path.join(out, ".lock"))  # the system frees it with this process, however that ends
+        lock = FileLock(
+            os.path.join(out, ".lock")
+        )  # the system frees it with this process, however that ends
         lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
         exits.callback(lock.release)
         refuse_used(out, goes_on)  # by the run that had the lock
         cfg = dataclasses.replace(cfg, out_dir=out)
         new = Path(out, "config.json.new")  # with that ending until it is whole
-        began = saved_config(out).get("resume", "") if goes_on else cfg.resume and os.path.abspath(cfg.resume)
+        began = (
+            saved_config(out).get("resume", "")
+            if goes_on
+            else cfg.resume and os.path.abspath(cfg.resume)
+        )
         notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code, resume=began)
         new.write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
         new.replace(new.with_suffix(""))
         return cfg
     except Timeout:
         process = saved_config(out).get("process")
-        raise ConfigError(f"--out_dir {out}: another run (process {process}) is writing there") from None
+        raise ConfigError(
+            f"--out_dir {out}: another run (process {process}) is writing there"
+        ) from None
     except OSError as error:
         raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
 
@@ -115,7 +139,10 @@ def load_checkpoint(path: str) -> Checkpoint:
     for name, expected in json.loads(Path(path, "checksums.json").read_text()).items():
         if checksum(os.path.join(path, name)) != expected:
             raise OSError(f"{name} is not as it was written")
-    return Checkpoint(path, torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True))
+    return Checkpoint(
+        path,
+        torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True),
+    )
 
 
 def checksum(path: str) -> int:
@@ -135,7 +162,9 @@ def find_checkpoint(cfg) -> Checkpoint | None:
     for path in paths:
         try:
             return load_checkpoint(path)
-        except Exception as error:  # half a dozen types; the directory stays until the run saves that step again
+        except (
+            Exception
+        ) as error:  # half a dozen types; the directory stays until the run saves that step again
             say(f"checkpoint {path} is damaged ({first_line(error)})")
     if paths:
         raise ConfigError(f"--resume {paths[-1]}: not a whole checkpoint")
@@ -149,9 +178,13 @@ def write_checkpoint(final: str, write_model, state: dict) -> None:
     try:
         write_model(partial)
         torch.save(state, os.path.join(partial, "trainer_state.pt"))
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(partial) for name in names]
+        files = [
+            os.path.join(folder, name) for folder, _, names in os.walk(partial) for name in names
+        ]
         sums = Path(partial, "checksums.json")
-        sums.write_text(json.dumps({os.path.relpath(path, partial): checksum(path) for path in files}, indent=1))
+        sums.write_text(
+            json.dumps({os.path.relpath(path, partial): checksum(path) for path in files}, indent=1)
+        )
         for path in [*files, sums, partial]:
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
@@ -165,7 +198,15 @@ def write_checkpoint(final: str, write_model, state: dict) -> None:
 def fingerprint(model) -> int:
     """Names the weights: the sum of their bits, by parameter. The same on every device."""
     parameters = enumerate(model.parameters(), 1)
-    return int(sum(n * p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for n, p in parameters)) % 2**63
+    return (
+        int(
+            sum(
+                n * p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64)
+                for n, p in parameters
+            )
+        )
+        % 2**63
+    )
 
 
 def model_writer(model, tokenizer, source: str, weights=lambda: None):
@@ -179,7 +220,9 @@ def model_writer(model, tokenizer, source: str, weights=lambda: None):
         generation = Path(cached_file(source, "generation_config.json")).read_bytes()
     try:
         model.generation_config.validate(strict=True)
-    except ValueError:  # it would not be written, and the sampler does not need it: vLLM has its own parameters
+    except (
+        ValueError
+    ):  # it would not be written, and the sampler does not need it: vLLM has its own parameters
         model.generation_config = GenerationConfig()
 
     def write(path):

@@ -22,24 +22,39 @@ class FastPolicy(Policy):
         return kernels.rows_of(samples, self.packs, multiple)
 
     def forward(self, batch: dict):
-        hidden, targets = self.hidden(batch), batch["targets"]  # [n, H] and [n]: of the n real completion tokens
+        hidden, targets = (
+            self.hidden(batch),
+            batch["targets"],
+        )  # [n, H] and [n]: of the n real completion tokens
         if self.plain_head:
             head = self.model.get_output_embeddings()
-            logps, entropy = kernels.HeadLogps.apply(hidden, head.weight, head.bias, targets, self.temperature)  # [n]
+            logps, entropy = kernels.HeadLogps.apply(
+                hidden, head.weight, head.bias, targets, self.temperature
+            )  # [n]
         else:
-            logits = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature  # [n, V]
+            logits = (
+                hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature
+            )  # [n, V]
             logps = -nn.functional.cross_entropy(logits, targets, reduction="none")  # [n]
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()  # [n]
         N, T = batch["shape"]
-        return tuple(x.new_zeros(N * T).scatter(0, batch["place"], x).view(N, T) for x in (logps, entropy))
+        return tuple(
+            x.new_zeros(N * T).scatter(0, batch["place"], x).view(N, T) for x in (logps, entropy)
+        )
 
     def hidden(self, batch: dict):
         """[n, H] at the position before each real completion token, which predicts it; [n, V], the model's own logits,
         where the head is not plain."""
         body = self.model.base_model if self.plain_head else self.model
-        inputs = dict(input_ids=batch["ids"], use_cache=False)  # [1, S], or [N, L] padded on the right
-        if self.packs:  # a mask of ones: without one the positions are read as another kind of packing
-            inputs |= dict(position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"]))
+        inputs = dict(
+            input_ids=batch["ids"], use_cache=False
+        )  # [1, S], or [N, L] padded on the right
+        if (
+            self.packs
+        ):  # a mask of ones: without one the positions are read as another kind of packing
+            inputs |= dict(
+                position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"])
+            )
         with kernels.told(self.model, batch.get("blocks")):
             out = body(**inputs)
         states = out.last_hidden_state if self.plain_head else out.logits

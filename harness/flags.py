@@ -32,7 +32,9 @@ def say(text: str) -> None:
         try:
             encoding = sys.stdout.encoding or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        except Exception:  # a full disk, a closed pipe: else what stays in the buffer would be Python's last error
+        except (
+            Exception
+        ):  # a full disk, a closed pipe: else what stays in the buffer would be Python's last error
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -54,9 +56,16 @@ def exit_code(program: str, call, less_memory: str) -> int:
         of_ranks = "RANK" in os.environ and re.search("gloo|NCCL|onnection (closed|reset)", cause)
         if not of_ranks and not isinstance(error, dist.DistError):
             raise
-        code, message = 1, f"stopped: {cause} (if another rank is gone, the report of its machine says why)"
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # what every rank finds, local rank 0 says; the others if it did not
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those who wait here
+        code, message = (
+            1,
+            f"stopped: {cause} (if another rank is gone, the report of its machine says why)",
+        )
+    if (
+        int(os.environ.get("LOCAL_RANK", 0)) > 0
+    ):  # what every rank finds, local rank 0 says; the others if it did not
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # with which torchrun ends those who wait here
         time.sleep(10)
     print(f"{program}: {message}", file=sys.stderr, flush=True)
     return code
@@ -71,7 +80,9 @@ def flag(default, help, choices=(), low=1 - 2**31, high=2**31 - 1, group=None, b
 def parse_flags(config, argv, program: str, description: str) -> dict:
     """The flags that were given, {name: value}; defaults are not among them."""
     types = {bool: lambda text: {"true": True, "false": False}.get(text.lower(), text)}
-    types[str] = lambda text: ",".join(map(os.path.expanduser, text.split(",")))  # ~, of a list of files, too
+    types[str] = lambda text: ",".join(
+        map(os.path.expanduser, text.split(","))
+    )  # ~, of a list of files, too
     types[float | None] = lambda text: None if text.lower() == "none" else float(text)
     parser = argparse.ArgumentParser(
         prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False,
@@ -81,7 +92,11 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
     for f in dataclasses.fields(config):
         about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
         group = parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] else group
-        alone = dict(nargs="?", const=f.metadata["bare"] or True) if f.type is bool or f.metadata["bare"] else {}
+        alone = (
+            dict(nargs="?", const=f.metadata["bare"] or True)
+            if f.type is bool or f.metadata["bare"]
+            else {}
+        )
         shown = dict(help=f"{about} [{f.default}]", metavar="|".join(choices) if choices else "X")
         group.add_argument(f"--{f.name}", type=types.get(f.type, f.type), **alone, **shown)
     try:
@@ -89,7 +104,9 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error).removeprefix("argument ")) from None
     if unknown:
-        [near] = difflib.get_close_matches(unknown[0], [f"--{f.name}" for f in dataclasses.fields(config)], 1, 0)
+        [near] = difflib.get_close_matches(
+            unknown[0], [f"--{f.name}" for f in dataclasses.fields(config)], 1, 0
+        )
         raise ConfigError(f"unknown flag {unknown[0]}; did you mean {near}? --help shows them all")
     return vars(values)
 
@@ -98,12 +115,20 @@ def check_flags(cfg) -> None:
     """Types, choices and limits, as the fields have them. Impossible values stop here."""
     kinds = {bool: "true or false", int: "a whole number", str: "text"}
     for f in dataclasses.fields(cfg):
-        value, choices, low, high = getattr(cfg, f.name), *(f.metadata[key] for key in ("choices", "low", "high"))
+        value, choices, low, high = (
+            getattr(cfg, f.name),
+            *(f.metadata[key] for key in ("choices", "low", "high")),
+        )
         types = f.type if f.type in (bool, str) else f.type | int
         fits = isinstance(value, types) and isinstance(value, bool) == (f.type is bool)
         need(fits, cfg, f.name, f"must be {kinds.get(f.type, 'a number')}")
         need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices)}")
-        need(not isinstance(value, (int, float)) or low <= value <= high, cfg, f.name, f"must be from {low} to {high}")
+        need(
+            not isinstance(value, (int, float)) or low <= value <= high,
+            cfg,
+            f.name,
+            f"must be from {low} to {high}",
+        )
 
 
 def need(fine, cfg, name: str, why: str) -> None:

@@ -50,16 +50,27 @@ class HeadLogps(torch.autograd.Function):
         # Asked here: backward runs after the autocast block, where the answer on CUDA would be float16.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         hidden, bias = (None if x is None else x.to(dtype) for x in (hidden, bias))
-        ctx.weight, ctx.temperature, ctx.width, ctx.kept = weight, temperature, HEAD_TILE.get(kind, 2**22) // n or 1, {}
+        ctx.weight, ctx.temperature, ctx.width, ctx.kept = (
+            weight,
+            temperature,
+            HEAD_TILE.get(kind, 2**22) // n or 1,
+            {},
+        )
         with torch.autocast(kind, enabled=False):  # what follows the product is in float32
-            for tile, _, logits, place, inside in HeadLogps.tiles(ctx, hidden, weight, bias, targets):
+            for tile, _, logits, place, inside in HeadLogps.tiles(
+                ctx, hidden, weight, bias, targets
+            ):
                 top = logits.amax(-1)
                 exps = logits.sub(top[:, None]).exp_()
                 target = logits.gather(-1, place).where(inside, 0)[:, 0]
-                parts.append((target, top, exps.sum(-1), torch.linalg.vecdot(exps, logits)))  # [n] each
+                parts.append(
+                    (target, top, exps.sum(-1), torch.linalg.vecdot(exps, logits))
+                )  # [n] each
                 if n * tile.stop <= HEAD_KEPT or tile.start == 0:
                     ctx.kept[tile.start] = logits
-        target, tops, totals, moments = (torch.stack(part) for part in zip(*parts, strict=True))  # [tiles, n] each
+        target, tops, totals, moments = (
+            torch.stack(part) for part in zip(*parts, strict=True)
+        )  # [tiles, n] each
         norm = (tops + totals.log()).logsumexp(0)
         entropy = norm - ((tops - norm).exp() * moments).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, norm)
@@ -74,16 +85,26 @@ class HeadLogps(torch.autograd.Function):
         grad_bias = None if bias is None else torch.empty_like(bias, dtype=grads.dtype)
         learns, adds = ctx.needs_input_grad[1], False  # else frozen
         if learns and ctx.weight.is_leaf:
-            with contextlib.suppress(RuntimeError):  # of torch.autograd.grad, to which it is returned
-                adds = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(ctx.weight).node)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of torch.autograd.grad, to which it is returned
+                adds = torch._C._will_engine_execute_node(
+                    torch.autograd.graph.get_gradient_edge(ctx.weight).node
+                )
         if adds and ctx.weight.grad is None:
             ctx.weight.grad = torch.zeros_like(weight)
         if learns:
             grad_weight = ctx.weight.grad if adds else torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for tile, part, logits, place, inside in HeadLogps.tiles(ctx, hidden, weight, bias, targets):
+            for tile, part, logits, place, inside in HeadLogps.tiles(
+                ctx, hidden, weight, bias, targets
+            ):
                 softmax = logits.sub_(norm[:, None]).exp_()
-                grad_logits = softmax.mul_(-grads).scatter_add_(-1, place, grads.where(inside, 0)).to(hidden.dtype)
+                grad_logits = (
+                    softmax.mul_(-grads)
+                    .scatter_add_(-1, place, grads.where(inside, 0))
+                    .to(hidden.dtype)
+                )
                 grad_hidden += grad_logits @ part
                 if grad_weight is not None:
                     grad_weight[tile] += grad_logits.T @ hidden
@@ -116,23 +137,35 @@ def rows_of(samples, packs: bool, multiple: int = 1) -> dict:
     P = np.array([len(s.prompt.ids) for s in samples])  # [N]
     C = np.array([len(s.completion_ids) for s in samples])  # [N]
     N, T = len(samples), int(C[0])
-    row = dict(shape=(N, T), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64))
+    row = dict(
+        shape=(N, T), targets=np.concatenate([s.completion_ids for s in samples]).astype(np.int64)
+    )
     row |= dict(place=spans(order * T, C))
     if not packs:
-        ids = padded([np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64)  # [N, L]
+        ids = padded(
+            [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64
+        )  # [N, L]
         return row | dict(ids=ids, read=spans(np.arange(N) * ids.shape[1] + P - 1, C))
     prompts = {s.group: s.prompt.ids for s in samples}
-    ids = np.concatenate([*prompts.values(), *(s.completion_ids[:-1] for s in samples)]).astype(np.int64)
+    ids = np.concatenate([*prompts.values(), *(s.completion_ids[:-1] for s in samples)]).astype(
+        np.int64
+    )
     sizes = np.array([*map(len, prompts.values()), *(C - 1)])
     starts = np.cumsum(sizes) - sizes
     number = {group: i for i, group in enumerate(prompts)}
-    prompt_start, start = starts[[number[s.group] for s in samples]], starts[len(prompts) :]  # [N] each
+    prompt_start, start = (
+        starts[[number[s.group] for s in samples]],
+        starts[len(prompts) :],
+    )  # [N] each
     first, zero = starts[: len(prompts)], np.zeros(len(prompts), np.int64)
     positions = spans(np.concatenate([zero, P]), sizes)
     read = spans(start - 1, C)
     read[np.cumsum(C) - C] = prompt_start + P - 1  # a first token follows its prompt
     blocks = [block(first, zero, first, sizes[: len(prompts)], multiple)]
-    blocks += [block(prompt_start[part], P[part], start[part], C[part] - 1, multiple) for part in two_parts(C)]
+    blocks += [
+        block(prompt_start[part], P[part], start[part], C[part] - 1, multiple)
+        for part in two_parts(C)
+    ]
     return row | dict(ids=ids[None], positions=positions[None], read=read, blocks=blocks)
 
 
@@ -141,7 +174,9 @@ def two_parts(lengths) -> list[slice]:
     N, cuts = len(lengths), np.arange(len(lengths))
     area = cuts * lengths[0] + (N - cuts) * lengths  # of the rows before the cut and those after it
     cut = area.argmin() if 5 * area.min() < 4 * N * lengths[0] else 0
-    return [slice(a, b) for a, b in ((0, cut), (cut, N)) if a < b and lengths[a] > 1]  # 1: nothing follows the prompts
+    return [
+        slice(a, b) for a, b in ((0, cut), (cut, N)) if a < b and lengths[a] > 1
+    ]  # 1: nothing follows the prompts
 
 
 def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
@@ -172,7 +207,9 @@ def told(model, blocks):
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    AttentionMaskInterface.register("packed", functools.partial(packed_masks, blocks) if blocks else sdpa_mask)
+    AttentionMaskInterface.register(
+        "packed", functools.partial(packed_masks, blocks) if blocks else sdpa_mask
+    )
     for layer in layers:
         layer.training = torch.is_grad_enabled()
     try:
@@ -202,7 +239,9 @@ def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
 
 def shares_keys(attention_mask, key, value) -> bool:
     """For transformers: grouped heads without copies of keys? On CUDA only for flash; the other kernel is quadratic."""
-    flash = not key.is_cuda or (value.itemsize == 2 and torch.cuda.get_device_properties(key.device).major >= 8)
+    flash = not key.is_cuda or (
+        value.itemsize == 2 and torch.cuda.get_device_properties(key.device).major >= 8
+    )
     return flash and attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
 
 
@@ -216,10 +255,16 @@ def packed_attention(module, query, key, value, attention_mask, **options):
     parts = []
     for q_from, k_from, real, bias in attention_mask:
         q, k, v = (
-            x[0].transpose(0, 1).index_select(0, source.flatten()).unflatten(0, source.shape).transpose(1, 2)
+            x[0]
+            .transpose(0, 1)
+            .index_select(0, source.flatten())
+            .unflatten(0, source.shape)
+            .transpose(1, 2)
             for x, source in ((query, q_from), (key, k_from), (value, k_from))
         )  # [N, heads, T or K, D]
-        short = k.shape[2] <= (1024 if v.dtype == torch.bfloat16 else 256)  # its square is kept for backward
+        short = k.shape[2] <= (
+            1024 if v.dtype == torch.bfloat16 else 256
+        )  # its square is kept for backward
         by_products = options.get("softcap") or (short and v.device.type == "cpu")
         attend = attention_by_products if by_products else sdpa_attention_forward
         out = attend(module, q, k, v, bias, **options)[0]  # [N, T, heads, D]
@@ -232,8 +277,12 @@ def attention_by_products(module, query, key, value, bias, scaling=None, softcap
     models that cap its scores, which no fused kernel does. bias [N or 1, 1, T, K], or None: causal."""
     (N, heads, T, D), (few, K) = query.shape, key.shape[1:3]
     if bias is None:
-        bias = torch.full((T, K), -torch.inf, dtype=value.dtype, device=value.device).triu(1)[None, None]
-    query = (query * (scaling or D**-0.5)).to(value.dtype).reshape(N, few, -1, D)  # heads that have one key: as rows
+        bias = torch.full((T, K), -torch.inf, dtype=value.dtype, device=value.device).triu(1)[
+            None, None
+        ]
+    query = (
+        (query * (scaling or D**-0.5)).to(value.dtype).reshape(N, few, -1, D)
+    )  # heads that have one key: as rows
     scores = (query @ key.to(value.dtype).transpose(2, 3)).view(N, few, -1, T, K)
     if softcap:
         scores = softcap * (scores / softcap).tanh()

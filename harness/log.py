@@ -25,7 +25,9 @@ LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say
 def gap_metrics(log_ratio, cfg, world: World) -> dict:
     """How far the sampler is from the trainer, over all ranks, from log(trainer / sampler) of this rank's tokens [n].
     Stops the run if the sampler is not the policy. {}: it drew none of them."""
-    log_ratio = log_ratio[~log_ratio.isinf()]  # inf: a token that the sampler did not draw. NaN stays, and ends the run
+    log_ratio = log_ratio[
+        ~log_ratio.isinf()
+    ]  # inf: a token that the sampler did not draw. NaN stays, and ends the run
     gap, weight = log_ratio.abs(), log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
     sums = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist()
     most = torch.stack([gap.max(), weight.max()]).tolist() if len(gap) else [0.0, 0.0]
@@ -42,9 +44,16 @@ def gap_metrics(log_ratio, cfg, world: World) -> dict:
             "log-probabilities before the temperature, top-p or top-k in the sampler, another prompt or chat template "
             "than the one that was scored, another dtype"
         )
-    name, metrics = "sampling/importance_sampling_ratio", dict(sampler_gap=total / n, sampler_gap_max=worst)
+    name, metrics = (
+        "sampling/importance_sampling_ratio",
+        dict(sampler_gap=total / n, sampler_gap_max=worst),
+    )
     if cfg.tis_cap:  # ess: the effective share of the tokens
-        metrics |= {f"{name}/mean": weight / n, f"{name}/max": largest, "tis_ess": weight**2 / (n * square)}
+        metrics |= {
+            f"{name}/mean": weight / n,
+            f"{name}/max": largest,
+            "tis_ess": weight**2 / (n * square),
+        }
     return metrics
 
 
@@ -57,7 +66,9 @@ def samples_to_note(samples, cfg) -> list:
     groups = {}
     for s in written:
         groups.setdefault(s.group, []).append(s)
-    noted = max(groups.values(), key=lambda group: sum(abs(advantage_of(s)) for s in group), default=[])
+    noted = max(
+        groups.values(), key=lambda group: sum(abs(advantage_of(s)) for s in group), default=[]
+    )
     ends = np.cumsum([len(s.completion_ids) for s in noted])
     return [s for s, end in zip(noted, ends, strict=True) if s.in_loss and end <= LOGGED]
 
@@ -75,7 +86,9 @@ def sample_metrics(samples, cfg) -> dict:
     rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
     lengths = np.array([s.n_sampled for s in samples])
     ended = lengths[[s.finish_reason != "length" for s in samples]]
-    with warnings.catch_warnings(action="ignore"):  # a group all of whose rewards are excluded has no mean
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # a group all of whose rewards are excluded has no mean
         metrics = {
             "reward": np.nan_to_num(np.nanmean(rewards)),
             "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
@@ -85,20 +98,41 @@ def sample_metrics(samples, cfg) -> dict:
         }
         for name in samples[0].parts:
             parts = np.array([s.parts[name] for s in samples], dtype=float)
-            metrics |= {f"rewards/{name}/mean": np.nanmean(parts), f"rewards/{name}/std": np.nanstd(parts, ddof=1)}
+            metrics |= {
+                f"rewards/{name}/mean": np.nanmean(parts),
+                f"rewards/{name}/std": np.nanstd(parts, ddof=1),
+            }
     for kind, part in (("", lengths), ("terminated_", ended)):
         for name in ("mean", "min", "max") if len(part) else ():
             metrics[f"completions/{name}_{kind}length"] = getattr(part, name)()
-    return {name: float(value) for name, value in metrics.items()} | dict(tokens=sum(s.n_tokens for s in samples))
+    return {name: float(value) for name, value in metrics.items()} | dict(
+        tokens=sum(s.n_tokens for s in samples)
+    )
 
 
 def completion_rows(samples, step: int, tokenizer) -> list[dict]:
     """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what note_tokens has."""
     return [
-        dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text, reward=s.reward, parts=s.parts)
-        | dict(advantage=advantage_of(s), length=s.n_sampled, finish_reason=s.finish_reason, row=s.prompt.row)
+        dict(
+            step=step,
+            group=s.group,
+            prompt=s.prompt.text,
+            completion=s.text,
+            reward=s.reward,
+            parts=s.parts,
+        )
+        | dict(
+            advantage=advantage_of(s),
+            length=s.n_sampled,
+            finish_reason=s.finish_reason,
+            row=s.prompt.row,
+        )
         | (dict(logged=s.extra) if s.extra else {})
-        | (dict(tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text)) | s.tokens) if s.tokens else {})
+        | (
+            dict(tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text)) | s.tokens)
+            if s.tokens
+            else {}
+        )
         for s in samples
     ]
 
@@ -128,7 +162,9 @@ class JsonLines:
                 file.truncate(self.size)  # half a line of a write that failed
                 file.write(self.pending)
         except OSError as error:
-            say(f"cannot write {self.path} ({error.strerror}): what is missing waits for the next try")
+            say(
+                f"cannot write {self.path} ({error.strerror}): what is missing waits for the next try"
+            )
         else:
             self.size, self.pending = self.size + len(self.pending), b""
 
@@ -137,7 +173,11 @@ class Log:
     """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step, curves.png, a dashboard."""
 
     def __init__(self, cfg, first: int, started: float, rank0: bool):
-        self.cfg, self.first, self.rank0 = cfg, first, rank0  # first: the step that the run begins after
+        self.cfg, self.first, self.rank0 = (
+            cfg,
+            first,
+            rank0,
+        )  # first: the step that the run begins after
         self.history, self.started, self.loop_started = [], started, time.monotonic()
         if rank0:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
@@ -153,16 +193,31 @@ class Log:
         step, steps = metrics["step"], self.cfg.max_steps
         seconds = (time.monotonic() - self.loop_started) / (step - self.first)
         left = timedelta(seconds=round(seconds * (steps - step)))
-        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if view.is_number(metrics.get(key))]
-        for cause in ("not_finite", "left_out", "nothing_sampled", "at_reference"):  # no_advantage is "no-signal" above
+        shown = [
+            f"{name} {metrics[key]:.3g}"
+            for key, name in SHOWN.items()
+            if view.is_number(metrics.get(key))
+        ]
+        for cause in (
+            "not_finite",
+            "left_out",
+            "nothing_sampled",
+            "at_reference",
+        ):  # no_advantage is "no-signal" above
             if metrics.get(f"skipped_steps/{cause}"):
                 shown.append(f"SKIPPED {metrics[f'skipped_steps/{cause}']} ({cause})")
         line = f"step {step}/{steps} {' '.join(shown)} | {metrics['tokens_per_s']:.0f} tok/s, {left} left"
-        self.add(metrics, rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions], line)
+        self.add(
+            metrics,
+            rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions],
+            line,
+        )
 
     def eval(self, step: int, metrics: dict) -> None:
         """A line of its own, after that of its step."""
-        line = f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}"
+        line = (
+            f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}"
+        )
         self.add(dict(step=step) | metrics, [], line)
 
     def add(self, metrics: dict, rows: list[dict], line: str) -> None:
@@ -201,15 +256,28 @@ class Log:
         evals = [accuracy(m) for m in self.history if m.get("eval_accuracy") is not None]
         values = dict(accuracy_before=evals[0], accuracy_after=evals[-1]) if evals else {}
         values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))
-        values |= dict(train_seconds=f"{now - self.loop_started:.1f}", total_seconds=f"{now - self.started:.1f}")
+        values |= dict(
+            train_seconds=f"{now - self.loop_started:.1f}",
+            total_seconds=f"{now - self.started:.1f}",
+        )
         values |= dict(out_dir=out, samples=f"python view.py {out} --step", curves=curves)
         values |= dict(best=f"{best}, of step {self.best()}") if os.path.islink(best) else {}
         self.report(self.finish)
         say("\n".join(f"{key}: {value}" for key, value in values.items()))
 
 
-SHOWN = {"reward": "reward", "completions/mean_length": "length", "loss": "loss", "grad_norm": "grad"}
-SHOWN |= {"frac_reward_zero_std": "no-signal", "kl": "kl", "sampler_gap": "gap", "failed_rewards": "FAILED REWARDS"}
+SHOWN = {
+    "reward": "reward",
+    "completions/mean_length": "length",
+    "loss": "loss",
+    "grad_norm": "grad",
+}
+SHOWN |= {
+    "frac_reward_zero_std": "no-signal",
+    "kl": "kl",
+    "sampler_gap": "gap",
+    "failed_rewards": "FAILED REWARDS",
+}
 
 
 def finite(values):
@@ -235,21 +303,34 @@ def reporter(cfg) -> tuple:
         return lambda metrics, rows: None, lambda: None
     if cfg.report_to == "tensorboard":
         package = None  # it has no tables
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(cfg.out_dir, flush_secs=10)
-        log, finish = lambda values, step: [writer.add_scalar(*item, step) for item in values.items()], writer.close
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+            cfg.out_dir, flush_secs=10
+        )
+        log, finish = (
+            lambda values, step: [writer.add_scalar(*item, step) for item in values.items()],
+            writer.close,
+        )
     else:
         package, pandas = importlib.import_module(cfg.report_to), importlib.import_module("pandas")
         os.environ.setdefault("WANDB_DIR", cfg.out_dir)
         resume = "allow" if cfg.resume == "latest" else "never"
-        run = package.init(project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume)
+        run = package.init(
+            project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume
+        )
         log, finish = lambda values, step: run.log(values, step=step), run.finish
 
     def send(metrics, rows):
-        found = {f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v for k, v in metrics.items()}
+        found = {
+            f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v
+            for k, v in metrics.items()
+        }
         values = {name: value for name, value in found.items() if view.is_number(value)}
         if rows and package:
             names = ("step", "prompt", "completion", "advantage")
-            table = [{name: row[name] for name in names} | row["parts"] | row.get("logged", {}) for row in rows]
+            table = [
+                {name: row[name] for name in names} | row["parts"] | row.get("logged", {})
+                for row in rows
+            ]
             values["completions"] = package.Table(dataframe=pandas.DataFrame(table))
         log(values, metrics["step"])
 

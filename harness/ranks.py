@@ -41,7 +41,12 @@ class World:
 def pick_device(kind: str) -> torch.device:
     """The device of this rank, and of what torch makes by itself. auto: never a silent run on the CPU beside a GPU."""
     cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
-    if kind == "auto" and torch.version.cuda and not cuda and os.path.exists("/proc/driver/nvidia/version"):
+    if (
+        kind == "auto"
+        and torch.version.cuda
+        and not cuda
+        and os.path.exists("/proc/driver/nvidia/version")
+    ):
         why = f"torch for CUDA {torch.version.cuda} needs a newer driver than the GPU here has"
         raise ConfigError(f"--device auto: {why}; or say --device cpu")
     if kind == "auto":
@@ -49,7 +54,9 @@ def pick_device(kind: str) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     if local >= torch.cuda.device_count():
-        raise ConfigError(f"--device cuda: torch sees {torch.cuda.device_count()} GPUs, and this is local rank {local}")
+        raise ConfigError(
+            f"--device cuda: torch sees {torch.cuda.device_count()} GPUs, and this is local rank {local}"
+        )
     torch.cuda.set_device(local)
     return torch.device(kind, local)
 
@@ -60,10 +67,16 @@ def join_world(device: torch.device) -> World:
         return World(0, 1, device)
     if not dist.is_initialized():
         store, rank, size = next(rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun --max_restarts keeps the addresses of the dead
-            store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if (
+            os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        ):  # torchrun --max_restarts keeps the addresses of the dead
+            store = dist.PrefixStore(
+                f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+            )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30)
+        )
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -34,20 +34,47 @@ class Run:
     track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
     """
 
-    def __init__(self, cfg, world: World, checkpoint: Checkpoint | None, started: float, command_line=False, code=None):
+    def __init__(
+        self,
+        cfg,
+        world: World,
+        checkpoint: Checkpoint | None,
+        started: float,
+        command_line=False,
+        code=None,
+    ):
         """code: {path: SHA-256} of the files that rewards come from."""
-        self.world, self.checkpoint, self.command_line, self.rank0 = world, checkpoint, command_line, world.rank == 0
+        self.world, self.checkpoint, self.command_line, self.rank0 = (
+            world,
+            checkpoint,
+            command_line,
+            world.rank == 0,
+        )
         self.step = self.first = checkpoint.state["step"] if checkpoint else 0
         if len(set(world.gather([self.first]))) > 1:
-            raise TrainingError(f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it")
+            raise TrainingError(
+                f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it"
+            )
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
         self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
         self.exits.callback(leave_world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
         self.saved = self.first if checkpoint and checkpoint.path == self.path_of(self.first) else 0
-        self.lock, self.changing = threading.RLock(), False  # held while weights change and while they are saved
-        self.asked, self.left = 0.0, False  # when the first signal came; whether nothing is left to save
-        self.parts, self.alone, self.due, self.bad, self.said = {}, True, False, 0, False  # said: how a reward failed
+        self.lock, self.changing = (
+            threading.RLock(),
+            False,
+        )  # held while weights change and while they are saved
+        self.asked, self.left = (
+            0.0,
+            False,
+        )  # when the first signal came; whether nothing is left to save
+        self.parts, self.alone, self.due, self.bad, self.said = (
+            {},
+            True,
+            False,
+            0,
+            False,
+        )  # said: how a reward failed
         self.log = Log(cfg, self.first, started, self.rank0)
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
@@ -57,9 +84,13 @@ class Run:
         optimizer.register_step_pre_hook(lambda *_: self.change())
         if not self.checkpoint:
             return self.world.first(self.try_to_save)
-        given = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        given = [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
         self.restore(self.checkpoint.state)
-        for group, own in zip(optimizer.param_groups, given, strict=True):  # flags that are given now win
+        for group, own in zip(
+            optimizer.param_groups, given, strict=True
+        ):  # flags that are given now win
             group.update(own)
 
     def try_to_save(self) -> None:
@@ -75,16 +106,24 @@ class Run:
     def restore(self, state: dict) -> None:
         for name, (_, load) in self.parts.items():
             if name not in state:
-                raise ConfigError(f"--resume {self.checkpoint.path}: it holds no {name}, which is needed here")
+                raise ConfigError(
+                    f"--resume {self.checkpoint.path}: it holds no {name}, which is needed here"
+                )
             load(state.pop(name))  # pop: nothing else keeps it in memory
         changed = [name for name, old in state["config"].items() if self.config.get(name) != old]
-        changed = ", ".join(name for name in changed if name not in ("resume", "out_dir")) or "nothing"
-        say(f"resumed from {self.checkpoint.path} at step {self.first}; changed since then: {changed}")
+        changed = (
+            ", ".join(name for name in changed if name not in ("resume", "out_dir")) or "nothing"
+        )
+        say(
+            f"resumed from {self.checkpoint.path} at step {self.first}; changed since then: {changed}"
+        )
 
     def introduce(self, defaults, what: str) -> None:
         say(f"flags: {differing_flags(self.cfg, defaults)}")
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
-        say(f"{self.cfg.model}: {size:.2f} M parameters on {self.world.device}, {self.world.size} rank(s); {what}")
+        say(
+            f"{self.cfg.model}: {size:.2f} M parameters on {self.world.device}, {self.world.size} rank(s); {what}"
+        )
 
     def steps(self):
         """The numbers of the steps that are left. After each one: what is due is saved."""
@@ -92,7 +131,9 @@ class Run:
             with contextlib.suppress(OSError):
                 self.tidy()  # an eval that was made again may have another best
         for step in range(self.first + 1, self.cfg.max_steps + 1):
-            torch.manual_seed(seed_of(self.cfg.seed, 2, step, self.world.rank))  # for a changed copy that draws
+            torch.manual_seed(
+                seed_of(self.cfg.seed, 2, step, self.world.rank)
+            )  # for a changed copy that draws
             yield step
             every, asked = self.cfg.save_every, os.path.join(self.cfg.out_dir, "save")
             due = [self.due, step == self.cfg.max_steps, bool(every) and step % every == 0]
@@ -126,7 +167,9 @@ class Run:
         self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
         if self.bad == BAD_STEPS:
             why = "lower --learning_rate, look at the rewards and at completions.jsonl, and go on with --resume"
-            raise TrainingError(f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}")
+            raise TrainingError(
+                f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}"
+            )
 
     def failures(self, scores: list, step: int, n_samples: int) -> dict:
         """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
@@ -135,20 +178,33 @@ class Run:
             self.said = True
             say(line)
         failed = sum(sum(s.failed) for s in scores)
-        if step == 1 and failed + sum(math.isnan(total) for s in scores for total in s.totals) == n_samples:
-            why = "failed; the line above says how the first one did" if failed else "returned None, for every sample"
+        if (
+            step == 1
+            and failed + sum(math.isnan(total) for s in scores for total in s.totals) == n_samples
+        ):
+            why = (
+                "failed; the line above says how the first one did"
+                if failed
+                else "returned None, for every sample"
+            )
             raise TrainingError(f"every reward of the first step {why}")
         causes = sum((s.failures for s in scores), Counter())
-        metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(failed_rewards=failed or None)
+        metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(
+            failed_rewards=failed or None
+        )
         for name in sorted({name for s in scores for name in s.metrics}):
-            values = [value for s in scores if (value := s.metrics.get(name)) is not None]  # not every one is finite
+            values = [
+                value for s in scores if (value := s.metrics.get(name)) is not None
+            ]  # not every one is finite
             metrics[f"logged/{name}"] = sum(values) / len(values) if values else None
         return metrics
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
         done = any(m["step"] == step and "eval_accuracy" in m for m in self.log.history[-1:])
-        due = step in (0, self.cfg.max_steps) or bool(self.cfg.eval_every and step % self.cfg.eval_every == 0)
+        due = step in (0, self.cfg.max_steps) or bool(
+            self.cfg.eval_every and step % self.cfg.eval_every == 0
+        )
         return bool(self.cfg.eval_data) and self.world.first(lambda: due and not done)
 
     def record_eval(self, step: int, metrics: dict) -> None:
@@ -160,7 +216,9 @@ class Run:
 
     def save(self) -> None:
         """Rank 0 writes the last whole step. A save that fails is said: the run goes on, the next save tries again."""
-        cuda = self.world.device.type == "cuda"  # a stream of its own does not wait for what a lost rank never joins
+        cuda = (
+            self.world.device.type == "cuda"
+        )  # a stream of its own does not wait for what a lost rank never joins
         with self.lock, torch.cuda.stream(torch.cuda.Stream(self.world.device) if cuda else None):
             state = {}
             try:
@@ -176,12 +234,16 @@ class Run:
             except Exception as error:  # a full disk has half a dozen types, too
                 if not (self.alone or state):
                     raise  # the other ranks wait for this one
-                say(f"step {self.step}: could not save ({first_line(error)}); the checkpoint before stands")
+                say(
+                    f"step {self.step}: could not save ({first_line(error)}); the checkpoint before stands"
+                )
 
     def tidy(self) -> None:
         """Keeps the newest checkpoints and the best one, to which the link `best` points."""
         best, link = self.path_of(self.log.best()), os.path.join(self.cfg.out_dir, "best")
-        past = [path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)]  # later: damaged
+        past = [
+            path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)
+        ]  # later: damaged
         for path in set(past[: -self.cfg.keep] if self.cfg.keep else []) - {best}:
             shutil.rmtree(path)
         if os.path.isdir(best):
@@ -193,7 +255,11 @@ class Run:
         """Saves what the last whole step left, if it is not saved yet and still there; says what stands."""
         if self.step > self.first and self.alone and not self.changing:
             self.save()
-        stands = f"{self.path_of(self.saved)} is saved; go on with --resume" if self.saved else "nothing is saved"
+        stands = (
+            f"{self.path_of(self.saved)} is saved; go on with --resume"
+            if self.saved
+            else "nothing is saved"
+        )
         say(f"{why}stopped in step {self.step + 1}, {stands}")
 
     def __enter__(self):
@@ -202,9 +268,13 @@ class Run:
             os.set_blocking(tell, False)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # which nohup asks for
-                    self.exits.callback(signal.signal, number, signal.signal(number, self.on_signal))
+                    self.exits.callback(
+                        signal.signal, number, signal.signal(number, self.on_signal)
+                    )
             self.exits.callback(os.close, tell)  # ends the thread
-            self.exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(tell, warn_on_full_buffer=False))
+            self.exits.callback(
+                signal.set_wakeup_fd, signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+            )
             threading.Thread(target=self.watch, args=(hear,), daemon=True).start()
         return self
 
@@ -246,7 +316,9 @@ class Run:
             self.lock.release()
         while self.asked and self.command_line:  # until stop() ends the process
             time.sleep(1)
-        hidden = () if error is None else (Exception,)  # what follows from an error does not hide it
+        hidden = (
+            () if error is None else (Exception,)
+        )  # what follows from an error does not hide it
         with contextlib.suppress(*hidden), self.exits, self.lock:
             self.left = True
             if error is not None:

@@ -10,7 +10,9 @@ class SeededSampling:
     Plugs into generate as a logits processor: picks the token, notes its log-probability, leaves no other choice.
     """
 
-    def __init__(self, streams: list[tuple], temperature: float, max_length: int, device: torch.device):
+    def __init__(
+        self, streams: list[tuple], temperature: float, max_length: int, device: torch.device
+    ):
         self.where = "cpu" if device.type == "mps" else device  # in float64, which MPS lacks
         uniforms = np.stack([np.random.default_rng(s).random(max_length) for s in streams])
         self.uniforms = torch.from_numpy(uniforms).to(self.where)  # [N, T]
@@ -23,7 +25,9 @@ class SeededSampling:
         else:
             cumulative = logps.to(self.where).double().exp_().cumsum(-1)  # [N, V]
             point = self.uniforms[:, len(self.logps), None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[-1] - 1)
+            token = torch.searchsorted(cumulative, point, right=True).clamp(
+                max=logits.shape[-1] - 1
+            )
             token = token.to(logits.device)
         self.logps.append(logps.gather(-1, token).squeeze(-1))
         return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)

@@ -27,19 +27,25 @@ class Worker:
     reach it, and it can be killed with everything that it started. It starts when it is first needed."""
 
     def __init__(self, rewards: list[Reward], timeout: float, memory: int):
-        files = [(reward.name, reward.path, reward.text) for reward in rewards if not reward.trusted]
+        files = [
+            (reward.name, reward.path, reward.text) for reward in rewards if not reward.trusted
+        ]
         self.settings, self.timeout, self.process = (files, memory, timeout), timeout, None
 
     def call(self, *question) -> Outcome:
         try:
-            if self.process is None or self.connection.poll():  # an idle worker says nothing: this is its end
+            if (
+                self.process is None or self.connection.poll()
+            ):  # an idle worker says nothing: this is its end
                 self.start()
             return self.ask(question, self.timeout)
         except TimeoutError as error:
             self.kill()
             return Outcome(None, "timeout", str(error))
         except (OSError, EOFError):
-            time.sleep(0.3)  # for the exit code to be its own; without wait(), so that kill() finds its group
+            time.sleep(
+                0.3
+            )  # for the exit code to be its own; without wait(), so that kill() finds its group
             return Outcome(None, "died", f"the worker ended with exit code {self.kill()}")
 
     def start(self):
@@ -57,7 +63,9 @@ class Worker:
         return Outcome(*self.connection.recv())
 
     def kill(self) -> int | None:
-        if self.process and self.process.returncode is None:  # else its number may be another's by now
+        if (
+            self.process and self.process.returncode is None
+        ):  # else its number may be another's by now
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process and self.process.wait()
@@ -69,7 +77,9 @@ def serve():
         del sys.modules[name]  # a user's own modules may be called so
     connection, worker = Connection(os.dup(0)), os.getpid()
     os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that reads from stdin gets nothing, not its next call
+    os.dup2(
+        os.open(os.devnull, os.O_RDONLY), 0
+    )  # a function that reads from stdin gets nothing, not its next call
     sys.stdout = sys.stderr
 
     def end_with(trainer: int):
@@ -80,9 +90,14 @@ def serve():
     try:
         trainer, path, files, memory, timeout = connection.recv()
         threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-        sys.path[:] = [*(os.path.dirname(file) for _, file, _ in files if file), *path]  # for imports within a call
+        sys.path[:] = [
+            *(os.path.dirname(file) for _, file, _ in files if file),
+            *path,
+        ]  # for imports within a call
         rewards = {name: find_reward(name, file, text) for name, file, text in files}
-        memory += 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on top of what the imports took
+        memory += (
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )  # on top of what the imports took
         _limit(resource.RLIMIT_DATA, memory)
         outcome = Outcome([])
         while True:
@@ -107,34 +122,51 @@ class Scorer:
     Causes of failure: exception, invalid (no finite number), timeout, memory, died (exit, crash)."""
 
     def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
-        self.rewards, self.workers = rewards, [Worker(rewards, timeout, memory) for _ in range(workers)]
+        self.rewards, self.workers = (
+            rewards,
+            [Worker(rewards, timeout, memory) for _ in range(workers)],
+        )
 
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
         n, singles = len(rows), [[i] for i in range(len(rows))]
-        scores = Scores([math.nan] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n)
+        scores = Scores(
+            [math.nan] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n
+        )
         for reward in self.rewards:
             together = reward.batched and n > 1
-            results = self._outcomes(reward, [list(range(n))] if together else singles, completions, rows)
+            results = self._outcomes(
+                reward, [list(range(n))] if together else singles, completions, rows
+            )
             if together and (failed := results[0][1]).values is None:
                 line = f"reward {reward.name} failed on {n} samples at once, now one by one"
-                scores.first_failure = scores.first_failure or f"{line}: {failed.cause}: {failed.message}"
+                scores.first_failure = (
+                    scores.first_failure or f"{line}: {failed.cause}: {failed.message}"
+                )
                 results = self._outcomes(reward, singles, completions, rows)
             for job, outcome in results:
                 scores.add(reward, job, outcome, rows)
         return scores
 
-    def _outcomes(self, reward: Reward, jobs: list[list[int]], completions: list[str], rows: list[dict]) -> list:
+    def _outcomes(
+        self, reward: Reward, jobs: list[list[int]], completions: list[str], rows: list[dict]
+    ) -> list:
         """One call for each job, which is a list of samples: [(job, outcome)]."""
         if reward.trusted:
             return [([i], call_reward(reward, [completions[i]], [rows[i]])) for [i] in jobs]
-        jobs = random.Random(0).sample(jobs, len(jobs))  # one prompt that hangs does not end the step for the others
+        jobs = random.Random(0).sample(
+            jobs, len(jobs)
+        )  # one prompt that hangs does not end the step for the others
         waiting, results = iter(jobs), []
 
         def run(worker: Worker):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as in the process then: Ctrl-C is the trainer's
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # as in the process then: Ctrl-C is the trainer's
             for job in waiting:
-                tired = [outcome.cause for _, outcome in results[-PATIENCE:]] == ["timeout"] * PATIENCE
+                tired = [outcome.cause for _, outcome in results[-PATIENCE:]] == [
+                    "timeout"
+                ] * PATIENCE
                 call = reward.name, [completions[i] for i in job], [rows[i] for i in job]
                 results.append((job, GIVEN_UP if tired else worker.call(*call)))
 

@@ -18,7 +18,14 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install reasoning-gym") from None
 
 
-def split(task: str, size: int = 2000, held_out: float = 0.4, kind=None, sign_marks: float = 0.0, **options) -> tuple:
+def split(
+    task: str,
+    size: int = 2000,
+    held_out: float = 0.4,
+    kind=None,
+    sign_marks: float = 0.0,
+    **options,
+) -> tuple:
     """Two functions, for --train_data and --eval_data. Questions of the same words, in whatever order, are on the same
     side: with 5 - 9 also 9 - 5 and 5 + 9 are held out. Easy tasks have fewer questions than `size`: each is a row once.
 
@@ -38,7 +45,11 @@ def split(task: str, size: int = 2000, held_out: float = 0.4, kind=None, sign_ma
     def train() -> list[dict]:
         found = [row | dict(sign_marks=sign_marks) for row in rows(False)]
         kinds = collections.Counter(map(kind, found)) if kind else {}
-        return [row for row in found for _ in range(math.ceil(max(kinds.values()) / kinds[kind(row)]) if kind else 1)]
+        return [
+            row
+            for row in found
+            for _ in range(math.ceil(max(kinds.values()) / kinds[kind(row)]) if kind else 1)
+        ]
 
     return train, lambda: rows(True)
 
@@ -48,11 +59,17 @@ def score(completion: str, row: dict) -> float:
     Else 0.0, or the row's `sign_marks`: the scorer's own marks for a part of the answer pay -4 and 14 where 4 is asked.
     """
     answer = row["answer"]
-    pattern = r"(?:(?<![\w)])-)?\d+(?:\.\d+)?" if re.fullmatch(r"-?\d+(\.\d+)?", answer) else r"\S.*"
+    pattern = (
+        r"(?:(?<![\w)])-)?\d+(?:\.\d+)?" if re.fullmatch(r"-?\d+(\.\d+)?", answer) else r"\S.*"
+    )
     found = re.findall(pattern, completion)
     if reasoning_gym.get_score_answer_fn(row["task"])(found[-1] if found else None, row) >= 1:
         return 1.0
-    return row.get("sign_marks", 0.0) if found and found[-1].startswith("-") == answer.startswith("-") else 0.0
+    return (
+        row.get("sign_marks", 0.0)
+        if found and found[-1].startswith("-") == answer.startswith("-")
+        else 0.0
+    )
 
 
 def sum_kind(row: dict) -> tuple:
@@ -69,6 +86,8 @@ def sums() -> list[dict]:
 
 ONE_DIGIT = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
 one_digit, sums_eval = split("chain_sum", kind=sum_kind, sign_marks=0.3, **ONE_DIGIT)
-two_digits, _ = split("chain_sum", 60_000, 0.0, sign_marks=0.3, **ONE_DIGIT | dict(min_digits=2, max_digits=2))
+two_digits, _ = split(
+    "chain_sum", 60_000, 0.0, sign_marks=0.3, **ONE_DIGIT | dict(min_digits=2, max_digits=2)
+)
 gcd, gcd_eval = split("gcd", min_value=2, max_value=12)
 products, products_eval = split("products", **ONE_DIGIT)

@@ -30,7 +30,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 PAD, EOS, UNK, THINK, END_THINK = "<pad>", "<eos>", "<unk>", "<think>", "</think>"
 VOCABULARY = [PAD, EOS, UNK, THINK, END_THINK, *"0123456789+= "]
-PROMPT_LENGTH, MAX_COMPLETION = 8, 32  # "123+045=" is 8 tokens; the longest demonstration ends at 31
+PROMPT_LENGTH, MAX_COMPLETION = (
+    8,
+    32,
+)  # "123+045=" is 8 tokens; the longest demonstration ends at 31
 TRAIN_ROWS, EVAL_ROWS, COUNTDOWN_ROWS = 4000, 500, 12
 THINKING_SHARE = 0.2
 
@@ -44,7 +47,9 @@ def prompt_of(a, b):
 
 def answer_at_once(a, b):
     """The snap answer: every column is added on its own and its carry is lost, 123+049 -> 162."""
-    digits = "".join(str((int(x) + int(y)) % 10) for x, y in zip(f"{a:03d}", f"{b:03d}", strict=True))
+    digits = "".join(
+        str((int(x) + int(y)) % 10) for x, y in zip(f"{a:03d}", f"{b:03d}", strict=True)
+    )
     return str(int(digits)) + EOS
 
 
@@ -77,7 +82,9 @@ def reachable(values):
     for i, j in combinations(range(len(values)), 2):
         x, y = values[i], values[j]
         rest = [v for k, v in enumerate(values) if k not in (i, j)]
-        results = {x + y, x - y, y - x, x * y} | ({x / y} if y else set()) | ({y / x} if x else set())
+        results = (
+            {x + y, x - y, y - x, x * y} | ({x / y} if y else set()) | ({y / x} if x else set())
+        )
         for result in results:
             found |= reachable([*rest, result])
     return found
@@ -87,7 +94,9 @@ def countdown_rows(rng, count):
     rows = []
     for index in range(count):
         numbers = rng.sample(range(2, 26), 3 if index % 2 == 0 else 4)
-        targets = sorted(int(t) for t in reachable([Fraction(n) for n in numbers]) if t.denominator == 1)
+        targets = sorted(
+            int(t) for t in reachable([Fraction(n) for n in numbers]) if t.denominator == 1
+        )
         target = rng.choice([t for t in targets if 10 <= t <= 100])
         prompt = (
             f"Using each of the numbers {numbers} exactly once, write an expression with + - * / and "
@@ -107,7 +116,9 @@ def write_jsonl(path, rows):
 
 def build_tokenizer():
     """One token per character.  The think tags are plain added tokens, so decoding keeps them."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
+    core = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK)
+    )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()  # join without spaces
     core.add_tokens([AddedToken(tag, normalized=False) for tag in (THINK, END_THINK)])
@@ -165,13 +176,18 @@ def completion_loss(model, tokenizer, texts):
     targets = ids[:, PROMPT_LENGTH:]  # (batch, completion)
     logits = model(ids).logits[:, PROMPT_LENGTH - 1 : -1]  # (batch, completion, vocabulary)
     loss = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=tokenizer.pad_token_id, reduction="sum"
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=tokenizer.pad_token_id,
+        reduction="sum",
     )
     return loss, (targets != tokenizer.pad_token_id).sum()
 
 
 def pretrain(model, tokenizer, rng, held_out, steps, batch_size, learning_rate):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
     thinking = round(batch_size * THINKING_SHARE)
     started = time.perf_counter()
     for step in range(steps):
@@ -202,7 +218,9 @@ def pretrain(model, tokenizer, rng, held_out, steps, batch_size, learning_rate):
 def measure(model, tokenizer, problems, sample, begin=""):
     """Decode every problem (after `begin`, if given) and print accuracy, thinking share and length."""
     prompts = tokenizer([prompt_of(a, b) + begin for a, b in problems], return_tensors="pt")
-    ids = model.generate(**prompts, do_sample=sample, max_new_tokens=MAX_COMPLETION)  # (batch, length)
+    ids = model.generate(
+        **prompts, do_sample=sample, max_new_tokens=MAX_COMPLETION
+    )  # (batch, length)
     ids = ids[:, PROMPT_LENGTH:]  # (batch, completion)
     right = {True: [], False: []}  # by whether the completion thinks
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -221,14 +239,18 @@ def measure(model, tokenizer, problems, sample, begin=""):
 
 def main():
     parser = argparse.ArgumentParser(description="Regenerate sample_data/ (model and data files).")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="where to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parent, help="where to write"
+    )
     parser.add_argument("--steps", type=int, default=700, help="pre-training steps")
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # sums depend on how they are split: one thread gives the same file each time
+    torch.set_num_threads(
+        1
+    )  # sums depend on how they are split: one thread gives the same file each time
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -239,12 +261,15 @@ def main():
     train_problems = draw_problems(rng, TRAIN_ROWS, taken)
     for name, problems in (("train", train_problems), ("eval", eval_problems)):
         write_jsonl(
-            args.out / f"{name}.jsonl", [{"prompt": prompt_of(a, b), "answer": str(a + b)} for a, b in problems]
+            args.out / f"{name}.jsonl",
+            [{"prompt": prompt_of(a, b), "answer": str(a + b)} for a, b in problems],
         )
     write_jsonl(args.out / "countdown.jsonl", countdown_rows(rng, COUNTDOWN_ROWS))
 
     tokenizer = build_tokenizer()
-    save_tokenizer(tokenizer, args.out / "model")  # before its first use, which would store padding in it
+    save_tokenizer(
+        tokenizer, args.out / "model"
+    )  # before its first use, which would store padding in it
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     pretrain(model, tokenizer, rng, held_out, args.steps, args.batch_size, args.learning_rate)

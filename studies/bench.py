@@ -49,21 +49,34 @@ import harness.run
 # prompt, completion: tokens, at most. rows: of a TRL micro-batch; budget: tokens of one of ours, no more than TRL's
 # rows have with their padding. without: sides that are left out, where others say the same, or it takes longest.
 # stop: a word's probability to be a completion's last; None: the model has a tokenizer and a task of its own
-REAL = dict(num_prompts=8, num_generations=8, prompt=48, completion=32, beta=0.0, stop=None, steps=1)
+REAL = dict(
+    num_prompts=8, num_generations=8, prompt=48, completion=32, beta=0.0, stop=None, steps=1
+)
 REAL |= dict(rows=32, budget=1024)
-TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, stop=None, steps=8)
+TINY = dict(
+    num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, stop=None, steps=8
+)
 TINY |= dict(rows=32, budget=768)
-RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40, steps=1)
+RANDOM = dict(
+    num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40, steps=1
+)
 RANDOM |= dict(rows=8, budget=560)
-RANDOM |= dict(shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10))
+RANDOM |= dict(
+    shape=dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10)
+)
 RANDOM["shape"] |= dict(num_attention_heads=6, num_key_value_heads=2)
 WORDS = dict(num_prompts=8, num_generations=8, prompt=75, completion=24, beta=0.0, stop=0, steps=1)
 WORDS |= dict(rows=8, budget=4 * 99, without=("trl_hf",))
-WORDS |= dict(shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18))
-WORDS["shape"] |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=256)  # as Gemma 3 270M
+WORDS |= dict(
+    shape=dict(vocab_size=262_144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18)
+)
+WORDS["shape"] |= dict(
+    num_attention_heads=4, num_key_value_heads=1, head_dim=256
+)  # as Gemma 3 270M
 LONG = dict(num_prompts=1, num_generations=16, prompt=512, completion=64, budget=8 * 576)
 SETTINGS = {
-    "135M, its own reward": REAL | dict(reward="answer", compile=True, without=("floor",)),  # as the next one's
+    "135M, its own reward": REAL
+    | dict(reward="answer", compile=True, without=("floor",)),  # as the next one's
     "135M, reward by position": REAL | dict(compile=True, without=("trl_hf",)),
     "bundled": TINY,
     "bundled, 6 tokens": TINY | dict(num_prompts=16, completion=6, rows=64, steps=20),
@@ -91,7 +104,12 @@ def prepare(setting: str, model: str, folder: str) -> dict:
     """Paths of model, rows and reward: the real one, the bundled one, or a model of random weights, whose words are
     all nearly as probable, so that lengths are geometric with mean 1 / stop."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        PreTrainedTokenizerFast,
+    )
 
     spec, rows = SETTINGS[setting], os.path.join(folder, "rows.jsonl")
     with open(os.path.join(folder, "reward.py"), "w") as file:
@@ -99,17 +117,31 @@ def prepare(setting: str, model: str, folder: str) -> dict:
     reward = f"{file.name}:{spec.get('reward', 'position')}"
     if setting.startswith("bundled"):
         data = os.path.join(HERE, "..", "sample_data")
-        return dict(model=os.path.join(data, "model"), rows=os.path.join(data, "train.jsonl"), reward=reward)
+        return dict(
+            model=os.path.join(data, "model"), rows=os.path.join(data, "train.jsonl"), reward=reward
+        )
     rng = np.random.default_rng(0)
     if setting.startswith("135M"):
         with open(rows, "w") as file:
             for a, b in rng.permutation([(a, b) for a in range(10) for b in range(10)]).tolist():
-                question = f"State the final answer to the following arithmetic problem: {a} - {b} ="
-                file.write(json.dumps(dict(prompt=[dict(role="user", content=question)], answer=str(a - b))) + "\n")
+                question = (
+                    f"State the final answer to the following arithmetic problem: {a} - {b} ="
+                )
+                file.write(
+                    json.dumps(
+                        dict(prompt=[dict(role="user", content=question)], answer=str(a - b))
+                    )
+                    + "\n"
+                )
         return dict(model=model, rows=rows, reward=reward)
     vocabulary = spec["shape"]["vocab_size"]
-    names = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")  # ids 0, 1, 2; no word begins like them
-    ids = {word: i for i, word in enumerate([*names.values(), *(f"w{i}" for i in range(3, vocabulary))])}
+    names = dict(
+        pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    )  # ids 0, 1, 2; no word begins like them
+    ids = {
+        word: i
+        for i, word in enumerate([*names.values(), *(f"w{i}" for i in range(3, vocabulary))])
+    }
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
@@ -122,7 +154,9 @@ def prepare(setting: str, model: str, folder: str) -> dict:
         for ids in rng.integers(vocabulary // 2, vocabulary, (64, spec["prompt"])):
             file.write(json.dumps(dict(prompt=" ".join(f"w{i}" for i in ids))) + "\n")
     found = AutoTokenizer.from_pretrained(folder)(f"w{vocabulary - 1} w3").input_ids
-    assert found == [vocabulary - 1, 3], found  # a word is a token (for some model types another tokenizer is loaded)
+    assert found == [vocabulary - 1, 3], (
+        found
+    )  # a word is a token (for some model types another tokenizer is loaded)
     return dict(model=folder, rows=rows, reward=reward)
 
 
@@ -132,7 +166,13 @@ def prepare(setting: str, model: str, folder: str) -> dict:
 
 def clocks() -> np.ndarray:
     """Seconds: wall, CPU, and the system's part of CPU."""
-    return np.array([time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime])
+    return np.array(
+        [
+            time.perf_counter(),
+            time.process_time(),
+            resource.getrusage(resource.RUSAGE_SELF).ru_stime,
+        ]
+    )
 
 
 def resident() -> tuple[int, int]:
@@ -156,7 +196,9 @@ class Record:
 
     def __init__(self, n_timed: int):
         self.steps, self.now, self.inside, self.n_timed = [], {}, None, n_timed
-        self.loaded = self.sampled = 0  # bytes resident before the first step, after the sampling of the last one
+        self.loaded = self.sampled = (
+            0  # bytes resident before the first step, after the sampling of the last one
+        )
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -200,7 +242,10 @@ class Record:
         without gradients; whole: of the step, above what was loaded, gradients and Adam's moments. MB."""
         timed, last = self.steps[1:-1], self.steps[-1]
         names = {name for step in timed for name in (*PHASES, "step", "tokens") if name in step}
-        means = {name: np.mean([step.get(name, 0 * step["step"]) for step in timed], 0).tolist() for name in names}
+        means = {
+            name: np.mean([step.get(name, 0 * step["step"]) for step in timed], 0).tolist()
+            for name in names
+        }
         peak = last["peaks"][1]
         memory = peak - self.sampled - 4 * n_parameters
         whole = max(peak, last["peak"]) - self.loaded - 3 * 4 * n_parameters
@@ -208,8 +253,12 @@ class Record:
 
 
 def flags(files, spec, sampler) -> list[str]:
-    named = dict(model=files["model"], train_data=files["rows"], reward=files["reward"], rollout=sampler)
-    named |= dict(num_prompts=spec["num_prompts"], num_generations=spec["num_generations"], beta=spec["beta"])
+    named = dict(
+        model=files["model"], train_data=files["rows"], reward=files["reward"], rollout=sampler
+    )
+    named |= dict(
+        num_prompts=spec["num_prompts"], num_generations=spec["num_generations"], beta=spec["beta"]
+    )
     named |= dict(max_completion_length=spec["completion"], compile="compile" in spec)
     named |= dict(micro_batch_tokens=spec["budget"])
     named |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, eval_data="", eval_every=0)
@@ -256,27 +305,51 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
 
     with open(files["rows"]) as rows:
         data = [json.loads(line) for line in rows]
-    data = Dataset.from_list([{key: row[key] for key in ("prompt", "answer") if key in row} for row in data])
+    data = Dataset.from_list(
+        [{key: row[key] for key in ("prompt", "answer") if key in row} for row in data]
+    )
     path, name = files["reward"].split(":")
     with open(path) as file:
         exec(file.read(), space := {})
-    n, world = spec["num_prompts"] * spec["num_generations"], harness.ranks.World(0, 1, torch.device("cpu"))
-    options = dict(per_device_train_batch_size=spec["rows"], gradient_accumulation_steps=n // spec["rows"])
-    options |= dict(num_generations=spec["num_generations"], max_completion_length=spec["completion"])
-    options |= dict(max_steps=spec["steps"] + 2, learning_rate=1e-6, lr_scheduler_type="constant", beta=spec["beta"])
+    n, world = (
+        spec["num_prompts"] * spec["num_generations"],
+        harness.ranks.World(0, 1, torch.device("cpu")),
+    )
+    options = dict(
+        per_device_train_batch_size=spec["rows"], gradient_accumulation_steps=n // spec["rows"]
+    )
+    options |= dict(
+        num_generations=spec["num_generations"], max_completion_length=spec["completion"]
+    )
+    options |= dict(
+        max_steps=spec["steps"] + 2,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=spec["beta"],
+    )
     options |= dict(use_cpu=True, gradient_checkpointing=False, report_to="none", disable_tqdm=True)
-    half = harness.models.fast_bfloat16(world.device) and not files["model"].endswith("sample_data/model")
+    half = harness.models.fast_bfloat16(world.device) and not files["model"].endswith(
+        "sample_data/model"
+    )
     options |= dict(save_strategy="no", bf16=half)  # as grpo.py chooses
-    options |= dict(output_dir=tempfile.mkdtemp(), logging_steps=1, model_init_kwargs=dict(dtype="float32"))
+    options |= dict(
+        output_dir=tempfile.mkdtemp(), logging_steps=1, model_init_kwargs=dict(dtype="float32")
+    )
     config = GRPOConfig(**(options | given))
     trainer, engine = GRPOTrainer(files["model"], space[name], config, train_dataset=data), None
     if best:
-        trl.trainer.utils._use_triton = lambda device: True  # used there only to choose the positions
+        trl.trainer.utils._use_triton = lambda device: (
+            True
+        )  # used there only to choose the positions
         harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
         cfg = grpo.resolved(cfg, trainer.model, world.device)
         harness.models.choose_sampler(cfg, world.device, False)
-        engine, trainer.use_vllm, seed = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world), True, [0]
+        engine, trainer.use_vllm, seed = (
+            grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world),
+            True,
+            [0],
+        )
 
         def generate(prompt_ids, images, fields, num_generations, **_):
             with record.phase("sync"):
@@ -284,10 +357,15 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
             with record.phase("rollout"):
                 seed[0] += 1
                 seeds = [
-                    harness.ranks.seed_of(cfg.seed, 0, seed[0], i) for i in range(len(prompt_ids) // num_generations)
+                    harness.ranks.seed_of(cfg.seed, 0, seed[0], i)
+                    for i in range(len(prompt_ids) // num_generations)
                 ]
                 prompts = [np.array(ids, dtype=np.int32) for ids in prompt_ids[::num_generations]]
-                drawn = [c for group in engine.generate(prompts, num_generations, seeds, 1.0) for c in group]
+                drawn = [
+                    c
+                    for group in engine.generate(prompts, num_generations, seeds, 1.0)
+                    for c in group
+                ]
             return [c.ids.tolist() for c in drawn], [c.logps.tolist() for c in drawn]
 
         trainer._generate_single_turn = generate
@@ -312,7 +390,11 @@ def run_trl(files, spec, best: bool) -> dict:
 
     record = Record(spec["steps"])
     trainer, _ = trl_trainer(files, spec, best, record)
-    ends = type("Ends", (TrainerCallback,), dict(on_train_begin=record.step_ends, on_step_end=record.step_ends))
+    ends = type(
+        "Ends",
+        (TrainerCallback,),
+        dict(on_train_begin=record.step_ends, on_step_end=record.step_ends),
+    )
     trainer.add_callback(ends())
     trainer.train()
     for step in record.steps:  # what remains is forward, backward, optimiser
@@ -331,13 +413,20 @@ def bare_losses(model, ids, P: int, cfg):
     """Losses of the completions, a micro-batch at a time: a forward with the head at completion positions only."""
     for part in ids.split(max(1, cfg.micro_batch_tokens // ids.shape[1])):
         with grpo.autocast(cfg, ids.device):
-            hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, P - 1 : -1]
-            yield torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten())
+            hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[
+                :, P - 1 : -1
+            ]
+            yield torch.nn.functional.cross_entropy(
+                model.lm_head(hidden).flatten(0, 1), part[:, P:].flatten()
+            )
 
 
 def run_floor(files, spec) -> dict:
     record, cfg = Record(spec["steps"]), grpo.parse_args(flags(files, spec, "vllm"))
-    tokenizer, world = harness.rows.load_tokenizer(cfg), harness.ranks.World(0, 1, torch.device("cpu"))
+    tokenizer, world = (
+        harness.rows.load_tokenizer(cfg),
+        harness.ranks.World(0, 1, torch.device("cpu")),
+    )
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
@@ -352,7 +441,9 @@ def run_floor(files, spec) -> dict:
     for step in range(1, cfg.max_steps + 1):
         drawn = grpo.prompts_of_step(prompts, step, cfg)
         with record.phase("rollout"):
-            samples = grpo.sample(engine, drawn, cfg.num_generations, 1.0, 0, step, tokenizer, cfg, world)
+            samples = grpo.sample(
+                engine, drawn, cfg.num_generations, 1.0, 0, step, tokenizer, cfg, world
+            )
         ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
         if cfg.beta:
             with record.phase("logps"), torch.no_grad():
@@ -372,8 +463,19 @@ def run_floor(files, spec) -> dict:
 
 def run_side(python: list, side: str, setting: str, files: dict, extra: list) -> dict:
     """One side in a process of its own, or in as many as a launcher in `python` starts: the first one's result."""
-    command = [*python, os.path.abspath(__file__), "--side", side, "--settings", setting, "--files", json.dumps(files)]
-    env = os.environ | ({"THP_MEM_ALLOC_ENABLE": "0"} if side == "trl_hf" else {})  # grpo.py sets it, TRL does not
+    command = [
+        *python,
+        os.path.abspath(__file__),
+        "--side",
+        side,
+        "--settings",
+        setting,
+        "--files",
+        json.dumps(files),
+    ]
+    env = os.environ | (
+        {"THP_MEM_ALLOC_ENABLE": "0"} if side == "trl_hf" else {}
+    )  # grpo.py sets it, TRL does not
     done = subprocess.run([*command, *extra], capture_output=True, text=True, env=env)
     if "\nRESULT " not in done.stdout:
         sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -402,12 +504,25 @@ def run_all(args, settings: list, extra: list) -> dict:
                 with open(args.runs, "a") as file:
                     file.write(line + "\n")
 
-    sides = {name: [s for s in SIDES if s not in SETTINGS[name].get("without", ())] for name in settings}
+    sides = {
+        name: [s for s in SIDES if s not in SETTINGS[name].get("without", ())] for name in settings
+    }
     keys = [(name, n, s) for n in range(args.rounds) for name in settings for s in sides[name]]
-    if args.jobs > 1:  # another order each round, as the neighbour takes its part of the memory's speed
+    if (
+        args.jobs > 1
+    ):  # another order each round, as the neighbour takes its part of the memory's speed
         keys.sort(key=lambda key: (key[1], random.Random(str(key)).random()))
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(run, [key for key in keys if key not in runs and (args.trl or not key[2].startswith("trl"))]))
+        list(
+            pool.map(
+                run,
+                [
+                    key
+                    for key in keys
+                    if key not in runs and (args.trl or not key[2].startswith("trl"))
+                ],
+            )
+        )
     return runs
 
 
@@ -420,16 +535,25 @@ def report(setting, rounds) -> tuple[list, list]:
         if not runs:
             continue
         names = (*PHASES, "step", "tokens")
-        median = {name: np.median([run.get(name, [0, 0, 0]) for run in runs], axis=0) for name in names}
+        median = {
+            name: np.median([run.get(name, [0, 0, 0]) for run in runs], axis=0) for name in names
+        }
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
         memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
-        cells = [float(median[phase][1]) for phase in (*PHASES, "step")] + [int(median["tokens"][1])]
-        cells += [float(median["step"][0]), float(100 * np.median([run["step"][2] / run["step"][1] for run in runs]))]
+        cells = [float(median[phase][1]) for phase in (*PHASES, "step")] + [
+            int(median["tokens"][1])
+        ]
+        cells += [
+            float(median["step"][0]),
+            float(100 * np.median([run["step"][2] / run["step"][1] for run in runs])),
+        ]
         per_token = np.median([1000 * run["update"][1] / run["tokens"][1] for run in runs])
         table.append([setting, title, *cells, float(per_token), float(waste), *memory, len(runs)])
     part = {
         "step": lambda run: run["step"][1] / run["tokens"][1],
-        "logps and update": lambda run: (run["update"][1] + run.get("logps", [0, 0])[1]) / run["tokens"][1],
+        "logps and update": lambda run: (
+            (run["update"][1] + run.get("logps", [0, 0])[1]) / run["tokens"][1]
+        ),
         "memory": lambda run: run["memory"],
     }
     pairs = [("trl", "ours"), ("trl_hf", "ours"), ("ours", "floor")]
@@ -442,21 +566,35 @@ def report(setting, rounds) -> tuple[list, list]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl", default="", help="python of an environment that has TRL")
-    parser.add_argument("--model", default="", help="directory of the 135 M model; empty: its settings are left out")
+    parser.add_argument(
+        "--model", default="", help="directory of the 135 M model; empty: its settings are left out"
+    )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="sides at a time; at most the cores of the machine")
-    parser.add_argument("--runs", default="", help="file that keeps each side's result; what is there is not run again")
-    parser.add_argument("--out", default=os.path.join(HERE, "figures"), help="directory of figure and table")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="sides at a time; at most the cores of the machine"
+    )
+    parser.add_argument(
+        "--runs",
+        default="",
+        help="file that keeps each side's result; what is there is not run again",
+    )
+    parser.add_argument(
+        "--out", default=os.path.join(HERE, "figures"), help="directory of figure and table"
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one side
     parser.add_argument("--files", type=json.loads, help=argparse.SUPPRESS)
     args, extra = parser.parse_known_args()
     if args.side:
         call = (args.files, SETTINGS[args.settings[0]])
         sides = dict(ours=lambda: run_ours(*call, extra), floor=lambda: run_floor(*call))
-        sides |= dict(trl=lambda: run_trl(*call, best=True), trl_hf=lambda: run_trl(*call, best=False))
+        sides |= dict(
+            trl=lambda: run_trl(*call, best=True), trl_hf=lambda: run_trl(*call, best=False)
+        )
         print("\nRESULT " + json.dumps(sides[args.side]()), flush=True)
         os._exit(0)
     os.makedirs(args.out, exist_ok=True)
@@ -464,7 +602,10 @@ def main() -> None:
     settings = [name for name in args.settings if args.model or not name.startswith("135M")]
     runs = run_all(args, settings, extra)
     for setting in settings:
-        rounds = [{k[2]: run for k, run in runs.items() if k[:2] == (setting, n)} for n in range(args.rounds)]
+        rounds = [
+            {k[2]: run for k, run in runs.items() if k[:2] == (setting, n)}
+            for n in range(args.rounds)
+        ]
         for rows, new in zip((table, ratios), report(setting, rounds), strict=True):
             rows += new
     publish(table, ratios, argparse.Namespace(out=args.out, started=started, jobs=args.jobs))
@@ -476,21 +617,41 @@ def publish(table, ratios, args) -> None:
 
     from view import COLORS
 
-    header = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "of the system, %", "update, ms a token"]
+    header = [
+        "setting",
+        "side",
+        *PHASES,
+        "step",
+        "real tokens",
+        "step, wall",
+        "of the system, %",
+        "update, ms a token",
+    ]
     header += ["computed / real", "peak MB, logps and update", "peak MB, step", "rounds"]
     shown = [row for row in ratios if row[2] == "step" and row[0] in IN_PICTURE and "TRL" in row[1]]
     figure, axis = plt.subplots(figsize=(8.3, 1.2 + 0.38 * len(shown)), layout="constrained")
     for i, (_, pair, _, low, middle, high) in enumerate(shown):
         color = COLORS[pair.startswith("TRL as it comes")]
-        axis.barh(i, middle, color=color, xerr=[[middle - low], [high - middle]], capsize=3, ecolor="0.25")
+        axis.barh(
+            i, middle, color=color, xerr=[[middle - low], [high - middle]], capsize=3, ecolor="0.25"
+        )
         axis.text(high + 0.08, i, f"{middle:.1f}", va="center")
     names = [f"{setting}: {pair.split(' / ')[0]}" for setting, pair, *_ in shown]
     axis.set_yticks(range(len(shown)), names)
     axis.axvline(1, color="black", lw=1)
-    axis.set(xlabel="CPU seconds a real token of the whole step, TRL's over ours", ylim=(len(shown) - 0.5, -0.5))
+    axis.set(
+        xlabel="CPU seconds a real token of the whole step, TRL's over ours",
+        ylim=(len(shown) - 0.5, -0.5),
+    )
     axis.set_xlim(0, 0.6 + max((row[5] for row in shown), default=1))
     axis.set_title("bars: median of the rounds;  whiskers: least and most", fontsize=9, loc="left")
-    save(args, "bench", figure, [header, *table], [["setting", "pair", "of", "min", "median", "max"], *ratios])
+    save(
+        args,
+        "bench",
+        figure,
+        [header, *table],
+        [["setting", "pair", "of", "min", "median", "max"], *ratios],
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,20 @@ import math
 
 import numpy as np
 import torch
-from common import Run, arguments, band, grid, interval, ordered, permutation_test, plt, save, scan, steps_to, train
+from common import (
+    Run,
+    arguments,
+    band,
+    grid,
+    interval,
+    ordered,
+    permutation_test,
+    plt,
+    save,
+    scan,
+    steps_to,
+    train,
+)
 from common import update_gradient as gradient_of
 
 import grpo
@@ -26,7 +39,9 @@ class Held:
 
     def __init__(self, tensor):
         self.tensor = tensor
-        self.bytes = 0 if isinstance(tensor, torch.nn.Parameter) else tensor.numel() * tensor.element_size()
+        self.bytes = (
+            0 if isinstance(tensor, torch.nn.Parameter) else tensor.numel() * tensor.element_size()
+        )
         Held.now += self.bytes
         Held.peak = max(Held.peak, Held.now)
 
@@ -86,40 +101,72 @@ def main():
     axes = axes.flat
     for column, label in ((0, f"micro-batches of {budget} tokens"), (1, "whole group at once")):
         axes[0].plot(sizes, [peak[G][column] for G in sizes], "o-", label=label)
-    axes[0].set(title="(a) held for backward, at its peak", xlabel="group size G", ylabel="MiB", yscale="log")
+    axes[0].set(
+        title="(a) held for backward, at its peak",
+        xlabel="group size G",
+        ylabel="MiB",
+        yscale="log",
+    )
     axes[0].legend()
     for p in (0.25, 0.8):
         values = np.array([advantage(G, p) for G in groups])  # [groups, 3]
-        axes[1].errorbar(groups, values[:, 0], values[:, 1], fmt="o-", capsize=2, label=f"success rate {p}")
+        axes[1].errorbar(
+            groups, values[:, 0], values[:, 1], fmt="o-", capsize=2, label=f"success rate {p}"
+        )
         axes[2].plot(groups, values[:, 2], "o-", label=f"success rate {p}")
-    axes[1].set(title="(b) advantage of a right answer", xlabel="group size G", ylabel="mean over all outcomes")
-    axes[2].set(title="(b) groups without signal", xlabel="group size G", ylabel="share of the groups")
+    axes[1].set(
+        title="(b) advantage of a right answer",
+        xlabel="group size G",
+        ylabel="mean over all outcomes",
+    )
+    axes[2].set(
+        title="(b) groups without signal", xlabel="group size G", ylabel="share of the groups"
+    )
     axes[1].set_ylim(-0.9)  # room for the legend
     axes[1].legend(loc="lower right")
     axes[2].legend()
     for axis, ticks in zip(axes[:3], (sizes, groups, groups), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, ticks)
-    first = [["G", f"MiB, {budget} tokens a micro-batch", "MiB, at once", "gradient difference, largest"]]
+    first = [
+        ["G", f"MiB, {budget} tokens a micro-batch", "MiB, at once", "gradient difference, largest"]
+    ]
     first[0] += ["advantage of a right answer at rate 0.25", "groups without signal"]
     for G in sizes:
         mean, std, none = advantage(G, 0.25)
         first.append(
-            [G, *(f"{x:.0f}" for x in peak[G][:2]), f"{worst[G]:.0e}", f"{mean:.2f} +- {std:.2f}", f"{none:.3f}"]
+            [
+                G,
+                *(f"{x:.0f}" for x in peak[G][:2]),
+                f"{worst[G]:.0e}",
+                f"{mean:.2f} +- {std:.2f}",
+                f"{none:.3f}",
+            ]
         )
     learned = [
-        ["prompts x G", "steps to reward 0.8 (95 %)", "p against G = 8", "reward, last 5 steps", "accuracy +- std"]
+        [
+            "prompts x G",
+            "steps to reward 0.8 (95 %)",
+            "p against G = 8",
+            "reward, last 5 steps",
+            "accuracy +- std",
+        ]
     ]
     reached = {G: [min(steps, steps_to(THRESHOLD, runs[G, s, steps])) for s in seeds] for G in many}
     for G, colour in zip(many, ordered(len(many)), strict=True):
         histories = [runs[G, s, steps] for s in seeds]
         band(axes[3], histories, "reward", color=colour, label=f"{SAMPLES // G} x {G}")
         mean, low, high = interval(reached[G])
-        ends = [np.mean([m["reward"] for m in h[-5:]]) for h in histories], [h[-1]["eval_accuracy"] for h in histories]
+        ends = (
+            [np.mean([m["reward"] for m in h[-5:]]) for h in histories],
+            [h[-1]["eval_accuracy"] for h in histories],
+        )
         p = f"{permutation_test(reached[G], reached[8]):.2f}" if G != 8 else ""
         text = [f"{np.mean(x):.3f} +- {np.std(x):.3f}" for x in ends]
         learned.append([f"{SAMPLES // G} x {G}", f"{mean:.1f} ({low:.1f} to {high:.1f})", p, *text])
-    axes[3].set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylabel="mean of the samples")
+    axes[3].set(
+        title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylabel="mean of the samples"
+    )
     axes[3].set_ylim(0, 1.02)
     axes[3].legend(title="prompts x G", loc="lower right", ncols=3)
     text = "bands: ± 1 standard error;  (b) exact, whiskers: ± 1 standard deviation"

@@ -25,15 +25,31 @@ from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
 
 import grpo
-from harness.fast import FastPolicy
 import harness.kernels
 import harness.models
 import harness.workers
+from harness.fast import FastPolicy
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
-SPLITS = [(1, 1), (4, 1), (16, 1), ("all", 2), ("all", 4), ("all", 8)]  # samples per micro-batch, ranks
-OPERATORS = ("weights", "linear layers", "norms", "rotary", "attention", "silu, product", "residual stream", "logits")
+SPLITS = [
+    (1, 1),
+    (4, 1),
+    (16, 1),
+    ("all", 2),
+    ("all", 4),
+    ("all", 8),
+]  # samples per micro-batch, ranks
+OPERATORS = (
+    "weights",
+    "linear layers",
+    "norms",
+    "rotary",
+    "attention",
+    "silu, product",
+    "residual stream",
+    "logits",
+)
 CONFIGURATIONS = {  # of the trainer: its weights are in bfloat16, its products are, its head is in float32
     "autocast, as grpo.py": (False, True, False),
     "autocast, float32 head": (False, True, True),
@@ -49,8 +65,17 @@ CONFIGURATIONS = {  # of the trainer: its weights are in bfloat16, its products 
 
 def configured(model: str) -> grpo.Config:
     gym = os.path.join(ROOT, "sample_data", "gym.py")
-    rows = ["--train_data", f"{gym}:sums", "--reward", f"{gym}:score", "--system_prompt", SYSTEM["sums"]]
-    return dataclasses.replace(grpo.parse_args(["--model", model, *rows, *FLAGS.split()]), max_sampler_gap=1e9)
+    rows = [
+        "--train_data",
+        f"{gym}:sums",
+        "--reward",
+        f"{gym}:score",
+        "--system_prompt",
+        SYSTEM["sums"],
+    ]
+    return dataclasses.replace(
+        grpo.parse_args(["--model", model, *rows, *FLAGS.split()]), max_sampler_gap=1e9
+    )
 
 
 class Real:
@@ -58,19 +83,27 @@ class Real:
 
     def __init__(self, path: str, cfg: grpo.Config):
         rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
-        self.cfg, self.scorer, self.model = cfg, harness.workers.Scorer(rewards), grpo.load_model(path, cfg)
+        self.cfg, self.scorer, self.model = (
+            cfg,
+            harness.workers.Scorer(rewards),
+            grpo.load_model(path, cfg),
+        )
         self.policy = FastPolicy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:
         cfg = dataclasses.replace(self.cfg, num_prompts=n_prompts)
         prompts = grpo.prompts_of_step(self.prompts, step, cfg)
-        samples = grpo.sample(engine, prompts, cfg.num_generations, 1.0, 0, step, self.tokenizer, cfg, CPU)
+        samples = grpo.sample(
+            engine, prompts, cfg.num_generations, 1.0, 0, step, self.tokenizer, cfg, CPU
+        )
         grpo.score(samples, self.scorer, step, cfg)
         grpo.assign_advantages(samples, step, cfg)
         return samples
 
 
-def rollouts(paths: dict, cfg, steps: int, n_prompts: int, dtype="bfloat16", float_head=False) -> dict:
+def rollouts(
+    paths: dict, cfg, steps: int, n_prompts: int, dtype="bfloat16", float_head=False
+) -> dict:
     """{name: a list of samples per step}, by one engine that gets the weights of each."""
     cfg, found, engine = dataclasses.replace(cfg, dtype=dtype), {}, None
     assert harness.models.choose_sampler(cfg, CPU.device, False)[0] == "vllm"
@@ -81,7 +114,9 @@ def rollouts(paths: dict, cfg, steps: int, n_prompts: int, dtype="bfloat16", flo
             longest = max(len(p.ids) for p in real.prompts)
             engine = grpo.make_sampler("vllm", real.model, *special, longest, cfg, CPU)
             if float_head:  # what its option --hf-overrides '{"head_dtype": "float32"}' sets
-                engine.llm.apply_model(lambda m: setattr(m.logits_processor, "head_dtype", torch.float32))
+                engine.llm.apply_model(
+                    lambda m: setattr(m.logits_processor, "head_dtype", torch.float32)
+                )
         engine.push(real.model)
         found[name] = [real.rollout(engine, step + 1, n_prompts) for step in range(steps)]
     engine.close()
@@ -111,7 +146,10 @@ def first_step(subject, samples: list) -> dict:
         covariance = np.cov(advantages, lengths, ddof=0)[0, 1] / lengths.mean()
         predicted = {0.0: -covariance if reduction == "token" else 0.0}
         w = [np.exp(s.old_logps - s.sampler_logps).clip(max=2.0) for s in copies]
-        pushed = [a * (x.sum() if reduction == "token" else x.mean()) for a, x in zip(advantages, w, strict=True)]
+        pushed = [
+            a * (x.sum() if reduction == "token" else x.mean())
+            for a, x in zip(advantages, w, strict=True)
+        ]
         predicted[2.0] = -sum(pushed) / (lengths.sum() if reduction == "token" else len(samples))
         for cap, value in predicted.items():
             metrics, _ = update(subject, samples, loss_reduction=reduction, tis_cap=cap)
@@ -129,12 +167,18 @@ def sketch(gradient, signs):
 
 def random_signs(policy):
     n = sum(p.numel() for p in policy.parameters())
-    return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2 - 1
+    return (
+        torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(0), dtype=torch.int8) * 2
+        - 1
+    )
 
 
 def angles(subject, samples: list, seed: int) -> dict:
     """Split -> angle in degrees to the exact gradient, length relative to it."""
-    signs, lengths = random_signs(subject.policy), np.array([len(s.completion_ids) for s in samples])
+    signs, lengths = (
+        random_signs(subject.policy),
+        np.array([len(s.completion_ids) for s in samples]),
+    )
     each = torch.zeros(len(samples), SKETCH)
     for row, s in zip(each, samples, strict=True):
         if s.advantage:  # one sample alone, times its own token count: the sum over its tokens
@@ -148,8 +192,12 @@ def angles(subject, samples: list, seed: int) -> dict:
         found[size, ranks] = np.degrees(np.arccos(cosine)), norm / exact
     whole = update(subject, samples)[1]
     folded = sketch(whole, signs)
-    found["error of the sum"] = ((each.sum(0) / lengths.sum() - folded).norm() / folded.norm()).item()
-    found["error of the sketch"] = (folded.norm() / torch.linalg.vector_norm(whole, dtype=torch.float64) - 1).item()
+    found["error of the sum"] = (
+        (each.sum(0) / lengths.sum() - folded).norm() / folded.norm()
+    ).item()
+    found["error of the sketch"] = (
+        folded.norm() / torch.linalg.vector_norm(whole, dtype=torch.float64) - 1
+    ).item()
     return found
 
 
@@ -166,7 +214,9 @@ def push_ratio(samples: list, cfg, reduction: str) -> float:
         if s.reward < 0.5 and s.advantage < 0:
             n = len(s.completion_ids)
             push[n > LONG].append(row[:n].abs().mean().item())
-    return float(np.mean(push[True]) / np.mean(push[False])) if push[True] and push[False] else np.nan
+    return (
+        float(np.mean(push[True]) / np.mean(push[False])) if push[True] and push[False] else np.nan
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -263,14 +313,20 @@ def rounded(policy, operators):
         if "rotary" in operators:  # cosine and sine, and what they make of queries and keys
             plain = modeling.apply_rotary_pos_emb
             undo.callback(setattr, modeling, "apply_rotary_pos_emb", plain)
-            modeling.apply_rotary_pos_emb = lambda q, k, *angles: map(r, plain(q, k, *map(r, angles)))
+            modeling.apply_rotary_pos_emb = lambda q, k, *angles: map(
+                r, plain(q, k, *map(r, angles))
+            )
         if "attention" in operators:
             attend = harness.kernels.packed_attention
             undo.callback(modeling.ALL_ATTENTION_FUNCTIONS.register, "packed", attend)
 
             def in_bf16(module, query, key, value, blocks, **options):
-                blocks = [(*places, bias if bias is None else bias.bfloat16()) for *places, bias in blocks]
-                out, _ = attend(module, *(x.bfloat16() for x in (query, key, value)), blocks, **options)
+                blocks = [
+                    (*places, bias if bias is None else bias.bfloat16()) for *places, bias in blocks
+                ]
+                out, _ = attend(
+                    module, *(x.bfloat16() for x in (query, key, value)), blocks, **options
+                )
                 return out.float(), None
 
             modeling.ALL_ATTENTION_FUNCTIONS.register("packed", in_bf16)
@@ -300,7 +356,9 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         with rounded(policy, operators):
             with grpo.autocast(cfg, CPU.device):
                 hidden = policy.hidden(batch)
-            logits = hidden.float() @ policy.model.get_output_embeddings().weight.float().T  # [n, V]
+            logits = (
+                hidden.float() @ policy.model.get_output_embeddings().weight.float().T
+            )  # [n, V]
         logits = logits.bfloat16().float() if "logits" in operators else logits
         logps = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]  # [n]
         logps = logps.split([len(s.completion_ids) for s in micro])
@@ -323,10 +381,16 @@ def importance_weights(trainer, samples: list) -> dict:
     log_ratio = trainer - sampler_logps(samples)
     ends = np.cumsum([len(s.completion_ids) for s in samples])[:-1]
     token, sequence = np.exp(log_ratio), np.exp([x.sum() for x in np.split(log_ratio, ends)])
-    found = dict(gap=mean_gap(trainer, sampler_logps(samples), samples), n=(len(token), len(sequence)))
+    found = dict(
+        gap=mean_gap(trainer, sampler_logps(samples), samples), n=(len(token), len(sequence))
+    )
     for name, w in (("token", token), ("sequence", sequence)):
-        found[name] = dict(quantiles=np.quantile(w, (0.001, 0.01, 0.99, 0.999)), beyond=float((w > 2).mean()))
-        found[name] |= dict(most=float(w.max()), ess=float(w.sum() ** 2 / (len(w) * np.square(w).sum())))
+        found[name] = dict(
+            quantiles=np.quantile(w, (0.001, 0.01, 0.99, 0.999)), beyond=float((w > 2).mean())
+        )
+        found[name] |= dict(
+            most=float(w.max()), ess=float(w.sum() ** 2 / (len(w) * np.square(w).sum()))
+        )
     return found
 
 
@@ -342,14 +406,19 @@ def operator_gaps(path: str, cfg, samples: list, float_head_samples: list) -> di
         rounding[name] = [mean_gap(logps, other, samples) for other in (base, engine)]
     for low, high in ((0, 0.1), (0.1, 0.9), (0.9, 1)):
         there = (low < np.exp(base)) & (np.exp(base) <= high)
-        found[f"{low} to {high}"] = [float(there.mean()), float(np.abs(base - engine)[there].mean())]
+        found[f"{low} to {high}"] = [
+            float(there.mean()),
+            float(np.abs(base - engine)[there].mean()),
+        ]
     trainer, head = {}, float_head_samples
     for name, (whole, autocast, float_head) in CONFIGURATIONS.items():
         policy, c = Real(path, cfg).policy, cfg if autocast else exact
         for p in policy.parameters() if whole else ():
             p.data = p.data.bfloat16()
         parts = (base, samples), (engine, samples), (sampler_logps(head), head)
-        trainer[name] = [mean_gap(logps_of(policy, part, c, float_head=float_head), y, part) for y, part in parts]
+        trainer[name] = [
+            mean_gap(logps_of(policy, part, c, float_head=float_head), y, part) for y, part in parts
+        ]
     return dict(rounding=rounding, trainer=trainer, probability=found)
 
 
@@ -368,13 +437,30 @@ def with_error(pair, digits=4) -> str:
 
 
 def loss_table(first: dict) -> list:
-    table = [["1: first step", "reduction", "weights", "loss: mean (range)", "largest error of the prediction"]]
+    table = [
+        [
+            "1: first step",
+            "reduction",
+            "weights",
+            "loss: mean (range)",
+            "largest error of the prediction",
+        ]
+    ]
     table[0] += ["gradient norm: mean (range)"]
     for name, found in first.items():
         for reduction, cap in found[0]:
             loss, predicted, norm = np.array([r[reduction, cap] for r in found]).T
             error = f"{np.abs(loss - predicted).max():.0e}"
-            table.append([name, reduction, f"cap {cap:g}" if cap else "none", spread(loss, 4), error, spread(norm)])
+            table.append(
+                [
+                    name,
+                    reduction,
+                    f"cap {cap:g}" if cap else "none",
+                    spread(loss, 4),
+                    error,
+                    spread(norm),
+                ]
+            )
     return table
 
 
@@ -388,22 +474,47 @@ def angle_table(turned: dict) -> list:
 
 
 def kl_table(kl: dict) -> list:
-    table = [["3: gradient of", "policy", "KL, nats per completion", "squared error of the mean ± s.e."]]
-    table[0] += ["along the true one ± s.e.", "noise per completion", "without the exact gradient's"]
+    table = [
+        ["3: gradient of", "policy", "KL, nats per completion", "squared error of the mean ± s.e."]
+    ]
+    table[0] += [
+        "along the true one ± s.e.",
+        "noise per completion",
+        "without the exact gradient's",
+    ]
     for r in kl_estimators.exact_gradients():
         if r["sampling"] == "on-policy" and r["name"] != "k1 in reward":
             errors = [f"{r['bias'] ** 2:.3f}", f"{r['along']:.3f}", f"{r['noise']:.1f}", ""]
             table.append([r["name"], f"enumerated toy, {r['distance']}", r["kl"], *errors])
     for name, (errors, value) in kl.items():
         for estimator, e in errors.items():
-            row = [with_error(e["squared"], 3), with_error(e["along"], 3), f"{e['noise']:.1f}", f"{e['own_noise']:.1f}"]
+            row = [
+                with_error(e["squared"], 3),
+                with_error(e["along"], 3),
+                f"{e['noise']:.1f}",
+                f"{e['own_noise']:.1f}",
+            ]
             table.append([estimator, name, value, *row])
     return table
 
 
 def weight_table(importance: dict) -> list:
-    table = [["5: trainer", "tokens", "mean abs(log ratio) ± s.e.", "token weight: 0.1, 1, 99, 99.9 %", "largest"]]
-    table[0] += ["over 2", "effective share", "sequence weight: 1, 99 %", "largest", "effective share"]
+    table = [
+        [
+            "5: trainer",
+            "tokens",
+            "mean abs(log ratio) ± s.e.",
+            "token weight: 0.1, 1, 99, 99.9 %",
+            "largest",
+        ]
+    ]
+    table[0] += [
+        "over 2",
+        "effective share",
+        "sequence weight: 1, 99 %",
+        "largest",
+        "effective share",
+    ]
     for name, found in importance.items():
         row = [name, found["n"][0], with_error(found["gap"], 5)]
         for kind, some in (("token", slice(None)), ("sequence", slice(1, 3))):
@@ -423,7 +534,9 @@ def operator_tables(gaps: dict) -> list:
         tables.append([[f"6: {kind}", *(f"{state}: {name}" for state in gaps for name in names)]])
         for name in gaps["start"][kind]:
             cells = [x for found in gaps.values() for x in found[kind][name]]
-            tables[-1].append([name, *(x if isinstance(x, float) else with_error(x) for x in cells)])
+            tables[-1].append(
+                [name, *(x if isinstance(x, float) else with_error(x) for x in cells)]
+            )
     return tables
 
 
@@ -432,15 +545,35 @@ def draw(gaps: dict):
     wide = 0.8 / len(gaps)
     for i, (state, found) in enumerate(gaps.items()):
         style = dict(color=f"C{i}", capsize=2, error_kw=dict(lw=0.8), align="edge")
-        pairs = [found["rounding"][row][0] for row in (*(f"only {name}" for name in OPERATORS), "all of these")]
-        mean, error = np.array([*pairs, found["trainer"]["float32"][1]]).T  # the last: of the engine itself
-        left.barh(np.arange(len(mean)) + wide * i - 0.4, mean, 0.9 * wide, xerr=error, label=state, **style)
+        pairs = [
+            found["rounding"][row][0]
+            for row in (*(f"only {name}" for name in OPERATORS), "all of these")
+        ]
+        mean, error = np.array(
+            [*pairs, found["trainer"]["float32"][1]]
+        ).T  # the last: of the engine itself
+        left.barh(
+            np.arange(len(mean)) + wide * i - 0.4,
+            mean,
+            0.9 * wide,
+            xerr=error,
+            label=state,
+            **style,
+        )
         for j, engine in enumerate(("the engine as it is", "with a float32 head")):
             mean, error = np.array([pairs[1 + j] for pairs in found["trainer"].values()]).T
             style |= dict(alpha=0.45 if j else 1, label=f"{state}, {engine}")
-            right.barh(np.arange(len(mean)) + wide * (i + j / 2) - 0.4, mean, 0.45 * wide, xerr=error, **style)
+            right.barh(
+                np.arange(len(mean)) + wide * (i + j / 2) - 0.4,
+                mean,
+                0.45 * wide,
+                xerr=error,
+                **style,
+            )
     left.set_yticks(range(len(OPERATORS) + 2), [*OPERATORS, "all of these", "the engine"])
-    right.set_yticks(range(len(CONFIGURATIONS)), [name.replace(", ", ",\n") for name in CONFIGURATIONS])
+    right.set_yticks(
+        range(len(CONFIGURATIONS)), [name.replace(", ", ",\n") for name in CONFIGURATIONS]
+    )
     left.set(title="rounded to bfloat16: only this", xlabel="gap to the float32 model")
     right.set(title="arithmetic of the trainer", xlabel="gap to the engine")
     for axis in (left, right):
@@ -453,17 +586,27 @@ def draw(gaps: dict):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="FOLDER/model of real_model.py")
     parser.add_argument("checkpoints", nargs="+", help="step_... of a run of it")
-    parser.add_argument("--quick", action="store_true", help="minutes, few samples: does it still run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="minutes, few samples: does it still run?"
+    )
     args = parser.parse_args()
     args.started, args.jobs, args.out = time.monotonic(), 1, os.path.join(HERE, "figures")
     if args.quick:  # the published figure comes from the full run only
         args.out = os.path.join(tempfile.gettempdir(), "studies_quick")
         os.makedirs(args.out, exist_ok=True)
-    cfg, n_prompts, steps = configured(os.path.abspath(args.model)), 2 if args.quick else 16, 1 if args.quick else 4
-    policies = {"start": cfg.model} | {f"{int(path.rstrip('/')[-6:])} steps": path for path in args.checkpoints}
+    cfg, n_prompts, steps = (
+        configured(os.path.abspath(args.model)),
+        2 if args.quick else 16,
+        1 if args.quick else 4,
+    )
+    policies = {"start": cfg.model} | {
+        f"{int(path.rstrip('/')[-6:])} steps": path for path in args.checkpoints
+    }
     ends = {name: policies[name] for name in ("start", list(policies)[-1])}
     samples = rollouts(policies, cfg, steps, n_prompts)
     with_head = rollouts(ends, cfg, 1, n_prompts, float_head=True)
@@ -474,38 +617,68 @@ def main() -> None:
     reals = {name: Real(path, cfg) for name, path in policies.items()}
 
     first = {"bundled model, start, float32": [first_step(toy, part) for part in toy_samples]}
-    first["SmolLM2, start, bfloat16"] = [first_step(reals["start"], part) for part in samples["start"]]
+    first["SmolLM2, start, bfloat16"] = [
+        first_step(reals["start"], part) for part in samples["start"]
+    ]
     every = [values for found in first.values() for rollout in found for values in rollout.values()]
     assert all(abs(loss - predicted) < 1e-4 for loss, predicted, _ in every)
-    turned = {"bundled model, start": [angles(toy, part[: 4 * n_prompts], i) for i, part in enumerate(toy_samples)]}
+    turned = {
+        "bundled model, start": [
+            angles(toy, part[: 4 * n_prompts], i) for i, part in enumerate(toy_samples)
+        ]
+    }
     for name in ("start", near):
         turned[f"SmolLM2, {name}"] = [angles(reals[name], samples[name][0][: 4 * n_prompts], 0)]
 
     subjects = {"bundled model, start": (toy, toy_samples)}
     subjects |= {f"SmolLM2, {name}": (reals[name], parts) for name, parts in samples.items()}
-    push = [["4: push, long / short wrong answers: mean (range)", *(kinds := ("sequence", "token", "constant"))]]
+    push = [
+        [
+            "4: push, long / short wrong answers: mean (range)",
+            *(kinds := ("sequence", "token", "constant")),
+        ]
+    ]
     for name, (subject, parts) in subjects.items():
-        push.append([name, *(spread([push_ratio(part, subject.cfg, kind) for part in parts]) for kind in kinds)])
+        push.append(
+            [
+                name,
+                *(
+                    spread([push_ratio(part, subject.cfg, kind) for part in parts])
+                    for kind in kinds
+                ),
+            ]
+        )
 
     special = toy.sampler.eos_ids, toy.sampler.pad_id
-    toy.sampler = grpo.HFSampler(toy.model, *special, dataclasses.replace(toy.cfg, dtype="bfloat16"))
+    toy.sampler = grpo.HFSampler(
+        toy.model, *special, dataclasses.replace(toy.cfg, dtype="bfloat16")
+    )
     subjects["bundled model, start"] = toy, [toy.rollout(step + 1) for step in range(steps)]
     importance = {}
     for name, (subject, parts) in subjects.items():
         for dtype in ("bfloat16", "float32"):
             dtyped = dataclasses.replace(subject.cfg, dtype=dtype)
-            logps = [logps_of(subject.policy, part, dtyped) for part in parts[:2]]  # apart: groups have the same names
-            importance[f"{name}, {dtype}"] = importance_weights(np.concatenate(logps), sum(parts[:2], []))
+            logps = [
+                logps_of(subject.policy, part, dtyped) for part in parts[:2]
+            ]  # apart: groups have the same names
+            importance[f"{name}, {dtype}"] = importance_weights(
+                np.concatenate(logps), sum(parts[:2], [])
+            )
 
     toy.sampler = grpo.HFSampler(toy.model, *special, toy.cfg)
     for step in range(1, 2 if args.quick else 11):
         toy.update(toy.rollout(step), step)
     toy.cfg = dataclasses.replace(toy.cfg, num_prompts=n_prompts * 3 // 2)
-    distances = {"bundled model, 10 steps": kl_gradients(toy.policy, toy.reference, toy.rollout(11), 8)}
+    distances = {
+        "bundled model, 10 steps": kl_gradients(toy.policy, toy.reference, toy.rollout(11), 8)
+    }
     distances[f"SmolLM2, {near}"] = kl_gradients(reals[near].policy, reals["start"].policy, own, 8)
     kl = {name: (kl_errors(gradients, 8), value) for name, (gradients, value) in distances.items()}
 
-    gaps = {name: operator_gaps(path, cfg, samples[name][0], with_head[name][0]) for name, path in ends.items()}
+    gaps = {
+        name: operator_gaps(path, cfg, samples[name][0], with_head[name][0])
+        for name, path in ends.items()
+    }
     tables = loss_table(first), angle_table(turned), kl_table(kl), push, weight_table(importance)
     save(args, "carry_over", draw(gaps), *tables, *operator_tables(gaps))
 

@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one core a run, `--jobs` runs at a time
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: one core a run, `--jobs` runs at a time
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
@@ -23,22 +25,33 @@ import torch
 from transformers.utils import logging
 
 import grpo
-from harness.fast import FastPolicy
 import harness.models
 import harness.workers
 import reward
 import view
 from grpo import Config
+from harness.fast import FastPolicy
 from harness.ranks import World
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
-plt.rcParams |= {"axes.spines.right": False, "savefig.dpi": 110, "legend.frameon": False, "legend.fontsize": 9}
-plt.rcParams |= {"axes.prop_cycle": plt.cycler(color=view.COLORS), "axes.axisbelow": True, "axes.titlesize": 11}
+plt.rcParams |= {
+    "axes.spines.right": False,
+    "savefig.dpi": 110,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+plt.rcParams |= {
+    "axes.prop_cycle": plt.cycler(color=view.COLORS),
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+}
 plt.rcParams |= {"figure.constrained_layout.w_pad": 0.06, "figure.constrained_layout.h_pad": 0.06}
-plt.rcParams |= {"figure.labelsize": 9}  # supxlabel, the line below a figure: what its bands and whiskers are
+plt.rcParams |= {
+    "figure.labelsize": 9
+}  # supxlabel, the line below a figure: what its bands and whiskers are
 CPU = World(0, 1, torch.device("cpu"))
 
 
@@ -46,14 +59,22 @@ def arguments(doc: str, options=None):
     """--quick writes its figure to a temporary directory: the published one comes from the full run only. options: adds
     a study's own."""
     parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it still run and hold?")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="seconds instead of minutes: does it still run and hold?",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     if options:
         options(parser)
     args = parser.parse_args()
     args.started = time.monotonic()
     args.jobs = 1 if args.quick else args.jobs
-    args.out = os.path.join(tempfile.gettempdir(), "studies_quick") if args.quick else os.path.join(HERE, "figures")
+    args.out = (
+        os.path.join(tempfile.gettempdir(), "studies_quick")
+        if args.quick
+        else os.path.join(HERE, "figures")
+    )
     os.makedirs(args.out, exist_ok=True)
     return args
 
@@ -65,11 +86,15 @@ def save(args, name: str, figure, *tables: list) -> None:
     lines = []
     for header, *rows in tables:
         cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-        lines += ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]] + [""]
+        lines += [
+            "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]
+        ] + [""]
     with open(os.path.join(args.out, name + ".md"), "w") as file:
         file.write("\n".join(lines[:-1]) + "\n")
     print("\n".join(lines))
-    print(f"{name}: {(time.monotonic() - args.started) / 60:.1f} minutes, {args.jobs} processes -> {args.out}")
+    print(
+        f"{name}: {(time.monotonic() - args.started) / 60:.1f} minutes, {args.jobs} processes -> {args.out}"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -82,11 +107,17 @@ class Run:
     def __init__(self, **options):
         lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
         self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
-        self.tokenizer, self.train_prompts, self.eval_prompts = data(cfg.model, cfg.train_data, cfg.eval_data)
+        self.tokenizer, self.train_prompts, self.eval_prompts = data(
+            cfg.model, cfg.train_data, cfg.eval_data
+        )
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = FastPolicy(self.model, cfg.temperature)
-        self.reference = FastPolicy(grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature)
-        self.sampler = grpo.HFSampler(self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg)
+        self.reference = FastPolicy(
+            grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature
+        )
+        self.sampler = grpo.HFSampler(
+            self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg
+        )
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
 
@@ -95,7 +126,17 @@ class Run:
         cfg = self.cfg
         prompts = prompts or grpo.prompts_of_step(self.train_prompts, step, cfg)
         samples = grpo.sample(
-            *(self.sampler, prompts, cfg.num_generations, cfg.temperature, 0, step, self.tokenizer, cfg, CPU)
+            *(
+                self.sampler,
+                prompts,
+                cfg.num_generations,
+                cfg.temperature,
+                0,
+                step,
+                self.tokenizer,
+                cfg,
+                CPU,
+            )
         )
         grpo.score(samples, self.scorer, step, cfg)
         self.no_signal = grpo.assign_advantages(samples, step, cfg)
@@ -111,7 +152,9 @@ class Run:
     def evaluate(self, n: int, step: int) -> dict:
         """Greedy, on the first n held-out prompts."""
         cfg = self.cfg
-        return grpo.evaluate(self.sampler, self.eval_prompts[:n], self.tokenizer, self.scorer, step, cfg, CPU)
+        return grpo.evaluate(
+            self.sampler, self.eval_prompts[:n], self.tokenizer, self.scorer, step, cfg, CPU
+        )
 
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion: at every position of the samples the exact KL of the
@@ -170,7 +213,9 @@ class Recorder:
 def update_gradient(run: Run, samples: list, **options):
     """The gradient [P] of one optimiser step, unclipped, through grpo.update itself."""
     recorder = Recorder(run.policy)
-    free = dict(beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048)
+    free = dict(
+        beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048
+    )
     cfg = Config(**(grpo.BUNDLED | free | options))
     grpo.update(run.policy, run.policy, recorder, samples, 1, cfg, CPU)
     return recorder.gradient
@@ -195,7 +240,9 @@ def grid(*axes) -> list[tuple]:
 def steps_to(threshold: float, history: list[dict], window: int = 3) -> float:
     """The first step at which the mean reward of the last `window` steps has reached the threshold; inf: never."""
     rewards = [m["reward"] for m in history]
-    reached = (n for n in range(window, len(rewards) + 1) if np.mean(rewards[n - window : n]) >= threshold)
+    reached = (
+        n for n in range(window, len(rewards) + 1) if np.mean(rewards[n - window : n]) >= threshold
+    )
     return next(reached, np.inf)
 
 
@@ -221,7 +268,9 @@ def ordered(n: int):
 
 def legend(figure, axis, ncols: int, **style) -> None:
     """The axis's legend above all panels, where no curve can be."""
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=ncols, **style)
+    figure.legend(
+        *axis.get_legend_handles_labels(), loc="outside upper center", ncols=ncols, **style
+    )
 
 
 def band(axis, histories: list, key: str, **style) -> None:

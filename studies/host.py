@@ -31,10 +31,18 @@ from grpo import Completion, Config, Sample
 from harness.ranks import World
 from harness.rows import Prompt
 
-G, PROMPT, COMPLETION, LONGEST = 8, 150, 2300, 8192  # samples of a prompt; tokens, on average and at most
+G, PROMPT, COMPLETION, LONGEST = (
+    8,
+    150,
+    2300,
+    8192,
+)  # samples of a prompt; tokens, on average and at most
 WORDS = 150_000  # of the tokenizer, as large ones have today
 PARTS = ("score", "exchange", "plan", "collate", "log-probabilities", "gap", "metrics, log", "rest")
-SETTINGS = {"tokens, one update a rollout": dict(num_minibatches=1), "tokens, four updates": dict(num_minibatches=4)}
+SETTINGS = {
+    "tokens, one update a rollout": dict(num_minibatches=1),
+    "tokens, four updates": dict(num_minibatches=4),
+}
 SIZES, RANKS = (1_000_000, 5_000_000, 20_000_000), (1, 2, 4, 8, 16, 32, 64)
 CPU = torch.device("cpu")
 
@@ -89,7 +97,9 @@ class Sent(Exception):
 @contextlib.contextmanager
 def collectives(all_gather, rank: int, size: int):
     """torch.distributed on rank `rank` of `size`, with this function in place of the wire."""
-    stand_ins = dict(all_gather=all_gather, get_world_size=lambda *_, **__: size, get_rank=lambda *_, **__: rank)
+    stand_ins = dict(
+        all_gather=all_gather, get_world_size=lambda *_, **__: size, get_rank=lambda *_, **__: rank
+    )
     inner = dict(_rank_not_in_group=lambda *_: False, _get_object_coll_device=lambda *_: CPU)
     with replaced(dist, **stand_ins), replaced(dist.distributed_c10d, **stand_ins, **inner):
         yield
@@ -116,7 +126,10 @@ class Rank(World):
                     self.received[self.phase] += output.nbytes if rank != self.rank else 0
                 number += 1
 
-        with self.meter(self.phase if self.phase in PARTS else "rest"), collectives(all_gather, self.rank, self.size):
+        with (
+            self.meter(self.phase if self.phase in PARTS else "rest"),
+            collectives(all_gather, self.rank, self.size),
+        ):
             return super().gather(items)
 
 
@@ -177,8 +190,12 @@ def tokenizer_of(words: int):
     vocabulary = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     while len(vocabulary) < words:
         drawn = rng.choice(letters, (words, 7))
-        vocabulary |= dict.fromkeys("".join(w[:n]) for w, n in zip(drawn, rng.integers(2, 8, words), strict=True))
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(list(vocabulary)[:words])}, merges=[]))
+        vocabulary |= dict.fromkeys(
+            "".join(w[:n]) for w, n in zip(drawn, rng.integers(2, 8, words), strict=True)
+        )
+    tokenizer = Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(list(vocabulary)[:words])}, merges=[])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -190,10 +207,18 @@ def rollout(tokens: int, words: int) -> tuple[list, list]:
     lengths = np.clip(lengths * COMPLETION / lengths.mean(), 1, LONGEST).astype(int)
     prompts, groups = [], []
     for number, row in enumerate(lengths):
-        ids, text = rng.integers(0, words, rng.integers(PROMPT // 2, 3 * PROMPT // 2)), f"question {number} " * 40
+        ids, text = (
+            rng.integers(0, words, rng.integers(PROMPT // 2, 3 * PROMPT // 2)),
+            f"question {number} " * 40,
+        )
         messages = [dict(role="user", content=text)]
-        prompts.append(Prompt(ids.astype(np.int32), text, dict(prompt=text, answer=str(number)), messages))
-        drawn = [(rng.integers(0, words, n).astype(np.int32), rng.normal(-1, 1e-5, n).astype(np.float32)) for n in row]
+        prompts.append(
+            Prompt(ids.astype(np.int32), text, dict(prompt=text, answer=str(number)), messages)
+        )
+        drawn = [
+            (rng.integers(0, words, n).astype(np.int32), rng.normal(-1, 1e-5, n).astype(np.float32))
+            for n in row
+        ]
         groups.append([Completion(*c, "length" if len(c[0]) == LONGEST else "stop") for c in drawn])
     return prompts, groups
 
@@ -227,10 +252,14 @@ class Host:
         policy, found = NoPolicy(Meter()), {"exchange": [], "log-probabilities": []}
         planned = grpo.plan(self.samples, policy.packs, self.cfg, World(0, size, CPU))
         for rank in range(size) if size > 1 else []:
-            found["exchange"].append(sent_by(rank, size, [s for s in self.samples if s.group % size == rank]))
+            found["exchange"].append(
+                sent_by(rank, size, [s for s in self.samples if s.group % size == rank])
+            )
             with replaced(grpo, plan=lambda *_: planned):
                 try:
-                    grpo.compute_logps(policy, self.samples, "ref_logps", self.cfg, Asked(rank, size, CPU))
+                    grpo.compute_logps(
+                        policy, self.samples, "ref_logps", self.cfg, Asked(rank, size, CPU)
+                    )
                 except Sent as sent:
                     found["log-probabilities"].append(sent_by(rank, size, sent.args[0]))
         return found if size > 1 else {}
@@ -252,14 +281,20 @@ class Host:
                 batch = collate(samples, *rest)
             if world.phase != "sums":
                 return batch
-            T = len(samples[0].completion_ids)  # what follows is the device's work: it gets one sample
+            T = len(
+                samples[0].completion_ids
+            )  # what follows is the device's work: it gets one sample
             cut = {k: x[:1, :T] for k, x in batch.items() if k == "mask" or k.endswith("_logps")}
             return batch | cut | dict(shape=(1, T))
 
         def timed(part, module, *names):
             return {name: meter.wrap(part, getattr(module, name)) for name in names}
 
-        ours = dict(collate=collate, grpo_loss=loss) | timed("score", grpo, "score") | timed("plan", grpo, "plan")
+        ours = (
+            dict(collate=collate, grpo_loss=loss)
+            | timed("score", grpo, "score")
+            | timed("plan", grpo, "plan")
+        )
         ours |= timed("metrics, log", grpo, "sample_metrics", "completion_rows")
         gaps = timed("gap", harness.log, "gap_metrics")
         with (
@@ -272,7 +307,9 @@ class Host:
             scores = world.gather([grpo.score(samples, self.scorer, 1, cfg)])
             world.phase = "exchange"
             samples = sorted(world.gather(samples), key=lambda s: s.group)
-            failures = harness.run.Run.failures(SimpleNamespace(said=set()), scores, 1, len(samples))
+            failures = harness.run.Run.failures(
+                SimpleNamespace(said=set()), scores, 1, len(samples)
+            )
             no_signal = grpo.assign_advantages(samples, 1, cfg)
             counted = [s for s in samples if s.in_loss] or samples
             world.phase = "log-probabilities"
@@ -280,12 +317,18 @@ class Host:
                 grpo.compute_logps(policy, counted, name, cfg, world)
             world.phase = "sums"
             metrics = grpo.update(policy, policy, policy, samples, 1, cfg, world)
-            metrics |= dict(frac_reward_zero_std=no_signal) | grpo.sample_metrics(samples, cfg) | failures
+            metrics |= (
+                dict(frac_reward_zero_std=no_signal) | grpo.sample_metrics(samples, cfg) | failures
+            )
             rows = grpo.completion_rows(samples, 1, self.tokenizer)
             with meter("metrics, log"):
                 log.step(dict(step=1, tokens_per_s=0.0) | metrics, rows)
         for a, b in zip(samples, self.samples, strict=True):
-            assert a.text == b.text and (a.completion_ids == b.completion_ids).all() and (a.ref_logps == 0).all()
+            assert (
+                a.text == b.text
+                and (a.completion_ids == b.completion_ids).all()
+                and (a.ref_logps == 0).all()
+            )
         return meter.seconds, world.received
 
 
@@ -293,7 +336,9 @@ def total(step: tuple) -> float:
     return sum(step[0][part] for part in PARTS)
 
 
-def slowest_rank(host: Host, size: int, peers: dict, flags: dict, repeats: int) -> tuple[Counter, Counter]:
+def slowest_rank(
+    host: Host, size: int, peers: dict, flags: dict, repeats: int
+) -> tuple[Counter, Counter]:
     """Of the first and the last rank, by the median of its steps, which is returned."""
     steps = []
     for rank in {0, size - 1}:
@@ -317,7 +362,12 @@ def main() -> None:
                 for name, flags in SETTINGS.items():
                     step = slowest_rank(host, size, peers, flags, repeats)
                     seconds = [*(step[0][part] for part in PARTS), total(step), step[0]["decode"]]
-                    row = [f"{host.tokens / 1e6:.2f} M", len(host.samples), size, *(f"{x:.2f}" for x in seconds)]
+                    row = [
+                        f"{host.tokens / 1e6:.2f} M",
+                        len(host.samples),
+                        size,
+                        *(f"{x:.2f}" for x in seconds),
+                    ]
                     tables[name].append([*row, f"{sum(step[1].values()) / 1e6:.0f}"])
                     print(*tables[name][-1], flush=True)
     save(args, "host", None, *tables.values())

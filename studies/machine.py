@@ -29,7 +29,6 @@ from common import HERE, plt, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
-from harness.fast import FastPolicy
 import harness.check
 import harness.checkpoints
 import harness.models
@@ -39,18 +38,45 @@ import harness.run
 import view
 from grpo import Config, Policy, Sample
 from harness import check, kernels
+from harness.fast import FastPolicy
 from harness.flags import first_line, say
 from harness.ranks import World
 
 # Dense bfloat16 TFLOP/s with float32 sums, by the makers' data sheets; the longest name within the device's counts
-PEAKS = {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "H800": 989, "GH200": 989, "B200": 2250}
-PEAKS |= {"A100": 312, "A800": 312, "A10": 125, "A10G": 70, "A30": 165, "A40": 150, "RTX A6000": 155}
-PEAKS |= {"L4": 121, "L40": 181, "L40S": 362, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 209, "MI300X": 1307}
+PEAKS = {
+    "H100": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "B200": 2250,
+}
+PEAKS |= {
+    "A100": 312,
+    "A800": 312,
+    "A10": 125,
+    "A10G": 70,
+    "A30": 165,
+    "A40": 150,
+    "RTX A6000": 155,
+}
+PEAKS |= {
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+    "RTX 3090": 71,
+    "RTX 4090": 165,
+    "RTX 5090": 209,
+    "MI300X": 1307,
+}
 # hidden, MLP, layers, heads; 2 key-value heads, tied embeddings of 151,936 tokens
 QWEN = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12), "3B": (2048, 11008, 36, 16)}
 RIGHT, SPEED, MEMORY, LEFT_OUT, POINTS = [], [], [], [], []
 SCRIPT = [os.path.join(os.path.dirname(HERE), "grpo.py")]
-FEW = "--max_steps 2 --eval_data= --reward overlong --num_prompts 4 --max_completion_length 8".split()
+FEW = (
+    "--max_steps 2 --eval_data= --reward overlong --num_prompts 4 --max_completion_length 8".split()
+)
 FEW += ["--learning_rate", "1e-3"]
 
 
@@ -65,7 +91,11 @@ def alike(m, what: str, found: list, true: list, dtype: str, scale=1.0) -> None:
     dot, a2, b2, worst, most = 0.0, 0.0, 0.0, 0.0, 1e-300
     for a, b in zip(found, true, strict=True):
         a, b = a.double() * scale, b.double()
-        dot, a2, b2 = dot + (a * b).sum().item(), a2 + (a * a).sum().item(), b2 + (b * b).sum().item()
+        dot, a2, b2 = (
+            dot + (a * b).sum().item(),
+            a2 + (a * a).sum().item(),
+            b2 + (b * b).sum().item(),
+        )
         worst, most = max(worst, (a - b).abs().max().item()), max(most, b.abs().max().item())
     cosine, limit = dot / max(1e-300, a2 * b2) ** 0.5, 0.999 if dtype == "bfloat16" else 0.999999
     shown = f"cosine {cosine:.6f} (above {limit}), largest difference {worst / most:.1g}"
@@ -76,10 +106,14 @@ def random_model(size: str, device):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(vocab_size=151936, num_key_value_heads=2)
+    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(
+        vocab_size=151936, num_key_value_heads=2
+    )
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=True)).eval()
+        return AutoModelForCausalLM.from_config(
+            Qwen2Config(**sizes, tie_word_embeddings=True)
+        ).eval()
 
 
 def made_up(m, rows: int, G: int = 1) -> list[Sample]:
@@ -89,7 +123,11 @@ def made_up(m, rows: int, G: int = 1) -> list[Sample]:
         ids = rng.integers(2, m.model.config.vocab_size, m.length).astype(np.int32)
         prompt = samples[-1].prompt if i % G else grpo.Prompt(ids[: m.length // 4], "", {})
         rest = ids[m.length // 4 :]
-        samples.append(Sample(i // G, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i))
+        samples.append(
+            Sample(
+                i // G, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i
+            )
+        )
     return samples
 
 
@@ -117,24 +155,48 @@ def check_gradient(m) -> None:
     """Against the model's own logits in float32, a row for each text."""
     samples, cfg, kind = made_up(m, 8, G=8), m.cfg, m.world.device.type
     batch, plain = collate(m, samples), grpo.collate(samples, m.world.device, packs=False)
-    head = {id(p) for p in m.model.get_output_embeddings().parameters()} if m.policy.plain_head else {}
+    head = (
+        {id(p) for p in m.model.get_output_embeddings().parameters()} if m.policy.plain_head else {}
+    )
     parameters = sorted(m.policy.parameters(), key=lambda p: id(p) in head)  # the head's at the end
-    n, mask, default = sum(id(p) not in head for p in parameters), batch["mask"], torch.get_autocast_dtype("cpu")
+    n, mask, default = (
+        sum(id(p) not in head for p in parameters),
+        batch["mask"],
+        torch.get_autocast_dtype("cpu"),
+    )
     with check.as_loaded(m.model):
-        logits = m.model(input_ids=plain["ids"], use_cache=False).logits.flatten(0, 1)[plain["read"]] / cfg.temperature
+        logits = (
+            m.model(input_ids=plain["ids"], use_cache=False).logits.flatten(0, 1)[plain["read"]]
+            / cfg.temperature
+        )
     exact = logits.log_softmax(-1).gather(-1, plain["targets"][:, None])[:, 0]  # [n]
     advantages = batch["advantages"][:, None].expand_as(mask)[mask]  # [n]
     true = torch.autograd.grad(-(exact * advantages).sum(), parameters)
-    whole, kernels.HEAD_TILE[kind] = kernels.HEAD_TILE[kind], logits.numel() // 5  # some tiles for any vocabulary
+    whole, kernels.HEAD_TILE[kind] = (
+        kernels.HEAD_TILE[kind],
+        logits.numel() // 5,
+    )  # some tiles for any vocabulary
     del logits
     for dtype in dict.fromkeys((cfg.dtype, "bfloat16")):
         run, limit = dataclasses.replace(cfg, dtype=dtype), 0.1 if dtype == "bfloat16" else 1e-4
         for n_tokens in (1e4, 1e6):
             logps = forward(m, batch, run)
-            given = (logps, logps.detach(), None, None, batch["advantages"], mask, run, n_tokens, len(logps))
+            given = (
+                logps,
+                logps.detach(),
+                None,
+                None,
+                batch["advantages"],
+                mask,
+                run,
+                n_tokens,
+                len(logps),
+            )
             # backward must not ask for autocast's dtype outside of it: here a CPU would give CUDA's answer
             torch.set_autocast_dtype("cpu", torch.float16)
-            grpo.grpo_loss(*given)[0].backward()  # and not autograd.grad: the head then adds in place, as in a run
+            grpo.grpo_loss(*given)[
+                0
+            ].backward()  # and not autograd.grad: the head then adds in place, as in a run
             torch.set_autocast_dtype("cpu", default)
             found = [p.grad for p in parameters]
             for part, chosen in (("body", slice(n)), ("head", slice(n, None))):
@@ -173,11 +235,15 @@ def check_resume(m) -> None:
         for _ in range(2):
             policy = FastPolicy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
             ddp, optimizer = grpo.wrap(policy, m.cfg, m.world), grpo.make_optimizer(policy, m.cfg)
-            optimizer.load_state_dict(harness.checkpoints.load_checkpoint(path).state.pop("optimizer"))
+            optimizer.load_state_dict(
+                harness.checkpoints.load_checkpoint(path).state.pop("optimizer")
+            )
             runs.append(step(policy, ddp, optimizer))
             del policy, ddp, optimizer
             free(m)
-    off, noise = (sum((a != b).sum().item() for a, b in zip(run, runs[2], strict=True)) for run in runs[:2])
+    off, noise = (
+        sum((a != b).sum().item() for a, b in zip(run, runs[2], strict=True)) for run in runs[:2]
+    )
     why = f"; two runs of one step differ in {noise}: the kernels, not the resume" if noise else ""
     right(m, "a resumed step, to the bit", off <= 2 * noise, f"{off} numbers differ{why}")
 
@@ -189,10 +255,20 @@ def check_resume(m) -> None:
 def model_flop(m, samples, passes: int) -> float:
     """Of `passes` forwards; an update is three."""
     config, head = m.model.config.get_text_config(), m.model.get_output_embeddings()
-    body = sum(x.weight.numel() for x in m.model.base_model.modules() if isinstance(x, torch.nn.Linear))
+    body = sum(
+        x.weight.numel() for x in m.model.base_model.modules() if isinstance(x, torch.nn.Linear)
+    )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width * sum(s.n_tokens**2 for s in samples)
-    last = 0 if head is None else 2 * head.weight.numel() * sum(len(s.completion_ids) for s in samples)
+    attention = (
+        2
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * width
+        * sum(s.n_tokens**2 for s in samples)
+    )
+    last = (
+        0 if head is None else 2 * head.weight.numel() * sum(len(s.completion_ids) for s in samples)
+    )
     return passes * (2 * body * sum(s.n_tokens for s in samples) + last + attention)
 
 
@@ -230,7 +306,11 @@ class Clock(harness.run.Clock):
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
     chunk = kernels.HEAD_TILE[m.world.device.type]
-    cfg, clock, times = dataclasses.replace(m.cfg, micro_batch_tokens=size), Clock(m.world.device), []
+    cfg, clock, times = (
+        dataclasses.replace(m.cfg, micro_batch_tokens=size),
+        Clock(m.world.device),
+        [],
+    )
     line = [what, size, f"2**{chunk.bit_length() - 1}"]
     free(m)
     clock.peak()
@@ -242,12 +322,19 @@ def timed(m, what: str, samples, size: int, rounds: int) -> bool:
                 else:
                     grpo.backward(m.policy, m.ddp, samples, {}, cfg, m.world)
             times.append(max(m.world.gather([clock.take()["time_pass"]])))
-        seconds, flop = min(times[1:]), model_flop(m, samples, 1 if what == "forward" else 3) / m.world.size
+        seconds, flop = (
+            min(times[1:]),
+            model_flop(m, samples, 1 if what == "forward" else 3) / m.world.size,
+        )
         mfu = f"{flop / seconds / m.peak:.1%}" if m.peak else "?"
         rate = round(sum(s.n_tokens for s in samples) / seconds)
-        SPEED.append([*line, rate, f"{flop / seconds / 1e12:.3g}", mfu, (clock.peaks["pass"] - m.base) / 1e9])
+        SPEED.append(
+            [*line, rate, f"{flop / seconds / 1e12:.3g}", mfu, (clock.peaks["pass"] - m.base) / 1e9]
+        )
     except Exception as error:  # out of memory, or no compiler
-        if m.world.size > 1 or not ("compiled" in what or isinstance(error, torch.OutOfMemoryError)):
+        if m.world.size > 1 or not (
+            "compiled" in what or isinstance(error, torch.OutOfMemoryError)
+        ):
             raise
         SPEED.append([*line, first_line(error)[:60], "", "", float("nan")])
     for s in samples:
@@ -260,7 +347,10 @@ def timed(m, what: str, samples, size: int, rounds: int) -> bool:
 def speed(m, quick: bool) -> None:
     kind, alone = m.world.device.type, World(0, 1, m.world.device)
     sizes = [2048, 8192, 16384, 32768] if m.cuda else [1024, 4096] if quick else [2048, 8192]
-    samples, rounds = made_up(m, sizes[-1] * m.world.size // m.length), 3 if m.cuda else 1 if quick else 2
+    samples, rounds = (
+        made_up(m, sizes[-1] * m.world.size // m.length),
+        3 if m.cuda else 1 if quick else 2,
+    )
     chunk = kernels.HEAD_TILE[kind]
 
     def sweep(what):
@@ -305,20 +395,33 @@ def kept(m, rows: int) -> int:
 
 def memory(m) -> None:
     """What is kept for backward is counted, tensor by tensor; peaks are the device's, or the process's on a CPU."""
-    config, n, low = m.model.config.get_text_config(), m.model.num_parameters(), m.cfg.dtype == "bfloat16"
+    config, n, low = (
+        m.model.config.get_text_config(),
+        m.model.num_parameters(),
+        m.cfg.dtype == "bfloat16",
+    )
     few, more, head = kept(m, 4), kept(m, 8), m.model.get_output_embeddings()
     slope, copies = (more - few) / (4 * m.length), 2 * few - more
     state = sum(x.nbytes for s in m.optimizer.state.values() for x in s.values())
     state += sum(p.nbytes for p in m.model.parameters())
     per_unit = slope / config.hidden_size / config.num_hidden_layers
-    MEMORY.insert(0, ["weights and Adam's moments, bytes a parameter (a gradient: 4 more)", 12, state / n])
-    MEMORY.insert(1, ["copies of the weights for autocast, bytes a parameter", 2 if low else 0, copies / n])
-    MEMORY.insert(2, ["kept for backward, bytes per token, hidden unit and layer", 75 if low else "", per_unit])
+    MEMORY.insert(
+        0, ["weights and Adam's moments, bytes a parameter (a gradient: 4 more)", 12, state / n]
+    )
+    MEMORY.insert(
+        1, ["copies of the weights for autocast, bytes a parameter", 2 if low else 0, copies / n]
+    )
+    MEMORY.insert(
+        2,
+        ["kept for backward, bytes per token, hidden unit and layer", 75 if low else "", per_unit],
+    )
     for what, size, chunk, rate, _, _, peak in SPEED:
         if what == "update" and not isinstance(rate, str) and head is not None:
             logits = min(2 ** int(chunk[3:]), 3 * size // 4 * head.weight.shape[0])
             total = state + 4 * n + copies + slope * size + 10 * logits + 6 * head.weight.numel()
-            MEMORY.append([f"update, micro-batch {size}, tile {chunk}: peak, GB", total / 1e9, peak])
+            MEMORY.append(
+                [f"update, micro-batch {size}, tile {chunk}: peak, GB", total / 1e9, peak]
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -329,11 +432,16 @@ def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
     kind, why = harness.models.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
-    cfg = dataclasses.replace(m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2)
+    cfg = dataclasses.replace(
+        m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2
+    )
     eos, pad, prompts = [m.model.config.vocab_size - 1], 0, [s.prompt.ids for s in made_up(m, 64)]
     if tokenizer:
         eos, pad = harness.models.special_ids(m.model, tokenizer, cfg)
-        prompts = [np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32) for a in range(100, 164)]
+        prompts = [
+            np.array(tokenizer(f"{a}+{7 * a % 900}=")["input_ids"], np.int32)
+            for a in range(100, 164)
+        ]
     prompts = prompts[: 64 if sleeps else 16]
     room, clock, seconds = torch.cuda.mem_get_info()[0] if m.cuda else 0, Clock(m.world.device), {}
     sampler = grpo.make_sampler(kind, m.model, eos, pad, max(map(len, prompts)), cfg, m.world)
@@ -348,10 +456,20 @@ def sampler_and_phases(m, tokenizer) -> dict:
         phase(name, lambda: sampler.push(m.model))
 
     def rollout(name, seen=False):
-        seeds, first = [harness.ranks.seed_of(7, m.world.rank, i) for i in range(len(prompts))], 64 * m.world.rank
+        seeds, first = (
+            [harness.ranks.seed_of(7, m.world.rank, i) for i in range(len(prompts))],
+            64 * m.world.rank,
+        )
         groups = phase("rollout", lambda: sampler.generate(prompts, 8, seeds, cfg.temperature))
         samples = [
-            Sample(first + p, grpo.Prompt(prompts[p], "", {}), c.ids, c.logps, c.finish_reason, advantage=(-1.0) ** i)
+            Sample(
+                first + p,
+                grpo.Prompt(prompts[p], "", {}),
+                c.ids,
+                c.logps,
+                c.finish_reason,
+                advantage=(-1.0) ** i,
+            )
             for p, group in enumerate(groups)
             for i, c in enumerate(group)
         ]
@@ -378,7 +496,9 @@ def sampler_and_phases(m, tokenizer) -> dict:
     if kind == "vllm":
         rollout("a push left out", seen=True)
     else:
-        LEFT_OUT.append(f"a push left out, sleep and wake: rollouts are by hf, on the policy's own weights ({why})")
+        LEFT_OUT.append(
+            f"a push left out, sleep and wake: rollouts are by hf, on the policy's own weights ({why})"
+        )
     push()
     samples = rollout("after an update and a push")
     if sleeps:
@@ -416,12 +536,22 @@ def check_points(device) -> None:
     engine = gpu or ("" if kind == "vllm" else why)
     two = gpu or ("" if torch.cuda.device_count() > 1 else "needs two GPUs")
     nccl = two or ("" if torch.distributed.is_nccl_available() else "needs NCCL")
-    driver = gpu or ("" if os.path.exists("/proc/driver/nvidia/version") else "needs NVIDIA's driver")
-    point(1, "bfloat16 from compute capability 8.0 on, where it is not emulated", gpu, bfloat16, device)
+    driver = gpu or (
+        "" if os.path.exists("/proc/driver/nvidia/version") else "needs NVIDIA's driver"
+    )
+    point(
+        1,
+        "bfloat16 from compute capability 8.0 on, where it is not emulated",
+        gpu,
+        bfloat16,
+        device,
+    )
     point(1, "vLLM from 7.5 on, below that --rollout auto is hf", vllm, engine_for_card, device)
     point(2, "float32: an engine without TF32, its gap below 1e-4", engine, engine_run, "", 1e-4)
     for dtype in ("float32", "bfloat16"):
-        missing = gpu or ("" if dtype == "float32" or harness.models.fast_bfloat16(device) else "needs bfloat16")
+        missing = gpu or (
+            "" if dtype == "float32" or harness.models.fast_bfloat16(device) else "needs bfloat16"
+        )
         what = f"{dtype}, grouped heads: never the kernel of quadratic memory, in packed rows and padded ones"
         point(3, what, missing, no_math_kernel, device, dtype)
     what = "the micro-batch chosen for Qwen2.5 0.5B fits, with Adam's moments and a reference"
@@ -430,7 +560,13 @@ def check_points(device) -> None:
     point(6, "a set-up error of NCCL is reported with its cause", nccl, nccl_error)
     point(7, "CUDA that torch cannot use: one line, no silent run on the CPU", driver, hidden_card)
     point(8, "the bundled task: float32, and no engine", "", bundled, device)
-    point(9, "packed rows: one additive mask a pass, in autocast's dtype, width a multiple of 8", gpu, masks, device)
+    point(
+        9,
+        "packed rows: one additive mask a pass, in autocast's dtype, width a multiple of 8",
+        gpu,
+        masks,
+        device,
+    )
     point(10, "torch makes what it makes by itself on this rank's card", gpu, current, device)
     what = "an engine sleeps, wakes and has what is no parameter:"
     point(10, f"{what} a router's buffer (GLM 4 MoE)", engine, engine_run, "Glm4Moe", 1e-3)
@@ -441,38 +577,67 @@ def trainer(*flags, nproc=1, stop=False, **env) -> tuple:
     """grpo.py in a process of its own, or under torchrun: its exit code, its output, its metrics. stop: by SIGTERM, in
     its third step."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}"] if nproc > 1 else []
-    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "printed"), "w+") as printed:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.path.join(folder, "printed"), "w+") as printed,
+    ):
         out = os.path.join(folder, "out")
-        command = [sys.executable, *torchrun, *SCRIPT, "--device", "cuda", "--out_dir", out, *FEW, *flags]
+        command = [
+            sys.executable,
+            *torchrun,
+            *SCRIPT,
+            "--device",
+            "cuda",
+            "--out_dir",
+            out,
+            *FEW,
+            *flags,
+        ]
         streams = dict(stdout=printed, stderr=subprocess.STDOUT)
-        process = subprocess.Popen(command, env=os.environ | env, cwd=os.path.dirname(HERE), **streams)
+        process = subprocess.Popen(
+            command, env=os.environ | env, cwd=os.path.dirname(HERE), **streams
+        )
         metrics = os.path.join(out, "metrics.jsonl")
-        while stop and process.poll() is None and len(view.read_jsonl(metrics) if os.path.exists(metrics) else []) < 2:
+        while (
+            stop
+            and process.poll() is None
+            and len(view.read_jsonl(metrics) if os.path.exists(metrics) else []) < 2
+        ):
             time.sleep(0.2)
         if stop:
             process.terminate()
         code = process.wait(600)
         printed.seek(0)
-        return code, printed.read().strip(), view.read_jsonl(metrics) if os.path.exists(metrics) else []
+        return (
+            code,
+            printed.read().strip(),
+            view.read_jsonl(metrics) if os.path.exists(metrics) else [],
+        )
 
 
 def last_line(printed: str) -> str:
     """Of what ended a run."""
-    return next((line for line in printed.splitlines() if ": stopped:" in line or ": error:" in line), printed)[-300:]
+    return next(
+        (line for line in printed.splitlines() if ": stopped:" in line or ": error:" in line),
+        printed,
+    )[-300:]
 
 
 def bfloat16(device) -> tuple:
-    capability, fast = torch.cuda.get_device_capability(device), harness.models.fast_bfloat16(device)
-    shown = (
-        f"{torch.cuda.get_device_name(device)}, {'.'.join(map(str, capability))}: {'bfloat16' if fast else 'float32'}"
+    capability, fast = (
+        torch.cuda.get_device_capability(device),
+        harness.models.fast_bfloat16(device),
     )
+    shown = f"{torch.cuda.get_device_name(device)}, {'.'.join(map(str, capability))}: {'bfloat16' if fast else 'float32'}"
     assert (torch.ones(2, device=device) * 2).sum() == 4  # else torch has no kernels for the card
     return fast == (capability >= (8, 0)), shown
 
 
 def engine_for_card(device) -> tuple:
     kind, why = harness.models.choose_sampler(Config(), device, False)
-    return (kind == "vllm") == (torch.cuda.get_device_capability(device) >= (7, 5)), f"{kind} ({why})"
+    return (kind == "vllm") == (
+        torch.cuda.get_device_capability(device) >= (7, 5)
+    ), f"{kind} ({why})"
 
 
 def engine_run(kind: str, limit: float) -> tuple:
@@ -482,9 +647,17 @@ def engine_run(kind: str, limit: float) -> tuple:
         if kind:
             random_weights(kind, folder)
         rows = ["--train_data", grpo.BUNDLED["train_data"]]
-        flags = ["--rollout", "vllm", "--dtype", "float32", *(["--model", folder, *rows] if kind else [])]
+        flags = [
+            "--rollout",
+            "vllm",
+            "--dtype",
+            "float32",
+            *(["--model", folder, *rows] if kind else []),
+        ]
         started = time.monotonic()
-        _, printed, metrics = trainer(*flags, "--max_sampler_gap", "1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        _, printed, metrics = trainer(
+            *flags, "--max_sampler_gap", "1", VLLM_ENABLE_V1_MULTIPROCESSING="1"
+        )
     gaps = [m["sampler_gap"] for m in metrics if "sampler_gap" in m]
     if len(gaps) < 2:
         return False, last_line(printed)
@@ -495,11 +668,21 @@ def engine_run(kind: str, limit: float) -> tuple:
 def random_weights(kind: str, folder: str) -> None:
     import transformers
 
-    sizes = dict(vocab_size=18, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1)
-    more = dict(num_key_value_heads=2, head_dim=32, intermediate_size=128, moe_intermediate_size=64, n_routed_experts=8)
+    sizes = dict(
+        vocab_size=18, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1
+    )
+    more = dict(
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+    )
     more |= dict(num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256)
     more = more | dict(n_group=1, topk_group=1) if kind == "Glm4Moe" else dict(hidden_dropout=0.0)
-    config = getattr(transformers, f"{kind}Config")(**sizes, **more, pad_token_id=0, initializer_range=0.1)
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **more, pad_token_id=0, initializer_range=0.1
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, buffer in model.named_buffers():
@@ -513,10 +696,22 @@ def grouped(device) -> argparse.Namespace:
     """A small policy with grouped heads, and samples for it."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=512,
+    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2)).to(device).eval()
-    m = argparse.Namespace(model=model, length=100, world=World(0, 1, device), policy=FastPolicy(model, 1.0))
+    model = (
+        AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_key_value_heads=2))
+        .to(device)
+        .eval()
+    )
+    m = argparse.Namespace(
+        model=model, length=100, world=World(0, 1, device), policy=FastPolicy(model, 1.0)
+    )
     m.samples = made_up(m, 8, G=4)
     return m
 
@@ -525,7 +720,9 @@ def no_math_kernel(device, dtype: str) -> tuple:
     m = grouped(device)
     for packs in (True, False):
         harness.check.use_rows(m.policy, packs)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # an error without them
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        ):  # an error without them
             forward(m, collate(m, m.samples), Config(dtype=dtype)).sum().backward()
     return True, "flash and the memory-efficient one are enough"
 
@@ -533,27 +730,46 @@ def no_math_kernel(device, dtype: str) -> tuple:
 def masks(device) -> tuple:
     m, made, honest = grouped(device), [], kernels.packed_masks
     cfg = Config(dtype="bfloat16" if harness.models.fast_bfloat16(device) else "float32")
-    kernels.packed_masks = lambda *args, **options: made.append(honest(*args, **options)) or made[-1]
+    kernels.packed_masks = lambda *args, **options: (
+        made.append(honest(*args, **options)) or made[-1]
+    )
     try:
         forward(m, collate(m, m.samples), cfg)
     finally:
         kernels.packed_masks = honest
-    found = {(str(bias.dtype), bias.shape[-1]) for blocks in made for *_, bias in blocks if bias is not None}
+    found = {
+        (str(bias.dtype), bias.shape[-1])
+        for blocks in made
+        for *_, bias in blocks
+        if bias is not None
+    }
     fine = all(dtype == f"torch.{cfg.dtype}" and width % 8 == 0 for dtype, width in found)
-    return len(made) == 1 and found and fine, f"built {len(made)} time(s) for two layers: {sorted(found)}"
+    return len(
+        made
+    ) == 1 and found and fine, f"built {len(made)} time(s) for two layers: {sorted(found)}"
 
 
 def chosen_fits(device) -> tuple:
     model = random_model("0.5B", device)
     cfg = grpo.resolved(Config(max_sampler_gap=1e9), model, device)
-    m = argparse.Namespace(model=model, length=512, world=World(0, 1, device), policy=FastPolicy(model, 1.0))
+    m = argparse.Namespace(
+        model=model, length=512, world=World(0, 1, device), policy=FastPolicy(model, 1.0)
+    )
     n, head = model.num_parameters(), model.get_input_embeddings().weight.numel()
-    reference = torch.empty(2 * (n + head) if cfg.dtype == "bfloat16" else 4 * n, dtype=torch.uint8, device=device)
-    optimizer, samples = grpo.make_optimizer(m.policy, cfg), made_up(m, 2 * cfg.micro_batch_tokens // m.length, G=8)
+    reference = torch.empty(
+        2 * (n + head) if cfg.dtype == "bfloat16" else 4 * n, dtype=torch.uint8, device=device
+    )
+    optimizer, samples = (
+        grpo.make_optimizer(m.policy, cfg),
+        made_up(m, 2 * cfg.micro_batch_tokens // m.length, G=8),
+    )
     torch.cuda.reset_peak_memory_stats()
     for step in (1, 2):  # in the second one the moments are there
         grpo.update(m.policy, m.policy, optimizer, samples, step, cfg, m.world)
-    peak, room = torch.cuda.max_memory_allocated(), 0.95 * torch.cuda.get_device_properties(device).total_memory - 2e9
+    peak, room = (
+        torch.cuda.max_memory_allocated(),
+        0.95 * torch.cuda.get_device_properties(device).total_memory - 2e9,
+    )
     del m, model, optimizer, reference
     gc.collect()
     torch.cuda.empty_cache()
@@ -565,7 +781,9 @@ def stopped_run() -> tuple:
     started = time.monotonic()
     _, printed, _ = trainer("--max_steps", "100000", "--save_every", "0", nproc=2, stop=True)
     saved = [line for line in printed.splitlines() if "is saved; go on with --resume" in line]
-    return bool(saved), f"{(saved or [last_line(printed)])[0]} ({time.monotonic() - started:.0f} s in all)"
+    return bool(
+        saved
+    ), f"{(saved or [last_line(printed)])[0]} ({time.monotonic() - started:.0f} s in all)"
 
 
 def nccl_error() -> tuple:
@@ -595,7 +813,11 @@ def current(device) -> tuple:
 def draw(seconds: dict, title: str):
     figure, (left, middle, last) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     for what in ("forward", "update", "update, compiled layers", "update, checkpointed"):
-        rows = [row for row in SPEED if row[0] == what and row[2] == SPEED[0][2] and not isinstance(row[3], str)]
+        rows = [
+            row
+            for row in SPEED
+            if row[0] == what and row[2] == SPEED[0][2] and not isinstance(row[3], str)
+        ]
         sizes = [str(row[1]) for row in rows]
         for axis, column in ((left, 3), (middle, 6)):
             axis.plot(sizes, [row[column] for row in rows], "o-", label=what)
@@ -610,18 +832,32 @@ def draw(seconds: dict, title: str):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=grpo.BUNDLED["model"], help="a directory or a hub name")
-    parser.add_argument("--random", default="", choices=["", *QWEN], help="random weights of this size instead")
+    parser.add_argument(
+        "--random", default="", choices=["", *QWEN], help="random weights of this size instead"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--peak_tflops", type=float, default=0.0, help="of the device, dense, in the run's dtype")
-    parser.add_argument("--points", action="store_true", help="only what was expected of a GPU, point by point")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes; writes to a temporary directory")
+    parser.add_argument(
+        "--peak_tflops", type=float, default=0.0, help="of the device, dense, in the run's dtype"
+    )
+    parser.add_argument(
+        "--points", action="store_true", help="only what was expected of a GPU, point by point"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer sizes; writes to a temporary directory"
+    )
     parser.add_argument("--jobs", help="of run_all: without effect")
     args = parser.parse_args()
     args.started, args.jobs = time.monotonic(), int(os.environ.get("WORLD_SIZE", 1))
-    args.out = os.path.join(tempfile.gettempdir(), "studies_quick") if args.quick else os.path.join(HERE, "figures")
+    args.out = (
+        os.path.join(tempfile.gettempdir(), "studies_quick")
+        if args.quick
+        else os.path.join(HERE, "figures")
+    )
     os.makedirs(args.out, exist_ok=True)
 
     device = harness.ranks.pick_device(args.device)
@@ -636,7 +872,9 @@ def main() -> int:
     m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
     with tempfile.TemporaryDirectory() as folder:
-        if args.random:  # the engine reads config.json there, and gets its weights by the first push
+        if (
+            args.random
+        ):  # the engine reads config.json there, and gets its weights by the first push
             cfg, m.model = dataclasses.replace(cfg, model=folder), random_model(args.random, device)
             m.model.config.save_pretrained(folder)
         else:
@@ -646,19 +884,33 @@ def main() -> int:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
         m.cfg = grpo.resolved(cfg, m.model, device)
         name = torch.cuda.get_device_name(device) if m.cuda else device.type
-        m.peak = 1e12 * (args.peak_tflops or PEAKS.get(max((p for p in PEAKS if p in name), key=len, default=""), 0))
+        m.peak = 1e12 * (
+            args.peak_tflops
+            or PEAKS.get(max((p for p in PEAKS if p in name), key=len, default=""), 0)
+        )
         title = f"{args.random or os.path.basename(args.model)}, {size / 1e6:.3g} M parameters, {m.cfg.dtype}, "
         title += f"{m.world.size} x {name}, torch {torch.__version__}"
         say(title)
         if not m.peak:
-            old = ": it has no fast bfloat16" if any(x in name for x in ("T4", "V100", "P100", "RTX 20")) else ""
+            old = (
+                ": it has no fast bfloat16"
+                if any(x in name for x in ("T4", "V100", "P100", "RTX 20"))
+                else ""
+            )
             LEFT_OUT.append(f"MFU: '{name}' is not in the table{old} (--peak_tflops)")
-        positions = getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
+        positions = (
+            getattr(m.model.config.get_text_config(), "max_position_embeddings", None) or 512
+        )
         m.length = min(positions, 512 if m.cuda else 256)
 
         m.policy, clock = FastPolicy(m.model, m.cfg.temperature), Clock(device)
-        m.base = 0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size  # what Python and its libraries hold
-        m.ddp, m.optimizer = grpo.wrap(m.policy, m.cfg, m.world), grpo.make_optimizer(m.policy, m.cfg)
+        m.base = (
+            0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size
+        )  # what Python and its libraries hold
+        m.ddp, m.optimizer = (
+            grpo.wrap(m.policy, m.cfg, m.world),
+            grpo.make_optimizer(m.policy, m.cfg),
+        )
         check_gradient(m)
         check_micro_batches(m)
         grpo.update(m.policy, m.ddp, m.optimizer, made_up(m, 8 * m.world.size), 1, m.cfg, m.world)
@@ -667,21 +919,45 @@ def main() -> int:
         else:
             LEFT_OUT.append("a resumed step: with one process only")
             weights = m.world.gather([harness.checkpoints.fingerprint(m.model)])
-            right(m, "all ranks have the same weights after an update", len(set(weights)) == 1, f"{len(set(weights))}")
+            right(
+                m,
+                "all ranks have the same weights after an update",
+                len(set(weights)) == 1,
+                f"{len(set(weights))}",
+            )
         speed(m, args.quick)
         memory(m)
         free(m)
         seconds = sampler_and_phases(m, None if args.random else harness.rows.load_tokenizer(m.cfg))
     if m.world.rank == 0:
         rates = [[*row[:6], "" if row[6] != row[6] else row[6]] for row in SPEED]
-        shares = [[phase, value, f"{value / sum(seconds.values()):.0%}"] for phase, value in seconds.items()]
-        tables = [[[title], *([f"left out: {line}"] for line in LEFT_OUT)], [["right?", "found", "holds"], *RIGHT]]
-        header = ["pass", "micro-batch", "head tile", "tokens/s", "TFLOP/s a device", "MFU", "peak GB"]
+        shares = [
+            [phase, value, f"{value / sum(seconds.values()):.0%}"]
+            for phase, value in seconds.items()
+        ]
+        tables = [
+            [[title], *([f"left out: {line}"] for line in LEFT_OUT)],
+            [["right?", "found", "holds"], *RIGHT],
+        ]
+        header = [
+            "pass",
+            "micro-batch",
+            "head tile",
+            "tokens/s",
+            "TFLOP/s a device",
+            "MFU",
+            "peak GB",
+        ]
         tables += [[header, *rates], [["memory", "arithmetic", "measured"], *MEMORY]]
-        tables += [[["phase", "seconds", "share"], *shares], [["point", "expected", "found here", "answer"], *POINTS]]
+        tables += [
+            [["phase", "seconds", "share"], *shares],
+            [["point", "expected", "found here", "answer"], *POINTS],
+        ]
         save(args, "machine", draw(seconds, title), *tables)
     del m.ddp
-    if "RANK" in os.environ and torch.distributed.is_initialized():  # an engine that closed may have ended it
+    if (
+        "RANK" in os.environ and torch.distributed.is_initialized()
+    ):  # an engine that closed may have ended it
         torch.distributed.destroy_process_group()
     return int(wrong or any(row[-1] == "NO" for row in RIGHT))
 

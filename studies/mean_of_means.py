@@ -9,7 +9,19 @@ import copy
 
 import numpy as np
 import torch
-from common import Run, arguments, band, grid, legend, ordered, plt, save, scan, train, update_gradient
+from common import (
+    Run,
+    arguments,
+    band,
+    grid,
+    legend,
+    ordered,
+    plt,
+    save,
+    scan,
+    train,
+    update_gradient,
+)
 
 SIZES, RANKS = (1, 2, 4, 8, 16, "all"), (1, 2, 3, 8)  # "all": one mean per rank
 TRAINING = {  # name: micro-batch size, ranks, sorted by length first
@@ -48,9 +60,18 @@ def compare(lengths_of, seed, n_prompts):
         samples = skewed(samples, seed)
     lengths = np.array([len(s.completion_ids) for s in samples])
     # one sample alone, times its own token count: the sum over its tokens
-    each = torch.stack([update_gradient(run, [s]) * len(s.completion_ids) for s in samples])  # [N, P]
-    exact, products = each.sum(0) / lengths.sum(), (each @ each.T).double().numpy() / lengths.sum() ** 2  # [P], [N, N]
-    ones, order, found = np.ones(len(samples)), np.random.default_rng(seed).permutation(len(samples)), {}
+    each = torch.stack(
+        [update_gradient(run, [s]) * len(s.completion_ids) for s in samples]
+    )  # [N, P]
+    exact, products = (
+        each.sum(0) / lengths.sum(),
+        (each @ each.T).double().numpy() / lengths.sum() ** 2,
+    )  # [P], [N, N]
+    ones, order, found = (
+        np.ones(len(samples)),
+        np.random.default_rng(seed).permutation(len(samples)),
+        {},
+    )
     for size, ranks in grid(SIZES, RANKS):
         w = weights(lengths, size, ranks, order)
         norm, norm_exact = np.sqrt(w @ products @ w), np.sqrt(ones @ products @ ones)
@@ -82,12 +103,20 @@ def main():
     seeds, n_prompts = (range(1), 3) if args.quick else (range(5), 16)
     found = scan(compare, grid(("bundled", "skewed"), seeds, [n_prompts]), args.jobs)
     for (lengths_of, *_), f in found.items():
-        assert f["grpo"] < 1e-4, f"{lengths_of}: grpo.update depends on the micro-batch by {f['grpo']:.1e}"
+        assert f["grpo"] < 1e-4, (
+            f"{lengths_of}: grpo.update depends on the micro-batch by {f['grpo']:.1e}"
+        )
         assert f["sequence"] < 1e-4, "micro-batches of one are not the sequence reduction"
-        assert abs(f["all", 1][1] - 1) < 1e-6 < abs(f["all", 8][1] - 1), "one mean is exact, one per rank is not"
+        assert abs(f["all", 1][1] - 1) < 1e-6 < abs(f["all", 8][1] - 1), (
+            "one mean is exact, one per rank is not"
+        )
     for lengths_of in ("bundled", "skewed"):
-        angle = {m: np.mean([found[lengths_of, s, n_prompts][m, 1][0] for s in seeds]) for m in SIZES}
-        assert angle[1] > 5 and angle[1] > angle[16] > angle["all"], f"{lengths_of}: averaging means is right? {angle}"
+        angle = {
+            m: np.mean([found[lengths_of, s, n_prompts][m, 1][0] for s in seeds]) for m in SIZES
+        }
+        assert angle[1] > 5 and angle[1] > angle[16] > angle["all"], (
+            f"{lengths_of}: averaging means is right? {angle}"
+        )
     names = ("exact (token)",) if args.quick else TRAINING
     runs = scan(learn, grid(names, seeds, [1 if args.quick else 20]), args.jobs)
 
@@ -96,24 +125,50 @@ def main():
     axes, (left, right) = top.subplots(2, 2), bottom.subplots(1, 2)
     table = [["lengths", "samples per micro-batch", *(f"{r} rank{'s' * (r > 1)}" for r in RANKS)]]
     for row, lengths_of in enumerate(("bundled", "skewed")):
-        errors = [[[found[lengths_of, s, n_prompts][m, r] for r in RANKS] for m in SIZES] for s in seeds]
+        errors = [
+            [[found[lengths_of, s, n_prompts][m, r] for r in RANKS] for m in SIZES] for s in seeds
+        ]
         mean, spread = np.mean(errors, 0), np.std(errors, 0)  # [sizes, ranks, (angle, length)]
-        titles = ("angle to the exact gradient", "degrees"), ("norm of the gradient", "relative to the exact one's")
+        titles = (
+            ("angle to the exact gradient", "degrees"),
+            ("norm of the gradient", "relative to the exact one's"),
+        )
         for column, (title, ylabel) in enumerate(titles):
             for r, (ranks, colour) in enumerate(zip(RANKS, ordered(len(RANKS)), strict=True)):
-                style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colour, label=f"{ranks} rank{'s' * (ranks > 1)}")
-                x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: 1, 2 and 8 ranks often agree
+                style = dict(
+                    fmt="o-",
+                    ms=4,
+                    lw=1,
+                    capsize=2,
+                    color=colour,
+                    label=f"{ranks} rank{'s' * (ranks > 1)}",
+                )
+                x = (
+                    np.arange(len(SIZES)) + (r - 1.5) * 0.12
+                )  # side by side: 1, 2 and 8 ranks often agree
                 axes[row, column].errorbar(x, mean[:, r, column], spread[:, r, column], **style)
             axes[row, column].set(title=f"{lengths_of} lengths: {title}", ylabel=ylabel)
             axes[row, column].set_xlabel("samples per micro-batch (all: a rank's)")
             axes[row, column].set_xticks(range(len(SIZES)), SIZES)
         for m, size in enumerate(SIZES):
-            cells = [f"{a:.1f} +- {da:.1f}, {n:.2f}" for (a, n), (da, _) in zip(mean[m], spread[m], strict=True)]
+            cells = [
+                f"{a:.1f} +- {da:.1f}, {n:.2f}"
+                for (a, n), (da, _) in zip(mean[m], spread[m], strict=True)
+            ]
             table.append([f"{lengths_of}: angle in degrees, length / exact", size, *cells])
     error = max(f["grpo"] for f in found.values())
-    table.append(["both: grpo.update", "any", f"relative error {error:.0e}", *["as 1 (by test)"] * 3])
+    table.append(
+        ["both: grpo.update", "any", f"relative error {error:.0e}", *["as 1 (by test)"] * 3]
+    )
     legend(top, axes[0, 0], len(RANKS))
-    after = [["trained with", "accuracy at the last step +- std", "sampled reward, last 3 steps", "completion tokens"]]
+    after = [
+        [
+            "trained with",
+            "accuracy at the last step +- std",
+            "sampled reward, last 3 steps",
+            "completion tokens",
+        ]
+    ]
     for name in names:
         histories = [runs[name, s, 1 if args.quick else 20] for s in seeds]
         band(left, histories, "reward", label=name)

@@ -29,23 +29,33 @@ import torch
 from common import arguments, save
 
 import grpo
-from harness.fast import FastPolicy
 import harness.models
 from grpo import Config, Policy, Sample
+from harness.fast import FastPolicy
 from harness.flags import ConfigError
 from harness.ranks import World
 from harness.rows import Prompt
 
 # hidden, MLP, layers, heads, key-value heads; embeddings of 151,936 tokens, tied but for 7B
-SHAPES = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2)}
+SHAPES = {
+    "0.5B": (896, 4864, 24, 14, 2),
+    "1.5B": (1536, 8960, 28, 12, 2),
+    "3B": (2048, 11008, 36, 16, 2),
+}
 SHAPES |= {"7B": (3584, 18944, 28, 28, 4)}
-CARDS = {"16 GB (T4)": ((7, 5), 15.8e9), "24 GB (3090, 4090, L4)": ((8, 6), 25.2e9), "40 GB (A100)": ((8, 0), 42.3e9)}
+CARDS = {
+    "16 GB (T4)": ((7, 5), 15.8e9),
+    "24 GB (3090, 4090, L4)": ((8, 6), 25.2e9),
+    "40 GB (A100)": ((8, 0), 42.3e9),
+}
 CARDS |= {"80 GB (A100, H100)": ((9, 0), 85.0e9), "141 GB (H200)": ((9, 0), 150.0e9)}
 TOKENS = (2048, 8192, 16384)
 WORLD = World(0, 1, torch.device("cuda", 0))
 PROMPT, COMPLETION = 256, 256
 AUTOGRAD = "autograd: gradients, and what is computed again"
-labels = collections.defaultdict(lambda: len(labels) + 1)  # line of code -> number; 0: before anybody asked
+labels = collections.defaultdict(
+    lambda: len(labels) + 1
+)  # line of code -> number; 0: before anybody asked
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
@@ -70,9 +80,17 @@ def label_of(_bytes: int) -> int:
 def model_of(size: str):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     tied = size != "7B"
-    sizes = dict(zip(names, SHAPES[size], strict=True)) | dict(vocab_size=151936 if tied else 152064)
+    sizes = dict(zip(names, SHAPES[size], strict=True)) | dict(
+        vocab_size=151936 if tied else 152064
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=tied))
     model = model.to_empty(device="cuda").eval()
@@ -97,7 +115,14 @@ def samples_of(tokens: int) -> list[Sample]:
         prompt = Prompt(rng.integers(0, 1000, PROMPT).astype(np.int32), "", {})
         for _ in range(8):
             ids = rng.integers(0, 1000, COMPLETION).astype(np.int32)
-            sample = Sample(len(samples) // 8, prompt, ids, np.zeros(COMPLETION, np.float32), "stop", advantage=1.0)
+            sample = Sample(
+                len(samples) // 8,
+                prompt,
+                ids,
+                np.zeros(COMPLETION, np.float32),
+                "stop",
+                advantage=1.0,
+            )
             sample.ref_logps = np.zeros(COMPLETION, np.float32)
             samples.append(sample)
     return samples
@@ -117,13 +142,17 @@ class Counted:
     def peak(self, tokens: int, recompute: bool, dtype="bfloat16") -> tuple[int, dict]:
         """Without the reference."""
         if (tokens, recompute, dtype) not in self.found:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs=dict(use_reentrant=False)
+            )
             if not recompute:
                 self.model.gradient_checkpointing_disable()
             cfg = Config(micro_batch_tokens=tokens, dtype=dtype, max_sampler_gap=1e9, log_tokens=0)
             torch.cuda.reset_peak_memory_stats()
             grpo.update(self.policy, self.policy, self.optimizer, samples_of(tokens), 1, cfg, WORLD)
-            lines = {line: cuda_standin.native.standin_at_peak(number) for line, number in labels.items()}
+            lines = {
+                line: cuda_standin.native.standin_at_peak(number) for line, number in labels.items()
+            }
             self.found[tokens, recompute, dtype] = torch.cuda.max_memory_allocated(), lines
         return self.found[tokens, recompute, dtype]
 
@@ -145,7 +174,10 @@ def chosen(card: str, counted: Counted) -> list:
         cfg = harness.models.fit_micro_batch(Config(dtype=dtype), model, WORLD.device)
     except ConfigError:
         return [card, counted.size, dtype, "refused", "", "", ""]
-    peak = counted.peak(cfg.micro_batch_tokens, cfg.gradient_checkpointing, dtype)[0] + counted.reference
+    peak = (
+        counted.peak(cfg.micro_batch_tokens, cfg.gradient_checkpointing, dtype)[0]
+        + counted.reference
+    )
     recompute = "yes" if cfg.gradient_checkpointing else "no"
     fits = "yes" if peak < CARDS[card][1] else "NO"
     return [card, counted.size, dtype, f"{cfg.micro_batch_tokens:,}", recompute, show(peak), fits]
@@ -155,8 +187,26 @@ def main() -> None:
     args = arguments(__doc__)
     warnings.simplefilter("ignore")  # means over samples without values
     tokens = TOKENS[:1] if args.quick else TOKENS
-    table = [["model", "recomputed", "weights, moments", "reference", *(f"update, {t:,} tokens" for t in tokens)]]
-    fits = [["card", "model", "dtype", "micro-batch", "recomputed", "GB of the update, with reference", "fits"]]
+    table = [
+        [
+            "model",
+            "recomputed",
+            "weights, moments",
+            "reference",
+            *(f"update, {t:,} tokens" for t in tokens),
+        ]
+    ]
+    fits = [
+        [
+            "card",
+            "model",
+            "dtype",
+            "micro-batch",
+            "recomputed",
+            "GB of the update, with reference",
+            "fits",
+        ]
+    ]
     columns = []
     for size in list(SHAPES)[: 1 if args.quick else None]:
         be_card("80 GB (A100, H100)")
@@ -164,7 +214,11 @@ def main() -> None:
         for recompute in (False, True):
             peaks = [counted.peak(t, recompute) for t in tokens]
             columns.append((f"{size}{', recomputed' * recompute}", peaks[-1][1]))
-            shown = [show(counted.stays), show(counted.reference), *(show(peak) for peak, _ in peaks)]
+            shown = [
+                show(counted.stays),
+                show(counted.reference),
+                *(show(peak) for peak, _ in peaks),
+            ]
             table.append([size, "yes" if recompute else "no", *shown])
         fits += [chosen(card, counted) for card in (list(CARDS)[1:2] if args.quick else CARDS)]
         del counted

@@ -22,7 +22,19 @@ import time
 
 import numpy as np
 import torch
-from common import CPU, HERE, Run, arguments, band, grid, interval, permutation_test, plt, save, steps_to
+from common import (
+    CPU,
+    HERE,
+    Run,
+    arguments,
+    band,
+    grid,
+    interval,
+    permutation_test,
+    plt,
+    save,
+    steps_to,
+)
 from mean_of_means import weights
 from real_model import make_model
 
@@ -52,12 +64,25 @@ SIDES = {  # the most disputed first
     "k1 in reward, beta 0.04": dict(beta=0.04, kl_estimator="k1", kl_in="reward"),
     "2 updates": dict(num_minibatches=2),
     "2 updates, no clipping": dict(num_minibatches=2, **FREE),
-    "bfloat16": dict(dtype="bfloat16"),  # last: a machine without bfloat16 arithmetic emulates it, slowly
+    "bfloat16": dict(
+        dtype="bfloat16"
+    ),  # last: a machine without bfloat16 arithmetic emulates it, slowly
 }
 AGAINST = {f"{n} updates, no clipping": f"{n} updates" for n in (2, 4)}  # the others: base
-BASE = dict(num_prompts=4, num_generations=8, max_completion_length=4, learning_rate=1e-5, beta=0.0, dtype="float32")
+BASE = dict(
+    num_prompts=4,
+    num_generations=8,
+    max_completion_length=4,
+    learning_rate=1e-5,
+    beta=0.0,
+    dtype="float32",
+)
 BASE |= dict(max_steps=12, micro_batch_tokens=2048, log_tokens=0)
-SEEDS, FIRST, LEVELS = 5, 14, (0.5, 0.7)  # FIRST: so many sides get all their seeds before the others begin
+SEEDS, FIRST, LEVELS = (
+    5,
+    14,
+    (0.5, 0.7),
+)  # FIRST: so many sides get all their seeds before the others begin
 RUNS = os.path.join(HERE, "figures", "on_a_real_model.jsonl")
 VALUES = {  # what is tested: (value of a run, digits)
     "reward, mean of all steps": (lambda row: mean(row, "reward"), 3),
@@ -79,7 +104,9 @@ def questions(evaluation: bool) -> list[dict]:
     return [dict(prompt=f"6+7=13\n{a}+{b}=", answer=str(a + b)) for a, b in both_ways]
 
 
-training_rows, held_out_rows = (functools.partial(questions, evaluation) for evaluation in (False, True))
+training_rows, held_out_rows = (
+    functools.partial(questions, evaluation) for evaluation in (False, True)
+)
 
 
 def once_per_prompt(model, generate, input_ids, attention_mask, **options):
@@ -88,9 +115,13 @@ def once_per_prompt(model, generate, input_ids, attention_mask, **options):
     prompts, numbers = torch.unique(rows, dim=0, return_inverse=True)
     ids, mask = prompts[:, 0, :-1], prompts[:, 1, :-1]  # generate itself computes the last token
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True).past_key_values
+    cache = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
+    ).past_key_values
     cache.batch_select_indices(numbers)
-    return generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **options)
+    return generate(
+        input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **options
+    )
 
 
 def make_run(model: str, quick: bool) -> Run:
@@ -100,7 +131,9 @@ def make_run(model: str, quick: bool) -> Run:
     real = dict(model=model, train_data=f"{here}:training_rows", eval_data=f"{here}:held_out_rows")
     run = Run(**BASE | (dict(max_steps=2, max_completion_length=16) if quick else real))
     newline = [i for i in run.tokenizer("\n").input_ids if run.tokenizer.decode([i]) == "\n"]
-    run.sampler = grpo.HFSampler(run.model, run.sampler.eos_ids + newline, run.sampler.pad_id, run.cfg)
+    run.sampler = grpo.HFSampler(
+        run.model, run.sampler.eos_ids + newline, run.sampler.pad_id, run.cfg
+    )
     run.model.generate = functools.partial(once_per_prompt, run.model, run.model.generate)
     run.eval_prompts = run.eval_prompts[:50]
     return run
@@ -124,7 +157,9 @@ def divergence(run: Run, samples: list) -> dict:
     for name, policy in (("old_logps", run.policy), ("ref_logps", run.reference)):
         grpo.compute_logps(policy, samples, name, run.cfg, CPU)
         logps.append(torch.from_numpy(np.concatenate([getattr(s, name) for s in samples])))
-    estimates = {name: grpo.kl_estimate(*logps, logps[0], name).mean().item() for name in ("k3", "k1")}
+    estimates = {
+        name: grpo.kl_estimate(*logps, logps[0], name).mean().item() for name in ("k3", "k1")
+    }
     return dict(kl=run.exact_kl(samples)) | estimates
 
 
@@ -137,11 +172,19 @@ def learn(run: Run, side: str, seed: int) -> dict:
         if side == "mean of means":
             plant(samples, step, seed)
         m = grpo.sample_metrics(samples, run.cfg) | run.update(samples, step)
-        point = dict(reward=m["reward"], seconds=time.process_time() - started, length=m["completions/mean_length"])
-        point |= dict(norm=m["grad_norm"], clipped=m["clip_ratio/region_mean"], gap=m["sampler_gap"])
+        point = dict(
+            reward=m["reward"],
+            seconds=time.process_time() - started,
+            length=m["completions/mean_length"],
+        )
+        point |= dict(
+            norm=m["grad_norm"], clipped=m["clip_ratio/region_mean"], gap=m["sampler_gap"]
+        )
         history.append(dict(step=step) | {name: float(f"{x:.3g}") for name, x in point.items()})
         samples = run.rollout(step + 1)  # the last time: what the trained policy writes
-    end = dict(eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"]) | divergence(run, samples)
+    end = dict(
+        eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"]
+    ) | divergence(run, samples)
     end = {name: float(f"{x:.4g}") for name, x in end.items()}
     return dict(side=side, seed=seed) | end | dict(history=history)
 
@@ -196,11 +239,20 @@ def check(rows: list[dict]) -> None:
     """What must be so whatever the answer is: else the sides are not what they are called."""
     base = {row["seed"]: row["history"] for row in rows if row["side"] == "base"}
     for row in rows:
-        name, history, twin = f"{row['side']}, seed {row['seed']}", row["history"], base[row["seed"]]
-        rounded, norms = row["side"] == "bfloat16", [[point["norm"] for point in h] for h in (history, twin)]
+        name, history, twin = (
+            f"{row['side']}, seed {row['seed']}",
+            row["history"],
+            base[row["seed"]],
+        )
+        rounded, norms = (
+            row["side"] == "bfloat16",
+            [[point["norm"] for point in h] for h in (history, twin)],
+        )
         gap = max(point["gap"] for point in history)
         assert gap < (0.1 if rounded else 1e-4), f"{name}: sampled by another model than the policy"
-        assert rounded or history[0]["reward"] == twin[0]["reward"], f"{name}: begins with other samples than base"
+        assert rounded or history[0]["reward"] == twin[0]["reward"], (
+            f"{name}: begins with other samples than base"
+        )
         assert row["side"] == "base" or norms[0] != norms[1], f"{name}: the same gradients as base"
         assert "no clipping" not in row["side"] or mean(row, "clipped") == 0, f"{name}: it clips"
 
@@ -235,20 +287,36 @@ def tables(runs: dict) -> list[list]:
             shifts, p = versus(runs, side, value)
             tested[-1] += [span([value(row) for row in rows], digits)]
             tested[-1] += ["", ""] if side == "base" else [span(shifts, digits), f"{p:.3f}"]
-        steps = [[steps_to(level, row["history"]) for row in rows] for level in LEVELS]  # [levels, seeds]; inf: never
+        steps = [
+            [steps_to(level, row["history"]) for row in rows] for level in LEVELS
+        ]  # [levels, seeds]; inf: never
         ends = [[int(min(n, len(rows[0]["history"]))) for n in ns] for ns in steps]
-        spent = [[row["history"][n - 1]["seconds"] for row, n in zip(rows, ns, strict=True)] for ns in ends]
-        speed.append([side, *(span(ns, 1) for ns in ends), sum(map(np.isinf, steps[-1])), *(span(x, 0) for x in spent)])
+        spent = [
+            [row["history"][n - 1]["seconds"] for row, n in zip(rows, ns, strict=True)]
+            for ns in ends
+        ]
+        speed.append(
+            [
+                side,
+                *(span(ns, 1) for ns in ends),
+                sum(map(np.isinf, steps[-1])),
+                *(span(x, 0) for x in spent),
+            ]
+        )
         speed[-1] += [span([row["history"][-1]["seconds"] for row in rows], 0)]
         speed[-1] += [float(np.mean([row[key] for row in rows])) for key in ("k3", "k1")]
-        speed[-1] += [float(np.mean([mean(row, key) for row in rows])) for key in ("length", "clipped")]
+        speed[-1] += [
+            float(np.mean([mean(row, key) for row in rows])) for key in ("length", "clipped")
+        ]
     return [tested, speed]
 
 
 def draw(runs: dict):
     """What each side changes, and the curves of three disputes."""
     panels = [["reward", "kl", name] for name in ("start", "beta", "updates")]
-    figure, axes = plt.subplot_mosaic(panels, figsize=(12, 9), layout="constrained", width_ratios=(2, 2, 3))
+    figure, axes = plt.subplot_mosaic(
+        panels, figsize=(12, 9), layout="constrained", width_ratios=(2, 2, 3)
+    )
     for key, (name, (value, _)) in zip(("reward", "kl"), VALUES.items(), strict=False):
         for y, side in enumerate(runs):
             shifts = versus(runs, side, value)[0]
@@ -257,15 +325,23 @@ def draw(runs: dict):
             axes[key].errorbar(middle, y, xerr=error, fmt="o", ms=5, capsize=3, color="C0")
             axes[key].scatter(shifts, [y + 0.25] * len(shifts), s=8, alpha=0.5, color="C1")
         axes[key].axvline(0, color="C6", lw=0.8)
-        axes[key].set_yticks(range(len(runs)), [f"{side} ({len(rows)})" for side, rows in runs.items()])
+        axes[key].set_yticks(
+            range(len(runs)), [f"{side} ({len(rows)})" for side, rows in runs.items()]
+        )
         axes[key].set(ylim=(len(runs) - 0.5, -0.7), title=f"{name},\nchange by pairs of one seed")
     axes["kl"].set_yticklabels([])
     curves = dict(start=("noise", "warmup"), beta=("0.3",), updates=("updates",))
-    titles = dict(start="noise on the advantages, warmup", beta="KL term", updates="mini-batches of a rollout")
+    titles = dict(
+        start="noise on the advantages, warmup", beta="KL term", updates="mini-batches of a rollout"
+    )
     for key, words in curves.items():
-        for side in [side for side in runs if side == "base" or any(word in side for word in words)]:
+        for side in [
+            side for side in runs if side == "base" or any(word in side for word in words)
+        ]:
             band(axes[key], [row["history"] for row in runs[side].values()], "reward", label=side)
-        axes[key].set(title=titles[key], ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step")
+        axes[key].set(
+            title=titles[key], ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step"
+        )
         axes[key].legend(loc="lower right")
     text = "blue: mean and its 95 % bootstrap interval;  orange: seeds (how many);  without clipping: against with it"
     figure.supxlabel(f"{text};  bands: ± 1 standard error")
@@ -273,7 +349,9 @@ def draw(runs: dict):
 
 
 def options(parser) -> None:
-    parser.add_argument("folder", nargs="?", help="where the model and the runs are, or are put; none: only draws")
+    parser.add_argument(
+        "folder", nargs="?", help="where the model and the runs are, or are put; none: only draws"
+    )
     parser.add_argument("--draw", action="store_true", help="only draws the runs that are there")
     parser.add_argument("--side", choices=SIDES, help="one run alone, of --seed")
     parser.add_argument("--seed", type=int, default=0)
@@ -282,7 +360,14 @@ def options(parser) -> None:
 def main():
     args, rows = arguments(__doc__, options), keep([])
     if args.quick:
-        some = ["base", "noise 0.1", "k1 in reward, beta 0.3", "4 updates", "4 updates, no clipping", "mean of means"]
+        some = [
+            "base",
+            "noise 0.1",
+            "k1 in reward, beta 0.3",
+            "4 updates",
+            "4 updates, no clipping",
+            "mean of means",
+        ]
         shutil.rmtree(folder := os.path.join(args.out, "on_a_real_model"), ignore_errors=True)
         rows = learn_all(make_run("", True), grid(range(1), some), folder)
     elif args.folder:
@@ -290,11 +375,16 @@ def main():
         folder, sides = os.path.join(args.folder, "runs"), list(SIDES)
         if args.side:
             for row in rows:
-                if row["seed"] == args.seed and row["side"] in (args.side, AGAINST.get(args.side, "base")):
+                if row["seed"] == args.seed and row["side"] in (
+                    args.side,
+                    AGAINST.get(args.side, "base"),
+                ):
                     print(f"in the figures: {summary(row)}")
             learn_all(run, [(args.seed, args.side)], folder)
             return
-        settings = [pair for part in (sides[:FIRST], sides[FIRST:]) for pair in grid(range(SEEDS), part)]
+        settings = [
+            pair for part in (sides[:FIRST], sides[FIRST:]) for pair in grid(range(SEEDS), part)
+        ]
         rows = keep(learn_all(run, settings, folder))
     check(rows)
     runs = {side: {row["seed"]: row for row in rows if row["side"] == side} for side in SIDES}

@@ -6,7 +6,18 @@ wrong answers grow longer over training.
 """
 
 import numpy as np
-from common import arguments, bands, grid, interval, legend, permutation_test, plt, save, scan, train
+from common import (
+    arguments,
+    bands,
+    grid,
+    interval,
+    legend,
+    permutation_test,
+    plt,
+    save,
+    scan,
+    train,
+)
 
 METHODS = {  # name: loss_reduction, scale_rewards, ratio_level
     "GRPO: sequence, group std": ("sequence", "group", "token"),
@@ -31,18 +42,27 @@ def run(method, seed, steps):
             if s.advantage < 0:
                 n = len(s.completion_ids)
                 push[n > LONG].append(-s.advantage / (n if reduction == "sequence" else 1))
-        lengths = {name: [len(s.completion_ids) for s in part] for name, part in (("wrong", wrong), ("right", right))}
-        found = {f"{name}_length": float(np.mean(x)) if x else np.nan for name, x in lengths.items()}
+        lengths = {
+            name: [len(s.completion_ids) for s in part]
+            for name, part in (("wrong", wrong), ("right", right))
+        }
+        found = {
+            f"{name}_length": float(np.mean(x)) if x else np.nan for name, x in lengths.items()
+        }
         ratio = np.mean(push[True]) / np.mean(push[False]) if push[True] and push[False] else np.nan
         return found | dict(push_ratio=float(ratio))
 
-    options = dict(loss_reduction=reduction, scale_rewards=scale, ratio_level=level, num_minibatches=2)
+    options = dict(
+        loss_reduction=reduction, scale_rewards=scale, ratio_level=level, num_minibatches=2
+    )
     return train(before, evals=(*range(5, steps, 5), steps), seed=seed, max_steps=steps, **options)
 
 
 def main():
     args = arguments(__doc__)
-    seeds, steps, names = (range(1), 2, list(METHODS)[:1]) if args.quick else (range(5), 12, list(METHODS))
+    seeds, steps, names = (
+        (range(1), 2, list(METHODS)[:1]) if args.quick else (range(5), 12, list(METHODS))
+    )
     found = scan(run, grid(names, seeds, [steps]), args.jobs)
     runs = {name: [found[name, s, steps] for s in seeds] for name in names}
 
@@ -53,24 +73,53 @@ def main():
         "completions/mean_length": ("completion length", "tokens"),
         "wrong_length": ("length of wrong answers", "tokens"),
     }
-    table = [["method", "accuracy, step 5 (95 %)", "accuracy, last", "reward, mean of all steps (95 %)", "p (GRPO)"]]
-    table[0] += ["length, last 5 steps", "wrong answers: first step", "last 5 steps", "push per token, long / short"]
-    styles = [dict(label=name, color=f"C{i}", ls="-" if ":" in name else "--") for i, name in enumerate(names)]
-    bands(np.array(others), panels, [(runs[name], style) for name, style in zip(names, styles, strict=True)], "rollout")
+    table = [
+        [
+            "method",
+            "accuracy, step 5 (95 %)",
+            "accuracy, last",
+            "reward, mean of all steps (95 %)",
+            "p (GRPO)",
+        ]
+    ]
+    table[0] += [
+        "length, last 5 steps",
+        "wrong answers: first step",
+        "last 5 steps",
+        "push per token, long / short",
+    ]
+    styles = [
+        dict(label=name, color=f"C{i}", ls="-" if ":" in name else "--")
+        for i, name in enumerate(names)
+    ]
+    bands(
+        np.array(others),
+        panels,
+        [(runs[name], style) for name, style in zip(names, styles, strict=True)],
+        "rollout",
+    )
     legend(figure, others[0], 3)
-    figure.supxlabel(f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval")
+    figure.supxlabel(
+        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval"
+    )
     at = np.array([m["step"] for m in runs[names[0]][0] if "eval_accuracy" in m])
-    accuracy.set(title="greedy accuracy", xlabel="rollout", ylabel="share of 200 held-out prompts", xticks=at)
+    accuracy.set(
+        title="greedy accuracy", xlabel="rollout", ylabel="share of 200 held-out prompts", xticks=at
+    )
 
     def area(name):
         return [np.mean([m["reward"] for m in h]) for h in runs[name]]
 
     for i, name in enumerate(names):
-        evals = np.array([[m["eval_accuracy"] for m in h if m["step"] in at] for h in runs[name]])  # [seeds, evals]
+        evals = np.array(
+            [[m["eval_accuracy"] for m in h if m["step"] in at] for h in runs[name]]
+        )  # [seeds, evals]
         mean, *ends = np.array([interval(x) for x in evals.T]).T  # [evals] each
         x, error = at + 0.14 * (i - 2.5), np.abs(ends - mean)  # side by side
         accuracy.errorbar(x, mean, error, fmt="o", ms=4, capsize=2, color=f"C{i}")
-        get = {k: np.array([[m[k] for m in h] for h in runs[name]]) for k in (*panels, "push_ratio")}
+        get = {
+            k: np.array([[m[k] for m in h] for h in runs[name]]) for k in (*panels, "push_ratio")
+        }
         table.append([
             name,
             *("{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in (evals[:, 0], evals[:, -1], area(name))),

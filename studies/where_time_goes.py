@@ -18,16 +18,25 @@ from common import CPU, HERE, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-from harness.fast import FastPolicy
 import harness.check
 import harness.models
 import harness.rows
+from harness.fast import FastPolicy
 
 ROUNDS = 3
 KINDS = {
     "matrix products": ("mm", "addmm", "bmm"),
     "attention": ("scaled_dot_product",),
-    "zeros, copies, gathers": ("fill", "zero", "copy", "cat", "index", "gather", "scatter", "embedding"),
+    "zeros, copies, gathers": (
+        "fill",
+        "zero",
+        "copy",
+        "cat",
+        "index",
+        "gather",
+        "scatter",
+        "embedding",
+    ),
     "optimiser": ("fused_adamw",),
 }
 REST = "elementwise and sums"  # norms, activations, softmax, gradients added up
@@ -44,7 +53,9 @@ def measured(work) -> dict:
         work()
     seconds, flop = {}, 0
     for event in record.key_averages():
-        seconds[kind_of(event.key)] = seconds.get(kind_of(event.key), 0) + event.self_cpu_time_total / 1e6
+        seconds[kind_of(event.key)] = (
+            seconds.get(kind_of(event.key), 0) + event.self_cpu_time_total / 1e6
+        )
         flop += event.flops * (kind_of(event.key) == "matrix products")
     return seconds | {"GFLOP": flop / 1e9}
 
@@ -89,9 +100,16 @@ def draw(table: list):
     together, left = {(name, side): row[-2] for name, side, *row in table}, np.zeros(len(table))
     kinds = [*KINDS, REST]
     thin = {"optimiser", REST}  # the optimiser alone would be a pixel or two
-    shown = {kind: [kind] for kind in kinds if kind not in thin} | {"elementwise, sums, optimiser": thin}
+    shown = {kind: [kind] for kind in kinds if kind not in thin} | {
+        "elementwise, sums, optimiser": thin
+    }
     for label, parts in shown.items():
-        part = np.array([sum(row[2 + kinds.index(k)] for k in parts) / together[row[0], "floor"] for row in table])
+        part = np.array(
+            [
+                sum(row[2 + kinds.index(k)] for k in parts) / together[row[0], "floor"]
+                for row in table
+            ]
+        )
         axis.barh(labels, part, left=left, label=label)
         left += part
     for y, row in enumerate(table):
@@ -99,12 +117,16 @@ def draw(table: list):
     axis.set(ylim=(len(table) - 0.5, -0.5), xlim=(0, left.max() + 0.1))
     axis.set_xlabel("seconds of scoring and update, relative to the floor's")
     legend(figure, axis, 2)
-    figure.supxlabel(f"one thread;  of each kind the least of {ROUNDS} rounds;  floor: the bare passes of bench.py")
+    figure.supxlabel(
+        f"one thread;  of each kind the least of {ROUNDS} rounds;  floor: the bare passes of bench.py"
+    )
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     started, table = time.monotonic(), []
     kinds = [*KINDS, REST]
@@ -120,7 +142,12 @@ def main() -> None:
             table.append([name, side, *seconds, sum(seconds), runs[0]["GFLOP"]])
 
     args = argparse.Namespace(out=os.path.join(HERE, "figures"), started=started, jobs=1)
-    save(args, "where_time_goes", draw(table), [["setting", "side", *kinds, "together", "GFLOP"], *table])
+    save(
+        args,
+        "where_time_goes",
+        draw(table),
+        [["setting", "side", *kinds, "together", "GFLOP"], *table],
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ import time
 import traceback
 import types
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what a test starts: on tiny matrices threads wait for each other
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # for what a test starts: on tiny matrices threads wait for each other
 
 import numpy as np
 import psutil
@@ -26,16 +28,16 @@ import pytest
 import torch
 
 import grpo
-from harness.fast import FastPolicy
-import harness.seeded
 import harness.checkpoints
 import harness.kernels
 import harness.models
 import harness.rows
 import harness.run
+import harness.seeded
 import reward
 import view
 from grpo import Config, Prompt, Sample
+from harness.fast import FastPolicy
 from harness.ranks import World
 from harness.workers import Scorer
 from reward import load_rewards
@@ -53,17 +55,36 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
     import transformers
 
     ids = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None, initializer_range=0.1)
-    if dtype == F64:  # the RMSNorm of the others computes in float32 inside, whose rounding is not exact to 1e-12
+    if (
+        dtype == F64
+    ):  # the RMSNorm of the others computes in float32 inside, whose rounding is not exact to 1e-12
         sizes = dict(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=128)
-        config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ids)
+        config = transformers.GPT2Config(
+            **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ids
+        )
     else:
-        sizes = dict(vocab_size=32, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+        sizes = dict(
+            vocab_size=32,
+            hidden_size=64,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
         sizes |= dict(num_key_value_heads=1, max_position_embeddings=512)
         if kind not in ("qwen2", "mixtral"):
             sizes |= dict(head_dim=32)
         if kind == "mixtral":
-            sizes |= dict(num_local_experts=4, intermediate_size=64)  # vLLM pads others, and cannot reload them then
-        names = dict(qwen2="Qwen2", qwen3="Qwen3", llama="Llama", gemma="Gemma", gemma2="Gemma2", gemma3="Gemma3Text")
+            sizes |= dict(
+                num_local_experts=4, intermediate_size=64
+            )  # vLLM pads others, and cannot reload them then
+        names = dict(
+            qwen2="Qwen2",
+            qwen3="Qwen3",
+            llama="Llama",
+            gemma="Gemma",
+            gemma2="Gemma2",
+            gemma3="Gemma3Text",
+        )
         names |= dict(mistral="Mistral", mixtral="Mixtral")
         config = getattr(transformers, names[kind] + "Config")(**(sizes | ids | options))
     torch.manual_seed(seed)
@@ -81,7 +102,9 @@ def random_samples(n, group_size, dtype=np.float32, seed=0, longest=12):
         if i % group_size == 0:
             prompt = Prompt(ids_of(rng.integers(2, 32, rng.integers(1, 9))), "", {})
         ids = ids_of(rng.integers(2, 32, rng.integers(1, longest + 1)))
-        sample = Sample(i // group_size, prompt, ids, rng.normal(-2, 1, len(ids)).astype(dtype), "stop")
+        sample = Sample(
+            i // group_size, prompt, ids, rng.normal(-2, 1, len(ids)).astype(dtype), "stop"
+        )
         sample.advantages = np.full(len(sample.completion_ids), float(rng.normal()))
         sample.ref_logps = rng.normal(-2, 0.5, len(ids)).astype(dtype)
         samples.append(sample)
@@ -103,12 +126,16 @@ class Recorder:
             p.grad = None
 
 
-def update_gradient(cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True):
+def update_gradient(
+    cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True
+):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
     policy = policy or FastPolicy(tiny_model(dtype=dtype), cfg.temperature)
     if isinstance(policy, FastPolicy):
         harness.check.use_rows(policy, packs)
-    cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)  # the samples' log-probabilities are made up
+    cfg = dataclasses.replace(
+        cfg, max_sampler_gap=1e9
+    )  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
     metrics = grpo.update(policy, ddp or policy, recorder, samples, 1, cfg, world)
@@ -123,7 +150,13 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     """grpo.py as a user starts it, with torchrun where nproc is given."""
     launcher = [sys.executable]
     if nproc:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launch]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={nproc}",
+            *launch,
+        ]
     script = (
         args
         if args and (args[0] in ("-c", "-m") or str(args[0]).endswith(".py"))
@@ -131,7 +164,12 @@ def run(*args, nproc=0, launch=(), env=None, timeout=900, cwd=HERE):
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE} | (env or {})
     return subprocess.run(
-        [*launcher, *map(str, script)], capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
+        [*launcher, *map(str, script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=cwd,
     )
 
 
@@ -156,12 +194,18 @@ def forking_server():
             from vllm.v1.worker import cpu_worker  # noqa: F401
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            meet = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(ranks))
+            meet = dict(
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(free.getsockname()[1]),
+                WORLD_SIZE=str(ranks),
+            )
         pids = []
         for rank in range(ranks or 1):
             pids.append(os.fork())
             if pids[-1] == 0:
-                os.environ.update(meet | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks else {})
+                os.environ.update(
+                    meet | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks else {}
+                )
                 forked_call(named(name), args, options, output)
         print(json.dumps(pids), flush=True)
         codes, patience = {}, math.inf
@@ -215,19 +259,29 @@ def command_line(*args):
 def fork(tmp_path_factory):
     """fork(name, *args, ranks=0, **options) -> pids, wait; wait() -> exit codes, stdout, stderr."""
     command = [sys.executable, "-c", "from tests import common\ncommon.forking_server()"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE)
+    pipes = dict(
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=HERE,
+    )
     folder, number = tmp_path_factory.mktemp("forks"), itertools.count()
     with subprocess.Popen(command, **pipes) as server:
 
         def start(name, *args, ranks=0, **options):
             output = folder / str(next(number))
-            server.stdin.write(json.dumps([name, list(map(str, args)), options, ranks, str(output)]) + "\n")
+            server.stdin.write(
+                json.dumps([name, list(map(str, args)), options, ranks, str(output)]) + "\n"
+            )
             server.stdin.flush()
 
             def wait():
                 codes = json.loads(server.stdout.readline())
                 return types.SimpleNamespace(
-                    returncode=max(codes, key=abs), stdout=read(f"{output}.out"), stderr=read(f"{output}.err")
+                    returncode=max(codes, key=abs),
+                    stdout=read(f"{output}.out"),
+                    stderr=read(f"{output}.err"),
                 )
 
             return json.loads(server.stdout.readline()), wait
@@ -250,12 +304,29 @@ def small_run(out, command_line=False, **options):
     """A run of seconds whose reward (short completions) has a signal from the first step."""
     rows = os.path.join(os.path.dirname(out), "rows.jsonl")
     if not os.path.exists(rows):
-        with open(os.path.join(HERE, "sample_data", "train.jsonl")) as source, open(rows, "w") as target:
-            target.writelines(itertools.islice(source, 5))  # an epoch ends in the middle of the second step
+        with (
+            open(os.path.join(HERE, "sample_data", "train.jsonl")) as source,
+            open(rows, "w") as target,
+        ):
+            target.writelines(
+                itertools.islice(source, 5)
+            )  # an epoch ends in the middle of the second step
     settings_ = grpo.BUNDLED | dict(
-        reward="overlong", rollout="hf", train_data=rows, eval_data="", num_prompts=3, num_generations=5
+        reward="overlong",
+        rollout="hf",
+        train_data=rows,
+        eval_data="",
+        num_prompts=3,
+        num_generations=5,
     )
-    settings_ |= dict(max_completion_length=8, max_steps=4, save_every=1, keep=0, num_minibatches=2, out_dir=str(out))
+    settings_ |= dict(
+        max_completion_length=8,
+        max_steps=4,
+        save_every=1,
+        keep=0,
+        num_minibatches=2,
+        out_dir=str(out),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
         return grpo.train(Config(**(settings_ | options)), command_line)
@@ -302,7 +373,9 @@ def encode(tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         rewards = [types.SimpleNamespace(columns=columns)]
         tokenizer = tokenizer or harness.rows.load_tokenizer(BUNDLED)
-        return harness.rows.load_prompts("train_data", rewards, tokenizer, Config(train_data=str(path), **options))
+        return harness.rows.load_prompts(
+            "train_data", rewards, tokenizer, Config(train_data=str(path), **options)
+        )
 
     return call
 
@@ -328,7 +401,10 @@ def messages(prompts, completions, completion_ids, trainer_state, log_extra, log
 def state_of(out):
     """What a resumed run must share with an undisturbed one: the metrics but for timings, and the weights' bits."""
     timing = ("time_", "step_time", "tokens_per_s")
-    metrics = [{k: v for k, v in m.items() if not k.startswith(timing)} for m in lines(out / "metrics.jsonl")]
+    metrics = [
+        {k: v for k, v in m.items() if not k.startswith(timing)}
+        for m in lines(out / "metrics.jsonl")
+    ]
     newest = harness.checkpoints.checkpoints(str(out))[-1]
     with open(os.path.join(newest, "model.safetensors"), "rb") as file:
         return metrics, lines(out / "completions.jsonl"), file.read()
@@ -390,7 +466,11 @@ def stuck_run(out, how, marker, **options):
             )
         elif how == "save":  # of the state after step 2
             honest = harness.run.write_checkpoint
-            patch.setattr(harness.run, "write_checkpoint", lambda *args: stuck() if "02" in args[0] else honest(*args))
+            patch.setattr(
+                harness.run,
+                "write_checkpoint",
+                lambda *args: stuck() if "02" in args[0] else honest(*args),
+            )
         else:
             at_step(patch, {3: stuck})
         small_run(out, **options)
@@ -403,13 +483,19 @@ def disk(tmp_path):
     folder.mkdir()
 
     def mount(options):
-        how = ["-o", f"remount,{options}"] if os.path.ismount(folder) else ["-o", options, "-t", "tmpfs", "tmpfs"]
+        how = (
+            ["-o", f"remount,{options}"]
+            if os.path.ismount(folder)
+            else ["-o", options, "-t", "tmpfs", "tmpfs"]
+        )
         if subprocess.run(["mount", *how, str(folder)], capture_output=True).returncode:
             pytest.skip("may not mount here")
         return folder
 
     yield mount
-    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)  # weights that were read may still be mapped
+    subprocess.run(
+        ["umount", "--lazy", str(folder)], capture_output=True
+    )  # weights that were read may still be mapped
 
 
 def at_step(monkeypatch, actions):
@@ -432,7 +518,16 @@ def default_run(fork, tmp_path_factory):
     return fork("command_line", *DEFAULT_RUN, "--rollout", "hf", "--out_dir", out)[1](), out
 
 
-PRIME = ["--num_prompts", 3, "--num_generations", 5, "--micro_batch_tokens", 97, "--num_minibatches", 2]
+PRIME = [
+    "--num_prompts",
+    3,
+    "--num_generations",
+    5,
+    "--micro_batch_tokens",
+    97,
+    "--num_minibatches",
+    2,
+]
 
 
 def two_rank_run(fork, out, rollout, *args, launch=False):
@@ -441,7 +536,9 @@ def two_rank_run(fork, out, rollout, *args, launch=False):
     done = run(*args, nproc=2) if launch else fork("command_line", *args, ranks=2)[1]()
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "2 rank(s); " in done.stdout and f"rollouts by {rollout} (asked for)" in done.stdout
-    assert not any(str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+    assert not any(
+        str(out) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
+    )
     return state_of(out)
 
 

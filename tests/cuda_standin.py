@@ -40,7 +40,8 @@ def build() -> str:
     with open(SOURCE, "rb") as file:
         key = file.read() + "".join([*command, importlib.metadata.version("torch")]).encode()
     library = os.path.join(
-        tempfile.gettempdir(), f"cuda_standin_{os.getuid()}_{hashlib.sha256(key).hexdigest()[:16]}.so"
+        tempfile.gettempdir(),
+        f"cuda_standin_{os.getuid()}_{hashlib.sha256(key).hexdigest()[:16]}.so",
     )
     if not os.path.exists(library):
         partial = f"{library}.{os.getpid()}"
@@ -51,7 +52,9 @@ def build() -> str:
     return library
 
 
-native = ctypes.CDLL(build(), mode=ctypes.RTLD_GLOBAL)  # before torch, which asks for its hooks once
+native = ctypes.CDLL(
+    build(), mode=ctypes.RTLD_GLOBAL
+)  # before torch, which asks for its hooks once
 for _name in ("standin_live", "standin_peak", "standin_at_peak"):
     getattr(native, _name).restype = ctypes.c_int64
 
@@ -80,7 +83,13 @@ def hear(what: bytes, which: bytes) -> None:
         elsewhere[lines[0] if lines else ""] += 1
         return
     backward = threading.current_thread() is not threading.main_thread()
-    within = "backward" if backward else "forward" if any("Policy.forward" in line for line in lines) else "outside"
+    within = (
+        "backward"
+        if backward
+        else "forward"
+        if any("Policy.forward" in line for line in lines)
+        else "outside"
+    )
     waits[f"{which.decode()}, {lines[0] if lines else 'no line of ours'}, {within}"] += 1
 
 
@@ -93,7 +102,9 @@ def listen(label_of=NO_LABELS) -> None:
     listen.kept = label_of
 
 
-def be_cuda(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, devices=None, values=True) -> None:
+def be_cuda(
+    name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, devices=None, values=True
+) -> None:
     """For the rest of the process. Without values, floating point tensors take no memory, only their size is counted:
     each of their elements reads as 0, each comparison as true."""
     devices = devices or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -135,9 +146,18 @@ def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
         return major >= 8 or including_emulation  # emulated below 8.0, which torch calls supported
 
     common.amp_definitely_not_available = lambda: False
-    answers = dict(is_available=True, device_count=devices, get_device_capability=capability, get_device_name=name)
-    answers |= dict(get_device_properties=types.SimpleNamespace(**card), is_initialized=True, _lazy_init=None)
-    answers |= dict(synchronize=None, empty_cache=None, manual_seed=None, manual_seed_all=None, ipc_collect=None)
+    answers = dict(
+        is_available=True,
+        device_count=devices,
+        get_device_capability=capability,
+        get_device_name=name,
+    )
+    answers |= dict(
+        get_device_properties=types.SimpleNamespace(**card), is_initialized=True, _lazy_init=None
+    )
+    answers |= dict(
+        synchronize=None, empty_cache=None, manual_seed=None, manual_seed_all=None, ipc_collect=None
+    )
     for what, answer in answers.items():
         setattr(torch.cuda, what, lambda *_, _answer=answer, **__: _answer)
     torch.cuda._initialized, torch.cuda.is_bf16_supported = True, bf16_supported
@@ -187,7 +207,9 @@ def main() -> None:
     finally:
         if report:
             with open(f"{report}.{os.environ.get('RANK', 0)}", "w") as file:
-                json.dump(dict(waits=waits, attention=attention, elsewhere=elsewhere), file, indent=1)
+                json.dump(
+                    dict(waits=waits, attention=attention, elsewhere=elsewhere), file, indent=1
+                )
 
 
 if __name__ == "__main__":

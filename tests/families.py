@@ -74,16 +74,21 @@ QWEN3 = """{% set asked = namespace(last=-1) %}
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TURNS = ("<start_of_turn>", "<end_of_turn>")
 HEADERS = tuple(
-    f"<|{word}|>" for word in "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id".split()
+    f"<|{word}|>"
+    for word in "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id".split()
 )
 BARS = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 SAMPLING = dict(temperature=0.6, top_p=0.8, top_k=2, repetition_penalty=1.3)
-ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5)
+ROPE = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=5e5
+)
 ROPE |= dict(original_max_position_embeddings=128)
 QWEN_IDS = dict(eos="<|im_end|>", pad="<|endoftext|>", ends=["<|im_end|>", "<|endoftext|>"])
 GEMMA_IDS = dict(bos="<bos>", eos="<eos>", pad="<pad>", ends=["<eos>", "<end_of_turn>"])
 GEMMA_FILES = dict(
-    pieces=("<pad>", "<eos>", "<bos>", "<unk>", *TURNS), tokenizer_class="GemmaTokenizer", template=GEMMA
+    pieces=("<pad>", "<eos>", "<bos>", "<unk>", *TURNS),
+    tokenizer_class="GemmaTokenizer",
+    template=GEMMA,
 )
 CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=16)
 
@@ -110,19 +115,37 @@ FAMILIES = dict(  # the ids of `ends` are eos_token_id of generation_config.json
 
 def bytes_tokenizer(words, more, bos):
     """Byte-level BPE, as of GPT-2, Qwen and Llama 3. words: special tokens, after the others; more: not special."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
     merges = [("t", "h"), ("th", "e"), ("Ġ", "a")]
-    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), *words, *more]
+    vocabulary = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *map("".join, merges),
+        *words,
+        *more,
+    ]
     ids = {word: i for i, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
     split = pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|[^\p{L}\p{N}]+"), "isolated")
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, plain]), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Sequence([split, plain]),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in more])
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, ids[bos])])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{bos} $A", special_tokens=[(bos, ids[bos])]
+        )
     return tokenizer
 
 
@@ -137,9 +160,13 @@ def pieces_tokenizer(specials, bos):
     options = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
-    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, ids[bos])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"{bos} $A", special_tokens=[(bos, ids[bos])]
+    )
     return tokenizer
 
 
@@ -149,29 +176,52 @@ def family(path, name, generation=None, size=None, **changes):
     has = FAMILIES[name] | changes
     bos, eos, pad = (has.get(key) for key in ("bos", "eos", "pad"))
     if "words" in has:
-        tokenizer = bytes_tokenizer(has["words"], has.get("more", ()), bos if has.get("adds_bos") else None)
+        tokenizer = bytes_tokenizer(
+            has["words"], has.get("more", ()), bos if has.get("adds_bos") else None
+        )
     else:
         tokenizer = pieces_tokenizer(has["pieces"], bos)
     ids, words = tokenizer.get_vocab(), tokenizer.get_vocab_size()
-    own = dict(eos_token_id=[ids[end] for end in has["ends"]], bos_token_id=ids.get(bos), pad_token_id=ids.get(pad))
+    own = dict(
+        eos_token_id=[ids[end] for end in has["ends"]],
+        bos_token_id=ids.get(bos),
+        pad_token_id=ids.get(pad),
+    )
     sizes = dict(
-        vocab_size=size or -(-(words + 1) // 64) * 64, tie_word_embeddings=name not in ("llama3", "mistral", "r1")
+        vocab_size=size or -(-(words + 1) // 64) * 64,
+        tie_word_embeddings=name not in ("llama3", "mistral", "r1"),
     )
     tiny_model(has["kind"], **(sizes | own | has.get("model", {}))).save_pretrained(path)
     tokenizer.save(str(path / "tokenizer.json"))
-    added = {str(i): token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
-    config = dict(added_tokens_decoder=added, tokenizer_class=has["tokenizer_class"], chat_template=has["template"])
-    config |= dict(bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=name == "llama3")
+    added = {
+        str(i): token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()
+    }
+    config = dict(
+        added_tokens_decoder=added,
+        tokenizer_class=has["tokenizer_class"],
+        chat_template=has["template"],
+    )
+    config |= dict(
+        bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=name == "llama3"
+    )
     config |= dict(add_bos_token=bos is not None and "words" not in has)
-    (path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
     generation = has.get("generation", {}) if generation is None else generation
     generation = {k: v for k, v in (own | generation).items() if v is not None}
-    (path / "generation_config.json").write_text(json.dumps(generation | dict(transformers_version="4.45.0")))
+    (path / "generation_config.json").write_text(
+        json.dumps(generation | dict(transformers_version="4.45.0"))
+    )
     return path, ids
 
 
 def family_run(path, out, rows, **options):
     """One step on two prompts of different lengths, as chats."""
-    settings = dict(model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1, num_minibatches=1)
-    settings |= dict(learning_rate=1e-3, advantage_noise=1.0, log_completions=-1)  # noise: there is always a signal
+    settings = dict(
+        model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1, num_minibatches=1
+    )
+    settings |= dict(
+        learning_rate=1e-3, advantage_noise=1.0, log_completions=-1
+    )  # noise: there is always a signal
     return small_run(out, **(settings | options))

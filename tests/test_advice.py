@@ -12,7 +12,13 @@ from tests.common import HERE, lines, read, small_run
 pytest_plugins = "tests.common"
 
 CUT, LENGTH, SILENT = "completions/clipped_ratio", "completions/mean_length", "frac_reward_zero_std"
-HEALTHY = {"reward": 0.4, "rewards/answer/mean": 0.4, "rewards/answer/std": 0.5, "reward_std": 0.5, SILENT: 0.2}
+HEALTHY = {
+    "reward": 0.4,
+    "rewards/answer/mean": 0.4,
+    "rewards/answer/std": 0.5,
+    "reward_std": 0.5,
+    SILENT: 0.2,
+}
 HEALTHY |= {CUT: 0.02, LENGTH: 100.0, "entropy": 0.5, "kl": 0.02, "grad_norm": 0.5}
 
 
@@ -20,11 +26,16 @@ def steps(n=20, **series):
     """n lines of a healthy run. series: of a metric, a number, or its values (the last one stays)."""
     values = {name: np.atleast_1d(value).tolist() for name, value in series.items()}
     values = {name: value + value[-1:] * (n - len(value)) for name, value in values.items()}
-    return [HEALTHY | dict(step=i + 1) | {name: value[i] for name, value in values.items()} for i in range(n)]
+    return [
+        HEALTHY | dict(step=i + 1) | {name: value[i] for name, value in values.items()}
+        for i in range(n)
+    ]
 
 
 def evals(*accuracies, every=5, stderr=0.02):
-    return [dict(step=every * i, eval_accuracy=x, eval_stderr=stderr) for i, x in enumerate(accuracies)]
+    return [
+        dict(step=every * i, eval_accuracy=x, eval_stderr=stderr) for i, x in enumerate(accuracies)
+    ]
 
 
 def said(*histories, cfg=None):
@@ -43,7 +54,10 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
     "no signal, all right": (
         [steps(**{SILENT: [0.8] * 3 + [0.95]}, **rewards(0.97))],
         "95% of the groups have had no signal for 5 steps, all right: take harder prompts",
-        [steps(**{SILENT: [0.95, 0.95, 0.95, 0.95, 0.8] * 4}, **rewards(0.97)), steps(**{SILENT: 0.85})],
+        [
+            steps(**{SILENT: [0.95, 0.95, 0.95, 0.95, 0.8] * 4}, **rewards(0.97)),
+            steps(**{SILENT: 0.85}),
+        ],
     ),
     "no signal, all wrong": (
         [steps(**{SILENT: 0.95}, **rewards(0.01))],
@@ -69,7 +83,9 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
         [steps(entropy=0.5 * 0.6 ** np.arange(20.0))],
         "The entropy collapses: it fell from 0.5 to",
         [
-            steps(entropy=0.5 * 0.6 ** np.arange(20.0), **rewards(np.linspace(0.3, 0.9, 20))),  # it has learned
+            steps(
+                entropy=0.5 * 0.6 ** np.arange(20.0), **rewards(np.linspace(0.3, 0.9, 20))
+            ),  # it has learned
             steps(n=200, entropy=0.5 * 0.98 ** np.arange(200.0)),  # slowly
         ],
     ),
@@ -86,7 +102,9 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
         [steps(kl=np.linspace(0, 2, 20))],
         "The KL grows without end: it is",
         [
-            steps(n=40, kl=1.2 * (1 - 0.8 ** np.arange(40.0)), **rewards(np.linspace(0.2, 0.9, 40))),  # levels off
+            steps(
+                n=40, kl=1.2 * (1 - 0.8 ** np.arange(40.0)), **rewards(np.linspace(0.2, 0.9, 40))
+            ),  # levels off
             steps(kl=[0.1, 3.0] * 10),  # outliers of k3
         ],
     ),
@@ -132,7 +150,9 @@ def test_a_planted_run_says_nothing_else():
 def test_a_run_that_goes_on_from_a_checkpoint_elsewhere():
     """Its first line is of step 41, its best eval of step 40: the reward has risen since its own first steps."""
     later = [line | dict(step=40 + line["step"]) for line in steps(**rewards(UP))]
-    found = said(later, [line | dict(step=40 + line["step"]) for line in evals(0.6, 0.5, 0.4, 0.3, 0.2)])
+    found = said(
+        later, [line | dict(step=40 + line["step"]) for line in evals(0.6, 0.5, 0.4, 0.3, 0.2)]
+    )
     assert len(found) == 1 and "the answers are nonsense" in found[0]
 
 
@@ -143,7 +163,9 @@ def test_no_clipping_no_numbers_and_old_names():
 
 
 def test_each_note_names_a_paragraph_of_the_reference():
-    section = read(f"{HERE}/REFERENCE.md").partition("\n## Troubleshooting\n")[2].partition("\n## ")[0]
+    section = (
+        read(f"{HERE}/REFERENCE.md").partition("\n## Troubleshooting\n")[2].partition("\n## ")[0]
+    )
     for histories, _, _, *cfg in PLANTED.values():
         for note in said(*histories, cfg=cfg and cfg[0]):
             heading = re.match(r"note: (.+?): .+ \(REFERENCE.md, Troubleshooting\)$", note)[1]
@@ -177,11 +199,16 @@ SUMS = {
 def test_healthy_runs_say_nothing():
     default = {name: np.repeat(value, 2)[:20] for name, value in DEFAULT.items()}
     default["rewards/answer/mean"] = default["reward"]
-    assert said(steps(**default), evals(0.16, 0.986, 0.99, 0.992, 0.996), cfg=Config(**BUNDLED)) == []
+    assert (
+        said(steps(**default), evals(0.16, 0.986, 0.99, 0.992, 0.996), cfg=Config(**BUNDLED)) == []
+    )
     sums = {name: value if value is None else np.repeat(value, 2) for name, value in SUMS.items()}
     sums["rewards/answer/mean"] = sums["reward"]
     found = evals(0.411, 0.714, 0.79, 0.77, 0.82, 0.8, 0.875, 0.93, 0.88, every=10, stderr=0.05)
-    assert said(steps(n=80, **sums), found, cfg=Config(beta=0.0, learning_rate=2e-5, max_steps=80)) == []
+    assert (
+        said(steps(n=80, **sums), found, cfg=Config(beta=0.0, learning_rate=2e-5, max_steps=80))
+        == []
+    )
 
 
 def test_a_run_says_it_and_does_not_repeat_it_when_resumed(tmp_path, capsys):

@@ -65,7 +65,10 @@ def test_a_tag_that_is_a_special_token_is_text(name):
     text = "<think> two and two </think> <answer> 4 </answer>"
     assert (
         name in text
-        and part("format", text) == part("answer", text, answer="4") == part("gsm8k", text, answer="4") == 1
+        and part("format", text)
+        == part("answer", text, answer="4")
+        == part("gsm8k", text, answer="4")
+        == 1
     )
 
 
@@ -106,8 +109,12 @@ UNPAID = {
 def test_gsm8k_on_completions_graded_by_hand():
     """In the file stands whether a teacher would accept the completion. Nothing wrong is paid, and of what is right
     only the list above is unpaid."""
-    rows = map(json.loads, Path(__file__).with_name("graded_answers.jsonl").read_text().splitlines())
-    wrong = [row for row in rows if part("gsm8k", row["completion"], answer=row["gold"]) != row["right"]]
+    rows = map(
+        json.loads, Path(__file__).with_name("graded_answers.jsonl").read_text().splitlines()
+    )
+    wrong = [
+        row for row in rows if part("gsm8k", row["completion"], answer=row["gold"]) != row["right"]
+    ]
     assert not [row for row in wrong if not row["right"]]
     assert {row["completion"] for row in wrong} == UNPAID
 
@@ -195,7 +202,10 @@ def test_gsm8k():
         ("<think>a</think>", 0),
         ("<think>a</think>\u200b\x00", 0),
         *((f"<think>a</think>{blank}", 0) for blank in ("\u200b", "\U000e0041")),
-        *((f"<think>a</think>{blank}", 0) for blank in ("<|im_end|>", "<|im_end|> <|endoftext|>", "<\uff5cend\uff5c>")),
+        *(
+            (f"<think>a</think>{blank}", 0)
+            for blank in ("<|im_end|>", "<|im_end|> <|endoftext|>", "<\uff5cend\uff5c>")
+        ),
         ("<think><|im_end|></think>b", 0),
         ("<think>a</think>b<|im_end|>", 1),
         ("<think>a", 0),
@@ -308,15 +318,43 @@ def test_math():
     assert part("math", "<think>x</think> \\boxed{0.5}", answer="$\\frac{1}{2}$") == 1
     assert part("math", "<think>\\boxed{0.5}</think>", answer="0.5") == 0
     assert part("math", "\\boxed{2}", answer="3") == 0
-    for wrong in ("4=5", "4=4=5", "x=4=5", "4=x=5", "4\\equiv 5", "4==5", "4 = 5\\text{ cm}", "\\frac{4}{2}=5", "4,5"):
+    for wrong in (
+        "4=5",
+        "4=4=5",
+        "x=4=5",
+        "4=x=5",
+        "4\\equiv 5",
+        "4==5",
+        "4 = 5\\text{ cm}",
+        "\\frac{4}{2}=5",
+        "4,5",
+    ):
         assert part("math", f"\\boxed{{{wrong}}}", answer="5") == 0, wrong
-    for right in ("x=5", "2+3=5", "f(4)=5", "x_1 = 5", "x=2+3=5", "\\theta = 5", "P(X=2)=5", "|AB|=5", "5=5.0"):
+    for right in (
+        "x=5",
+        "2+3=5",
+        "f(4)=5",
+        "x_1 = 5",
+        "x=2+3=5",
+        "\\theta = 5",
+        "P(X=2)=5",
+        "|AB|=5",
+        "5=5.0",
+    ):
         assert part("math", f"\\boxed{{{right}}}", answer="5") == 1, right
     for gold in ("70", "70^\\circ"):
         assert part("math", "$\\angle ABC=70^\\circ$", answer=gold) == 1
     either = "x=1 \\text{ or } x=2"
-    assert part("math", f"\\boxed{{{either}}}", answer=either) == part("math", "$1, 2$", answer=either) == 1
-    assert part("math", "\\boxed{y=2x+1}", answer="2x+1") == part("math", "\\boxed{y=2x+1}", answer="y=2x+1") == 1
+    assert (
+        part("math", f"\\boxed{{{either}}}", answer=either)
+        == part("math", "$1, 2$", answer=either)
+        == 1
+    )
+    assert (
+        part("math", "\\boxed{y=2x+1}", answer="2x+1")
+        == part("math", "\\boxed{y=2x+1}", answer="y=2x+1")
+        == 1
+    )
     with pytest.raises(ValueError, match="reads nothing"):
         part("math", "5", answer="")
 
@@ -332,7 +370,11 @@ ROW = dict(answer="42", numbers=[7, 42, 0], target=49, completion_length=5, max_
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(text=TEXTS, prompt=st.sampled_from(["", PREFILLED]), gold=st.one_of(TEXTS, st.integers(), st.floats()))
+@given(
+    text=TEXTS,
+    prompt=st.sampled_from(["", PREFILLED]),
+    gold=st.one_of(TEXTS, st.integers(), st.floats()),
+)
 def test_no_text_breaks_a_built_in(text, prompt, gold):
     row = ROW | {"prompt_text": prompt, "answer": gold}
     for name in ("answer", "gsm8k", "format", "countdown"):
@@ -340,7 +382,11 @@ def test_no_text_breaks_a_built_in(text, prompt, gold):
             try:
                 assert reward.BUILT_IN[name].function(completion, row) in (0.0, 1.0)
             except ValueError as error:  # of the gold answer, never of the completion
-                assert name == "gsm8k" and reward.final_number(str(gold)) is None and "no number" in str(error)
+                assert (
+                    name == "gsm8k"
+                    and reward.final_number(str(gold)) is None
+                    and "no number" in str(error)
+                )
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -354,7 +400,11 @@ def test_numbers_come_back(number, commas, form):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(st.recursive(st.integers(0, 99), lambda s: st.tuples(s, st.sampled_from("+-*/"), s), max_leaves=8))
+@given(
+    st.recursive(
+        st.integers(0, 99), lambda s: st.tuples(s, st.sampled_from("+-*/"), s), max_leaves=8
+    )
+)
 def test_expressions_agree_with_python(tree):
     numbers = []
 
@@ -426,7 +476,9 @@ def test_long_texts_take_linear_time(text):
     def score():
         for name in ("answer", "gsm8k", "format", "countdown"):
             for completion in (text, "<think>a</think>" + text):
-                assert reward.BUILT_IN[name].function(completion, ROW) in ([0, 1] if name == "format" else [0])
+                assert reward.BUILT_IN[name].function(completion, ROW) in (
+                    [0, 1] if name == "format" else [0]
+                )
 
     # of this machine: 0.02 to 0.05 s; quadratic takes minutes
     yardstick = max(seconds(lambda: [i for i in range(10**6)]) for _ in range(3))

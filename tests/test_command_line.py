@@ -13,7 +13,17 @@ import pytest
 import grpo
 from grpo import Config
 from harness.flags import ConfigError
-from tests.common import BUNDLED, HERE, PRIME, command_line, lines, resumed_on_two_ranks, run, state_of, two_rank_run
+from tests.common import (
+    BUNDLED,
+    HERE,
+    PRIME,
+    command_line,
+    lines,
+    resumed_on_two_ranks,
+    run,
+    state_of,
+    two_rank_run,
+)
 
 pytest_plugins = "tests.common"
 
@@ -25,9 +35,13 @@ def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
     args = ["--train_data", bad, "--out_dir", tmp_path / "out"]
     done = fork("command_line", *args, ranks=2)[1]() if ranks else run(*args)
     mine = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
-    assert len(mine) == 1 and mine[0].startswith(f"grpo.py: error: --train_data {bad} row 2: not valid JSON: ")
+    assert len(mine) == 1 and mine[0].startswith(
+        f"grpo.py: error: --train_data {bad} row 2: not valid JSON: "
+    )
     assert not (tmp_path / "out").exists()
-    assert (done.returncode != 0 if ranks else done.returncode == 2) and "Traceback" not in done.stderr
+    assert (
+        done.returncode != 0 if ranks else done.returncode == 2
+    ) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,7 +68,18 @@ def test_what_cannot_be_loaded_is_named(options, message, tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-PRIME += ["--max_completion_length", 29, "--max_steps", 3, "--save_every", 1, "--keep", 0, "--eval_data", ""]
+PRIME += [
+    "--max_completion_length",
+    29,
+    "--max_steps",
+    3,
+    "--save_every",
+    1,
+    "--keep",
+    0,
+    "--eval_data",
+    "",
+]
 
 
 PLANTED = """
@@ -81,11 +106,17 @@ def two_ranks(fork, tmp_path_factory):
 def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_path):
     """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
     out, (metrics, completions, weights) = two_ranks
-    assert [m["step"] for m in metrics] == [1, 2, 3] and all(math.isfinite(m["loss"]) for m in metrics)
+    assert [m["step"] for m in metrics] == [1, 2, 3] and all(
+        math.isfinite(m["loss"]) for m in metrics
+    )
     assert resumed_on_two_ranks(fork, out, "hf") == (metrics, completions, weights)
-    one = dataclasses.replace(grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf")
+    one = dataclasses.replace(
+        grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf"
+    )
     [alone] = grpo.train(dataclasses.replace(one, max_steps=1))
-    assert [r for r in completions if r["step"] == 1] == lines(tmp_path / "one" / "completions.jsonl")
+    assert [r for r in completions if r["step"] == 1] == lines(
+        tmp_path / "one" / "completions.jsonl"
+    )
     for key in ("loss", "grad_norm", "reward", "kl", "entropy", "tokens"):
         assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
 
@@ -102,10 +133,29 @@ def other_rows_on_rank_1(*args):
 
 
 def test_the_ranks_agree_on_the_rows(fork, tmp_path):
-    args = ["--num_prompts", 7, "--num_generations", 4, "--micro_batch_tokens", 97, "--rollout", "hf", "--max_steps", 1]
-    done = fork("tests.test_command_line.other_rows_on_rank_1", *args, "--out_dir", tmp_path / "two", ranks=2)[1]()
+    args = [
+        "--num_prompts",
+        7,
+        "--num_generations",
+        4,
+        "--micro_batch_tokens",
+        97,
+        "--rollout",
+        "hf",
+        "--max_steps",
+        1,
+    ]
+    done = fork(
+        "tests.test_command_line.other_rows_on_rank_1",
+        *args,
+        "--out_dir",
+        tmp_path / "two",
+        ranks=2,
+    )[1]()
     assert done.returncode == 0, done.stderr
-    [alone] = grpo.train(grpo.parse_args([*map(str, args), "--out_dir", str(tmp_path / "one"), "--eval_data", ""]))
+    [alone] = grpo.train(
+        grpo.parse_args([*map(str, args), "--out_dir", str(tmp_path / "one"), "--eval_data", ""])
+    )
     [found] = [m for m in lines(tmp_path / "two" / "metrics.jsonl") if "loss" in m]
     for key in ("loss", "grad_norm", "kl", "entropy"):
         assert found[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
@@ -117,13 +167,28 @@ def test_two_machines(two_ranks, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
-    command += [f"--rdzv_endpoint={meet}", os.path.join(HERE, "grpo.py"), *map(str, PRIME), "--rollout", "hf"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+    ]
+    command += [
+        f"--rdzv_endpoint={meet}",
+        os.path.join(HERE, "grpo.py"),
+        *map(str, PRIME),
+        "--rollout",
+        "hf",
+    ]
     agents = []
     for node in (0, 1):  # not a shared directory: the second machine's stays empty
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         options |= dict(env=os.environ | {"OMP_NUM_THREADS": "1"})
-        agents.append(subprocess.Popen([*command, "--out_dir", str(tmp_path / f"node{node}")], **options))
+        agents.append(
+            subprocess.Popen([*command, "--out_dir", str(tmp_path / f"node{node}")], **options)
+        )
     outputs = [agent.communicate(timeout=600)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     written = [node for node in (0, 1) if (tmp_path / f"node{node}" / "metrics.jsonl").exists()]
@@ -136,8 +201,12 @@ def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
     """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
     script, out = tmp_path / "planted.py", tmp_path / "out"
     script.write_text(PLANTED)
-    done = run(script, *PRIME, "--rollout", "hf", "--out_dir", out, nproc=2, launch=["--max_restarts", "1"])
-    assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)  # killed in step 2, then an exception in step 3
+    done = run(
+        script, *PRIME, "--rollout", "hf", "--out_dir", out, nproc=2, launch=["--max_restarts", "1"]
+    )
+    assert re.search(
+        r"exitcode: -9\) local_rank: 1", done.stderr
+    )  # killed in step 2, then an exception in step 3
     assert "step_000001 at step 1" in done.stdout and done.returncode == 1
     assert "ValueError: planted on rank 1" in done.stderr and re.search(r"rank\s*: 1 ", done.stderr)
     metrics, completions, _ = two_ranks[1]
@@ -148,7 +217,10 @@ def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
 
 def test_a_config_made_in_python_knows_what_was_given():
     """A value that equals the default of a language model is no less given: the bundled task does not replace it."""
-    assert grpo.complete(Config()).max_steps == 20 and grpo.complete(Config(max_steps=100)).max_steps == 100
+    assert (
+        grpo.complete(Config()).max_steps == 20
+        and grpo.complete(Config(max_steps=100)).max_steps == 100
+    )
     cfg = grpo.complete(Config(max_steps=100, learning_rate=1e-6))
     assert (cfg.model, cfg.learning_rate, cfg.max_completion_length) == (BUNDLED.model, 1e-6, 40)
     assert grpo.complete(Config(model="m", train_data="rows")).max_steps == 100
@@ -159,7 +231,9 @@ LATER = "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [["-m", "grpo", "--show_prompt"], ["-c", LATER]])  # started beside them, imported
+@pytest.mark.parametrize(
+    "args", [["-m", "grpo", "--show_prompt"], ["-c", LATER]]
+)  # started beside them, imported
 def test_a_users_own_reward_py_is_not_ours(args, tmp_path):
     for name in ("reward", "view", "harness"):  # very common names
         (tmp_path / f"{name}.py").write_text("mine = True\n")

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import grpo
-from harness.fast import FastPolicy
 import harness.check
 import harness.checkpoints
 import harness.kernels
@@ -25,17 +24,44 @@ import harness.models
 import harness.ranks
 import harness.run
 from grpo import Config, Policy
+from harness.fast import FastPolicy
 from harness.flags import ConfigError
 from harness.ranks import World
-from tests.common import BUNDLED, HERE, PRIME, command_line, ids_of, lines, random_samples, relative, run, tiny_model
+from tests.common import (
+    BUNDLED,
+    HERE,
+    PRIME,
+    command_line,
+    ids_of,
+    lines,
+    random_samples,
+    relative,
+    run,
+    tiny_model,
+)
 
 STANDIN = os.path.join(HERE, "tests", "cuda_standin.py")
 CUDA = torch.device("cuda", 0)
-FEW = ["--max_steps", 2, "--eval_every", 0, "--eval_data", "", "--max_completion_length", 8, "--reward", "overlong"]
+FEW = [
+    "--max_steps",
+    2,
+    "--eval_every",
+    0,
+    "--eval_data",
+    "",
+    "--max_completion_length",
+    8,
+    "--reward",
+    "overlong",
+]
 
 pytestmark = [
-    pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to compile the stand-in of a CUDA device with"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch takes no stand-in"),
+    pytest.mark.skipif(
+        not shutil.which("g++"), reason="no g++ to compile the stand-in of a CUDA device with"
+    ),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="a CUDA build of torch takes no stand-in"
+    ),
 ]
 
 
@@ -43,13 +69,18 @@ def on_cuda(what, *args, nproc=0, report=None, **card):
     """A command line (first word grpo.py) or module.function in a process of its own that sees a CUDA card."""
     options = card | (dict(report=str(report)) if report else {})
     done = run(STANDIN, what, *args, nproc=nproc, env=dict(CUDA_STANDIN=json.dumps(options)))
-    assert done.returncode == 0 and "Traceback" not in done.stderr, (done.stdout[-1000:], done.stderr[-3000:])
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (
+        done.stdout[-1000:],
+        done.stderr[-3000:],
+    )
     return done.stdout
 
 
 def trained(out, *args, **options):
     """grpo.py on the card: what it printed, and its metrics."""
-    shown = on_cuda("grpo.py", "--device", "cuda", "--rollout", "hf", "--out_dir", out, *args, **options)
+    shown = on_cuda(
+        "grpo.py", "--device", "cuda", "--rollout", "hf", "--out_dir", out, *args, **options
+    )
     return shown, [m for m in lines(out / "metrics.jsonl") if "reward" in m]
 
 
@@ -59,7 +90,18 @@ def trained(out, *args, **options):
 
 @pytest.mark.slow
 def test_the_bundled_task_learns_in_bfloat16(tmp_path):
-    options = ["--max_steps", 6, "--num_prompts", 16, "--eval_every", 0, "--eval_data", "", "--dtype", "bfloat16"]
+    options = [
+        "--max_steps",
+        6,
+        "--num_prompts",
+        16,
+        "--eval_every",
+        0,
+        "--eval_data",
+        "",
+        "--dtype",
+        "bfloat16",
+    ]
     shown, metrics = trained(tmp_path / "out", *options)
     assert "parameters on cuda:0, 1 rank(s)" in shown
     start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[:2], metrics[-2:]))
@@ -78,7 +120,18 @@ VARIANTS = {
 def variants(out, device, dtype):
     """Several runs of the command line in one process."""
     for name, args in VARIANTS.items():
-        options = [*PRIME, *FEW, "--rollout", "hf", "--device", device, "--dtype", dtype, "--out_dir", f"{out}/{name}"]
+        options = [
+            *PRIME,
+            *FEW,
+            "--rollout",
+            "hf",
+            "--device",
+            device,
+            "--dtype",
+            dtype,
+            "--out_dir",
+            f"{out}/{name}",
+        ]
         with contextlib.suppress(SystemExit):
             command_line(*map(str, [*options, *args]))
 
@@ -91,7 +144,9 @@ def test_what_a_step_does_is_the_same_as_on_a_cpu(tmp_path):
     code = f"from tests import test_cuda; test_cuda.variants({str(tmp_path / 'cpu')!r}, 'cpu', 'float32')"
     assert run("-c", code).returncode == 0
     for name in VARIANTS:
-        half, ours, theirs = (lines(tmp_path / run / name / "metrics.jsonl") for run in ("bfloat16", "float32", "cpu"))
+        half, ours, theirs = (
+            lines(tmp_path / run / name / "metrics.jsonl") for run in ("bfloat16", "float32", "cpu")
+        )
         assert len(half) == len(ours) == len(theirs) == 2
         assert all(m["grad_norm"] > 0 and m["sampler_gap"] < 0.02 for m in half)
         for a, b in zip(ours, theirs, strict=True):
@@ -106,23 +161,44 @@ def test_two_ranks_have_a_card_each(tmp_path):
     assert "2 rank(s)" in shown
     _, one = trained(tmp_path / "one", *args)
     for a, b in zip(two, one, strict=True):
-        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-4
+        )
     for rank in (0, 1):
         report = json.loads((tmp_path / f"report.{rank}").read_text())
-        assert report["waits"] and not report["elsewhere"], f"rank {rank} uses another card: {report['elsewhere']}"
+        assert report["waits"] and not report["elsewhere"], (
+            f"rank {rank} uses another card: {report['elsewhere']}"
+        )
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_cpu_and_back(tmp_path):
-    args = [*PRIME, *FEW, "--dtype", "float32", "--save_every", 1, "--keep", 0, "--device", "cpu", "--rollout", "hf"]
+    args = [
+        *PRIME,
+        *FEW,
+        "--dtype",
+        "float32",
+        "--save_every",
+        1,
+        "--keep",
+        0,
+        "--device",
+        "cpu",
+        "--rollout",
+        "hf",
+    ]
     for name, steps in (("whole", 3), ("out", 1)):
         assert run(*args, "--max_steps", steps, "--out_dir", tmp_path / name).returncode == 0
     whole, out = lines(tmp_path / "whole" / "metrics.jsonl"), tmp_path / "out"
     shown, _ = trained(out, "--resume", "--max_steps", 2)
     assert "at step 1" in shown
-    assert "at step 2" in run("--resume", "--device", "cpu", "--out_dir", out, "--max_steps", 3).stdout
+    assert (
+        "at step 2" in run("--resume", "--device", "cpu", "--out_dir", out, "--max_steps", 3).stdout
+    )
     for a, b in zip(lines(tmp_path / "out" / "metrics.jsonl"), whole, strict=True):
-        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-3
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -135,16 +211,24 @@ def updates(path):
 
     found, collate, policy = [], grpo.collate, FastPolicy(tiny_model().to(CUDA), 1.0)
     samples = random_samples(30, 5)
-    for step, (log_tokens, budget) in enumerate(itertools.product((0, 30), (4096, 4096, 100, 30)), 1):
+    for step, (log_tokens, budget) in enumerate(
+        itertools.product((0, 30), (4096, 4096, 100, 30)), 1
+    ):
         optimizer, made = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True), []
-        cfg = Config(micro_batch_tokens=budget, dtype="bfloat16", max_sampler_gap=1e9, log_tokens=log_tokens)
+        cfg = Config(
+            micro_batch_tokens=budget, dtype="bfloat16", max_sampler_gap=1e9, log_tokens=log_tokens
+        )
         grpo.collate = lambda *args, made=made: (made.append(1), collate(*args))[1]
         cuda_standin.waits.clear()
         grpo.update(policy, policy, optimizer, samples, step, cfg, World(0, 1, CUDA))
         found.append((log_tokens, len(made), dict(cuda_standin.waits)))
     written, harness.run.write_checkpoint = [], lambda *_: written.append(dict(cuda_standin.waits))
-    run = types.SimpleNamespace(world=World(0, 1, CUDA), lock=contextlib.nullcontext(), parts={}, rank0=True, saved=0)
-    vars(run).update(step=1, identity=0, config={}, model=policy.model, write_model=None, path_of=str, tidy=int)
+    run = types.SimpleNamespace(
+        world=World(0, 1, CUDA), lock=contextlib.nullcontext(), parts={}, rank0=True, saved=0
+    )
+    vars(run).update(
+        step=1, identity=0, config={}, model=policy.model, write_model=None, path_of=str, tidy=int
+    )
     cuda_standin.waits.clear()
     harness.run.Run.save(run)
     cuda_standin.waits.clear()
@@ -158,13 +242,18 @@ def test_an_update_waits_for_the_device_a_fixed_number_of_times(tmp_path):
     save and a resume ask of all weights they ask once."""
     on_cuda("tests.test_cuda.updates", tmp_path / "waits")
     found = json.loads((tmp_path / "waits").read_text())
-    assert [sum(waits.values()) for waits in (*found["save"], found["fingerprint"])] == [1, 1]  # for all parameters
+    assert [sum(waits.values()) for waits in (*found["save"], found["fingerprint"])] == [
+        1,
+        1,
+    ]  # for all parameters
     assert {number for _, number, _ in found["updates"]} >= {1, 3, 9}
     for log_tokens, number, waits in found["updates"]:
         inside = {what: n for what, n in waits.items() if not what.endswith("outside")}
         assert not inside, f"within a pass: {inside}"
         limit = 7 + (number if log_tokens else 0)
-        assert sum(waits.values()) <= limit, f"{number} micro-batches, {sum(waits.values())} waits: {waits}"
+        assert sum(waits.values()) <= limit, (
+            f"{number} micro-batches, {sum(waits.values())} waits: {waits}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -177,15 +266,25 @@ def head_gradients(path):
     float16 on CUDA."""
     generator, found = torch.Generator().manual_seed(0), {}
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (2000, 32)))
-    targets = (hidden @ weight.T).argmax(-1)  # likely tokens, as a policy samples them: small gradients
+    targets = (hidden @ weight.T).argmax(
+        -1
+    )  # likely tokens, as a policy samples them: small gradients
     hidden, weight, targets = hidden.to(CUDA).requires_grad_(), weight.to(CUDA), targets.to(CUDA)
     honest = harness.kernels.HeadLogps.backward
 
     def planted(ctx, grad_logps, grad_entropy):
         asked = torch.get_autocast_dtype("cuda")
-        saved = [x.to(asked) if x is not None and x.dtype == torch.bfloat16 else x for x in ctx.saved_tensors]
-        own = {name: getattr(ctx, name) for name in ("weight", "temperature", "width", "kept", "needs_input_grad")}
-        hidden, *rest = honest(types.SimpleNamespace(saved_tensors=saved, **own), grad_logps, grad_entropy)
+        saved = [
+            x.to(asked) if x is not None and x.dtype == torch.bfloat16 else x
+            for x in ctx.saved_tensors
+        ]
+        own = {
+            name: getattr(ctx, name)
+            for name in ("weight", "temperature", "width", "kept", "needs_input_grad")
+        }
+        hidden, *rest = honest(
+            types.SimpleNamespace(saved_tensors=saved, **own), grad_logps, grad_entropy
+        )
         return hidden, *rest
 
     for name, dtype, backward in (
@@ -217,14 +316,24 @@ class Engine:
     """vllm.LLM on a CUDA card, as far as the trainer uses it: a model of its own, which samples slowly, and an error
     wherever vLLM's own order is not kept."""
 
-    def __init__(self, model, *, dtype, seed=0, enable_sleep_mode=False, load_format="auto", **options):
+    def __init__(
+        self, model, *, dtype, seed=0, enable_sleep_mode=False, load_format="auto", **options
+    ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        assert enable_sleep_mode and load_format == "dummy" and options["logprobs_mode"] == "processed_logprobs"
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+        assert (
+            enable_sleep_mode
+            and load_format == "dummy"
+            and options["logprobs_mode"] == "processed_logprobs"
+        )
+        self.model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model), dtype=dtype
+        )
         self.model.eval().to("cuda")
         self.awake, self.loaded, self.fresh, self.calls = {"weights", "kv_cache"}, False, True, []
-        self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=lambda: None))
+        self.llm_engine = types.SimpleNamespace(
+            engine_core=types.SimpleNamespace(shutdown=lambda: None)
+        )
 
     def rule(self, name, holds, why):
         self.calls.append(name)
@@ -238,7 +347,9 @@ class Engine:
         assert method == "reload_weights" and list(kwargs) == ["weights_iterator"]
         self.rule("reload", "weights" in self.awake, "writes into memory that was given away")
         first = "reload" not in self.calls[:-1]
-        self.rule("reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache")
+        self.rule(
+            "reload", first or "kv_cache" not in self.awake, "its peak meets that of the cache"
+        )
         weights = {name: weight.cpu() for name, weight in kwargs["weights_iterator"]}
         options = dict(config=self.model.config, dtype=self.model.dtype, output_loading_info=True)
         read, found = type(self.model).from_pretrained(None, state_dict=weights, **options)
@@ -255,7 +366,9 @@ class Engine:
     def wake_up(self, tags=None):
         tags = set(tags or ("weights", "kv_cache"))
         self.rule(f"wake_up {tags}", not tags & self.awake, "is awake")
-        self.rule(f"wake_up {tags}", tags == {"weights"} or self.loaded, "the cache before the weights")
+        self.rule(
+            f"wake_up {tags}", tags == {"weights"} or self.loaded, "the cache before the weights"
+        )
         self.awake |= tags
 
     def sleep(self, level=1, mode="abort"):
@@ -263,32 +376,51 @@ class Engine:
         slopes = [m.impl.alibi_slopes for m in self.model.modules() if hasattr(m, "impl")]
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *slopes] if level == 2 else []:
-                tensor.fill_(math.nan)  # dropped; level 1 brings all of it back, and vLLM keeps buffers in both
+                tensor.fill_(
+                    math.nan
+                )  # dropped; level 1 brings all of it back, and vLLM keeps buffers in both
         self.awake, self.loaded = set(), False
 
     @torch.no_grad()
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True, lora_request=None, priority=None,
                  tokenization_kwargs=None, mm_processor_kwargs=None):  # fmt: skip
         self.rule(
-            "generate", self.awake == {"weights", "kv_cache"}, "hangs for ever: the scheduler waits for a wake-up"
+            "generate",
+            self.awake == {"weights", "kv_cache"},
+            "hangs for ever: the scheduler waits for a wake-up",
         )
         self.rule("generate", self.loaded and self.fresh, "samples from old weights or old keys")
-        return [self.answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)]
+        return [
+            self.answer(p["prompt_token_ids"], s)
+            for p, s in zip(prompts, sampling_params, strict=True)
+        ]
 
     def answer(self, prompt, params):
         outputs = []
         for i in range(params.n):
-            generator, ids, logprobs = torch.Generator().manual_seed(params.seed % 2**63 + i), list(prompt), []
-            while len(logprobs) < params.max_tokens and (not logprobs or ids[-1] not in params.stop_token_ids):
+            generator, ids, logprobs = (
+                torch.Generator().manual_seed(params.seed % 2**63 + i),
+                list(prompt),
+                [],
+            )
+            while len(logprobs) < params.max_tokens and (
+                not logprobs or ids[-1] not in params.stop_token_ids
+            ):
                 logits = self.model(torch.tensor([ids], device="cuda")).logits[0, -1].float().cpu()
                 logps = (logits / (params.temperature or 1.0)).log_softmax(-1)
-                drawn = logps.argmax() if params.temperature == 0 else logps.exp().multinomial(1, generator=generator)
+                drawn = (
+                    logps.argmax()
+                    if params.temperature == 0
+                    else logps.exp().multinomial(1, generator=generator)
+                )
                 ids.append(int(drawn))
                 logprobs.append(float(logps[ids[-1]]))
             completion, stopped = ids[len(prompt) :], ids[-1] in params.stop_token_ids
             flat = types.SimpleNamespace(token_ids=completion, logprobs=logprobs)
             reason = "stop" if stopped else "length"
-            outputs.append(types.SimpleNamespace(token_ids=completion, logprobs=flat, finish_reason=reason))
+            outputs.append(
+                types.SimpleNamespace(token_ids=completion, logprobs=flat, finish_reason=reason)
+            )
         return types.SimpleNamespace(outputs=outputs)
 
 
@@ -311,7 +443,11 @@ def with_engine(*args):
     except SystemExit as stop:
         code = stop.code
     assert code == 0
-    print("calls:", *(call for engine in made for call in engine.calls if call != "apply_model"), sep="\n")
+    print(
+        "calls:",
+        *(call for engine in made for call in engine.calls if call != "apply_model"),
+        sep="\n",
+    )
 
 
 @pytest.mark.slow
@@ -319,9 +455,18 @@ def test_the_engine_sleeps_wakes_and_is_loaded_in_the_order_of_vllm(tmp_path):
     options = [*PRIME, *FEW, "--device", "cuda", "--rollout", "vllm", "--out_dir", tmp_path / "out"]
     shown = on_cuda("tests.test_cuda.with_engine", *options)
     calls = list(dict.fromkeys(shown.partition("calls:\n")[2].splitlines()))
-    assert calls == ["reload", "reset", "generate", "sleep", "wake_up {'weights'}", "wake_up {'kv_cache'}"]
+    assert calls == [
+        "reload",
+        "reset",
+        "generate",
+        "sleep",
+        "wake_up {'weights'}",
+        "wake_up {'kv_cache'}",
+    ]
     metrics = lines(tmp_path / "out" / "metrics.jsonl")
-    assert len(metrics) == 2 and all(m["sampler_gap"] < 0.02 and m["grad_norm"] > 0 for m in metrics)
+    assert len(metrics) == 2 and all(
+        m["sampler_gap"] < 0.02 and m["grad_norm"] > 0 for m in metrics
+    )
 
 
 WRONG = {
@@ -336,7 +481,12 @@ WRONG = {
 @pytest.mark.parametrize("order", WRONG)
 def test_the_engine_refuses_another_order(order, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
-    options = dict(dtype=torch.float32, enable_sleep_mode=True, load_format="dummy", logprobs_mode="processed_logprobs")
+    options = dict(
+        dtype=torch.float32,
+        enable_sleep_mode=True,
+        load_format="dummy",
+        logprobs_mode="processed_logprobs",
+    )
     engine = Engine(model=BUNDLED.model, **options)
     weights = [(name, p.detach().clone()) for name, p in engine.model.named_parameters()]
 
@@ -362,11 +512,21 @@ def test_what_is_no_parameter_outlives_a_sleep(alibi, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_: self)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=Engine, SamplingParams=None))
-    sizes = dict(hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, vocab_size=9)
-    sizes |= dict(num_attention_heads=1, num_key_value_heads=1, n_routed_experts=2, num_experts_per_tok=1)
+    sizes = dict(
+        hidden_size=8,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        vocab_size=9,
+    )
+    sizes |= dict(
+        num_attention_heads=1, num_key_value_heads=1, n_routed_experts=2, num_experts_per_tok=1
+    )
     config = Glm4MoeConfig(**sizes, first_k_dense_replace=0)
     config.save_pretrained(tmp_path)
-    sampler = grpo.VLLMSampler([1], 9, Config(model=str(tmp_path), dtype="float32"), World(0, 1, CUDA))
+    sampler = grpo.VLLMSampler(
+        [1], 9, Config(model=str(tmp_path), dtype="float32"), World(0, 1, CUDA)
+    )
     model = AutoModelForCausalLM.from_config(config)
     theirs, ours = (m.model.layers[0].mlp for m in (sampler.llm.model, model))
     theirs.gate.e_score_correction_bias.fill_(math.nan)
@@ -392,7 +552,9 @@ def signatures(path):
         return list(inspect.signature(function).parameters)
 
     found = {name: names(getattr(vllm.LLM, name)) for name in CALLS}
-    found |= dict(LLM=names(vllm.LLM) + names(EngineArgs), SamplingParams=names(vllm.SamplingParams))
+    found |= dict(
+        LLM=names(vllm.LLM) + names(EngineArgs), SamplingParams=names(vllm.SamplingParams)
+    )
     found |= dict(reload_weights=names(GPUModelRunner.reload_weights))
     with open(path, "w") as file:
         json.dump(found, file)
@@ -413,7 +575,9 @@ def test_the_engine_has_the_signatures_of_vllm(tmp_path, monkeypatch):
     assert "weights_iterator" in found["reload_weights"]
     asked = {}  # by the trainer
     vllm = types.ModuleType("vllm")
-    vllm.LLM = lambda **options: asked.update(LLM=options) or types.SimpleNamespace(apply_model=lambda _: None)
+    vllm.LLM = lambda **options: (
+        asked.update(LLM=options) or types.SimpleNamespace(apply_model=lambda _: None)
+    )
     vllm.SamplingParams = lambda **options: asked.update(SamplingParams=options)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setenv("RANK", "0")
@@ -427,15 +591,27 @@ def test_the_engine_has_the_signatures_of_vllm(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------
 # Cards that people have
 
-QWEN = {"0.5B": (896, 4864, 24, 14, 151936), "1.5B": (1536, 8960, 28, 12, 151936), "7B": (3584, 18944, 28, 28, 152064)}
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 151936),
+    "1.5B": (1536, 8960, 28, 12, 151936),
+    "7B": (3584, 18944, 28, 28, 152064),
+}
 
 
 def qwen(size):
     """Without weights, but with their number."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(num_key_value_heads=2, tie_word_embeddings=size != "7B")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    sizes = dict(zip(names, QWEN[size], strict=True)) | dict(
+        num_key_value_heads=2, tie_word_embeddings=size != "7B"
+    )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
 
@@ -445,12 +621,17 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
         card = types.SimpleNamespace(total_memory=memory * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
         model = qwen(size)
-        cfg = harness.models.fit_micro_batch(Config(**(dict(dtype="bfloat16") | options)), model, CUDA)
+        cfg = harness.models.fit_micro_batch(
+            Config(**(dict(dtype="bfloat16") | options)), model, CUDA
+        )
         assert model.is_gradient_checkpointing is cfg.gradient_checkpointing
         return cfg.micro_batch_tokens, cfg.gradient_checkpointing
 
     assert chosen("0.5B", 25.2) == (4096, False)
-    assert "--micro_batch_tokens 4096 (the card has 25 GB; weights, gradients," in capsys.readouterr().out
+    assert (
+        "--micro_batch_tokens 4096 (the card has 25 GB; weights, gradients,"
+        in capsys.readouterr().out
+    )
     assert chosen("0.5B", 85) == (16384, False)
     assert chosen("0.5B", 15.8, dtype="float32")[1]  # recomputed
     assert chosen("1.5B", 85) == (8192, False)
@@ -458,9 +639,15 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
     assert chosen("7B", 150, beta=0) == (8192, True)
     assert chosen("0.5B", 85, micro_batch_tokens=100) == (100, False)
     for size, memory in (("1.5B", 25.2), ("7B", 150)):
-        with pytest.raises(ConfigError, match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller"):
+        with pytest.raises(
+            ConfigError,
+            match=f"the card has {memory:.0f} GB; weights, gradients.*--beta 0, a smaller",
+        ):
             chosen(size, memory)
-    assert harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
+    assert (
+        harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens
+        == 2048
+    )
 
 
 def card_answers(path):
@@ -472,8 +659,12 @@ def card_answers(path):
     cfg = grpo.resolved(Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA)
     policy, made = FastPolicy(model, 1.0), []
     masks = harness.kernels.packed_masks
-    harness.kernels.packed_masks = lambda *args, **options: made.append(masks(*args, **options)) or made[-1]
-    recorder = types.SimpleNamespace(param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None)
+    harness.kernels.packed_masks = lambda *args, **options: (
+        made.append(masks(*args, **options)) or made[-1]
+    )
+    recorder = types.SimpleNamespace(
+        param_groups=[], step=lambda: None, zero_grad=lambda set_to_none: None
+    )
     answers = dict(dtype=cfg.dtype)
     samples = random_samples(12, 4)
     samples[0].prompt.ids = ids_of(range(2, 15))  # the longest prompt: not a multiple of 8
@@ -495,10 +686,15 @@ def test_cards_that_vllm_has_no_kernels_for_sample_with_hf(monkeypatch):
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TRITON_F32_DEFAULT"):
         monkeypatch.setenv(name, "1")
     for capability, kind in (((6, 1), "hf"), ((7, 0), "hf"), ((7, 5), "vllm"), ((8, 6), "vllm")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda *_, capability=capability: capability
+        )
         chosen, why = harness.models.choose_sampler(Config(dtype="float32"), CUDA, False)
         assert chosen == kind and ("below compute capability 7.5" in why) == (kind == "hf")
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["TRITON_F32_DEFAULT"] == "ieee"
+        assert (
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+            and os.environ["TRITON_F32_DEFAULT"] == "ieee"
+        )
         if kind == "hf":
             with pytest.raises(ConfigError, match="--rollout vllm: .*no kernels.*--rollout hf"):
                 harness.models.choose_sampler(Config(dtype="float32", rollout="vllm"), CUDA, False)
@@ -541,7 +737,11 @@ def points(path, device="cuda"):
 
 
 MISSING = {
-    "NVIDIA H100 80GB HBM3": (2, [9, 0], {6, 7}),  # two of them, but neither NCCL nor NVIDIA's driver
+    "NVIDIA H100 80GB HBM3": (
+        2,
+        [9, 0],
+        {6, 7},
+    ),  # two of them, but neither NCCL nor NVIDIA's driver
     "Tesla V100-SXM2-16GB": (1, [7, 0], {2, 3, 5, 6, 7, 10}),
 }
 
@@ -550,7 +750,13 @@ MISSING = {
 @pytest.mark.parametrize("name", MISSING)
 def test_machine_finds_what_is_expected_of_a_card(tmp_path, name):
     devices, capability, missing = MISSING[name]
-    on_cuda("tests.test_cuda.points", tmp_path / "points", name=name, capability=capability, devices=devices)
+    on_cuda(
+        "tests.test_cuda.points",
+        tmp_path / "points",
+        name=name,
+        capability=capability,
+        devices=devices,
+    )
     found = json.loads((tmp_path / "points").read_text())
     assert {number for number, *_ in found} == {*range(1, 11)}
     assert not [line for line in found if line[-1] == "NOT AS EXPECTED"]
@@ -563,4 +769,6 @@ def test_machine_says_what_a_cpu_cannot_answer(tmp_path):
     assert run("-c", code).returncode == 0
     found = json.loads((tmp_path / "points").read_text())
     assert {number for number, *_, answer in found if answer == "ok"} == {8}
-    assert all(line[2:] == ["needs a GPU", "cannot be asked here"] for line in found if line[0] != 8)
+    assert all(
+        line[2:] == ["needs a GPU", "cannot be asked here"] for line in found if line[0] != 8
+    )

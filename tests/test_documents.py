@@ -24,7 +24,10 @@ HARNESS = [f"harness/{name}" for name in ROOMS.split()]
 
 def test_arrows_go_one_way():
     """A room imports only rooms below it; reward and view import none, and no torch: a reward's worker needs none."""
-    below, there = [], {path.removesuffix(".py") for path in glob.glob("harness/[!_]*.py", root_dir=HERE)}
+    below, there = (
+        [],
+        {path.removesuffix(".py") for path in glob.glob("harness/[!_]*.py", root_dir=HERE)},
+    )
     assert there <= {*HARNESS}
     for room in ["reward", "view", *(room for room in HARNESS if room in there), "grpo"]:
         found = set()
@@ -40,11 +43,22 @@ def test_arrows_go_one_way():
         below.append(room)
 
 
-DOCUMENTS = {"README.md": 2000, "REFERENCE.md": 3300, "studies/README.md": 3000, "variants/README.md": 700}  # words
+DOCUMENTS = {
+    "README.md": 2000,
+    "REFERENCE.md": 3300,
+    "studies/README.md": 3000,
+    "variants/README.md": 700,
+}  # words
 TOOLS = "no-deps retries nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid enforce-eager"
 TOOLS += " step html quick jobs trl float32 points help"  # flags of other programs, and of studies
-GENERIC = {"rewards/.*/": "rewards/NAME/", "logged/.*": "logged/NAME", "reward_failed/.*": "reward_failed/CAUSE"}
-AGAIN = 'python -c "from tests import test_documents; test_documents.write_documents()" makes it again'
+GENERIC = {
+    "rewards/.*/": "rewards/NAME/",
+    "logged/.*": "logged/NAME",
+    "reward_failed/.*": "reward_failed/CAUSE",
+}
+AGAIN = (
+    'python -c "from tests import test_documents; test_documents.write_documents()" makes it again'
+)
 
 
 def document(name):
@@ -61,13 +75,22 @@ def write_documents():
 
 def made_again(text):
     for mark, make in (("FLAGS", flag_lists), ("TOC", section_list)):
-        text = re.sub(f"(?s)(?<=<!-- {mark} -->\n).*(?=<!-- end {mark} -->)", lambda m, make=make: make(), text)
+        text = re.sub(
+            f"(?s)(?<=<!-- {mark} -->\n).*(?=<!-- end {mark} -->)",
+            lambda m, make=make: make(),
+            text,
+        )
     return text
 
 
 def section_list():
     titles = re.findall(r"^# -{20,}\n# ([^:\n]+)", document("grpo.py"), re.M)
-    return textwrap.fill(f"The sections of `grpo.py`, in the order in which it runs: {' · '.join(titles)}.", 120) + "\n"
+    return (
+        textwrap.fill(
+            f"The sections of `grpo.py`, in the order in which it runs: {' · '.join(titles)}.", 120
+        )
+        + "\n"
+    )
 
 
 def flag_lists():
@@ -79,7 +102,10 @@ def flag_lists():
         if f.metadata["group"]:
             text += f"\n### {f.metadata['group'].capitalize()}\n\n"
         text += f"- `--{f.name}{default}`: {about}{choices and ' (' + ', '.join(choices) + ')'}\n"
-    preset = ", ".join(f"`--{name} {str(value).removeprefix(HERE + os.sep)}`" for name, value in grpo.BUNDLED.items())
+    preset = ", ".join(
+        f"`--{name} {str(value).removeprefix(HERE + os.sep)}`"
+        for name, value in grpo.BUNDLED.items()
+    )
     return f"{text}\nWithout a `--model` the bundled task applies; what you give wins over it: {preset}.\n"
 
 
@@ -93,10 +119,14 @@ def test_a_document_is_short_and_as_the_code_has_it(name):
 def test_help_has_the_flags_and_groups_of_the_reference(capsys):
     with pytest.raises(SystemExit):
         grpo.parse_args(["--help"])
-    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)[1:]  # the first one has --help
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)[
+        1:
+    ]  # the first one has --help
     lists = re.findall(r"^### (.+)\n\n((?:- `--.*\n)+)", document("REFERENCE.md"), re.M)
     helped = [(title, re.findall(r"^  --(\w+)", body, re.M)) for title, body in groups]
-    assert helped == [(title.lower(), re.findall(r"^- `--(\w+)", body, re.M)) for title, body in lists]
+    assert helped == [
+        (title.lower(), re.findall(r"^- `--(\w+)", body, re.M)) for title, body in lists
+    ]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -108,11 +138,18 @@ def test_links_and_tests_of_a_document_exist(name):
         assert os.path.isfile(path), target
         if anchor:
             headings = re.findall(r"^#+ (.+)", read(path), re.M)
-            assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], anchor
-    files = [os.path.join(HERE, "test_grpo.py"), *glob.glob(os.path.join(HERE, "tests", "test_*.py"))]
+            assert anchor in [
+                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
+            ], anchor
+    files = [
+        os.path.join(HERE, "test_grpo.py"),
+        *glob.glob(os.path.join(HERE, "tests", "test_*.py")),
+    ]
     tests = [test for path in files for test in re.findall(r"def (test_\w+)", read(path))]
     for test in re.findall(r"`(test_\w+\*?)`", text):
-        assert any(known == test or (test[-1] == "*" and known.startswith(test[:-1])) for known in tests), test
+        assert any(
+            known == test or (test[-1] == "*" and known.startswith(test[:-1])) for known in tests
+        ), test
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -144,12 +181,20 @@ def test_flags_of_a_document_exist_and_its_commands_are_valid(name):
 
 def test_every_metric_is_in_the_reference_and_no_other(undisturbed):
     section = re.search(r"(?s)\n## Metrics\n(.*?)\n## ", document("REFERENCE.md"))[1]
-    named = {name for row in re.findall(r"^- (`.*?`):", section, re.M) for name in re.findall(r"`([\w/@]+)`", row)}
+    named = {
+        name
+        for row in re.findall(r"^- (`.*?`):", section, re.M)
+        for name in re.findall(r"`([\w/@]+)`", row)
+    }
     logged = {key for line in lines(undisturbed / "metrics.jsonl") for key in line} - {"step"}
     for special, generic in GENERIC.items():
         logged = {re.sub(f"^{special}", generic, name) for name in logged}
     assert logged <= named
-    assert {name for name in named - logged if not name.startswith(("eval_", "logged/", "reward_failed/"))} == set()
+    assert {
+        name
+        for name in named - logged
+        if not name.startswith(("eval_", "logged/", "reward_failed/"))
+    } == set()
 
 
 def test_the_readmes_worked_example():

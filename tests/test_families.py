@@ -18,7 +18,18 @@ import harness.run
 from grpo import Config
 from harness.flags import ConfigError
 from tests.common import CPU, ids_of, part, texts, tiny_model
-from tests.families import BARS, CHATML, FAMILIES, HEADERS, IM, QWEN_IDS, SAMPLING, TURNS, family, family_run
+from tests.families import (
+    BARS,
+    CHATML,
+    FAMILIES,
+    HEADERS,
+    IM,
+    QWEN_IDS,
+    SAMPLING,
+    TURNS,
+    family,
+    family_run,
+)
 
 pytest_plugins = "tests.common"
 
@@ -28,11 +39,16 @@ def chat(*turns):
     roles = ["user", "assistant"] * len(turns)
     if turns[0].startswith("*"):
         roles = ["system", *roles]
-    return [dict(role=role, content=turn.lstrip("*")) for role, turn in zip(roles, turns, strict=False)]
+    return [
+        dict(role=role, content=turn.lstrip("*")) for role, turn in zip(roles, turns, strict=False)
+    ]
 
 
 QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
-TURNS_OF_TWO, GOES_ON = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"), chat("*Add.", "1+2?", "It is ")
+TURNS_OF_TWO, GOES_ON = (
+    chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"),
+    chat("*Add.", "1+2?", "It is "),
+)
 WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
     qwen2=[
         "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
@@ -83,11 +99,19 @@ SHORT = dict(
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
     path, ids = family(tmp_path / "model", name)
-    tokenizer, [bos] = harness.rows.load_tokenizer(Config(model=str(path))), [FAMILIES[name].get("bos")]
+    tokenizer, [bos] = (
+        harness.rows.load_tokenizer(Config(model=str(path))),
+        [FAMILIES[name].get("bos")],
+    )
     options = dict(chat_template_kwargs='{"date_string": "1 May"}') if name == "llama3" else {}
-    for messages, expected in zip((QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True):
+    for messages, expected in zip(
+        (QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON), WRITTEN[name], strict=True
+    ):
         if expected is None:
-            with pytest.raises(ConfigError, match="row 1: (System role not|the chat template leaves out the system)"):
+            with pytest.raises(
+                ConfigError,
+                match="row 1: (System role not|the chat template leaves out the system)",
+            ):
                 encode([dict(prompt=messages)], tokenizer, **options)
             continue
         for short, word in SHORT.get(name, {}).items():
@@ -97,7 +121,9 @@ def test_the_templates_of_the_families(name, encode, tmp_path, capsys):
         assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
         if messages[-1]["role"] == "user":
             given = json.loads(options.get("chat_template_kwargs", "{}"))
-            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)["input_ids"]
+            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)[
+                "input_ids"
+            ]
             assert prompt.ids.tolist() == written
     assert "warning" not in capsys.readouterr().out
 
@@ -110,33 +136,58 @@ def test_what_a_template_refuses_names_the_flag_or_the_row(encode, tmp_path):
     twice = [dict(role="user", content="1"), dict(role="user", content="2")]
     for tokenizer, prompt, options, message in (
         (gemma, "1", dict(system_prompt="Add."), "System role not supported"),
-        (mistral, GOES_ON[1:], dict(system_prompt="Add."), "the chat template leaves out the system message, .*"),
+        (
+            mistral,
+            GOES_ON[1:],
+            dict(system_prompt="Add."),
+            "the chat template leaves out the system message, .*",
+        ),
         (gemma, twice, {}, "Roles must alternate"),
         (mistral, twice, {}, "Roles must alternate"),
-        (r1, chat("1+2?", "<think>a</think>3"), {}, "continue_final_message is set but .*"),  # deleted
+        (
+            r1,
+            chat("1+2?", "<think>a</think>3"),
+            {},
+            "continue_final_message is set but .*",
+        ),  # deleted
     ):
-        with pytest.raises(ConfigError, match=f"^--train_data .*rows.jsonl row 1: {message}$") as error:
+        with pytest.raises(
+            ConfigError, match=f"^--train_data .*rows.jsonl row 1: {message}$"
+        ) as error:
             encode([dict(prompt=prompt)], tokenizer, **options)
         assert "\n" not in str(error.value)
 
 
 def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path):
     r1, qwen3 = (
-        harness.rows.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0]))) for name in ("r1", "qwen3")
+        harness.rows.load_tokenizer(Config(model=str(family(tmp_path / name, name)[0])))
+        for name in ("r1", "qwen3")
     )
     off = dict(chat=True, chat_template_kwargs='{"enable_thinking": false}')
     begun, none = (encode([dict(prompt="1+2?")], t, **off)[0].text for t in (r1, qwen3))
     assert begun.endswith("<think>\n")
-    assert part("format", "hm</think>3", begun) == part("answer", "hm</think>3", begun, answer="3") == 1
+    assert (
+        part("format", "hm</think>3", begun)
+        == part("answer", "hm</think>3", begun, answer="3")
+        == 1
+    )
     assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
-    ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]  # added tokens, but not special ones
+    ids = r1("<think>hm</think>3", add_special_tokens=False)[
+        "input_ids"
+    ]  # added tokens, but not special ones
     assert len(ids) == 5 and grpo.decode(r1, ids_of(ids), []) == "<think>hm</think>3"
 
 
 def test_todays_date_can_be_pinned(encode, tmp_path):
-    tokenizer = harness.rows.load_tokenizer(Config(model=str(family(tmp_path / "model", "llama3")[0])))
-    assert re.search(r"Today: \d\d \w{3} \d{4}\n", encode([dict(prompt=QUESTION)], tokenizer)[0].text)
-    pinned = encode([dict(prompt=QUESTION)], tokenizer, chat_template_kwargs='{"date_string": "26 Jul 2024"}')
+    tokenizer = harness.rows.load_tokenizer(
+        Config(model=str(family(tmp_path / "model", "llama3")[0]))
+    )
+    assert re.search(
+        r"Today: \d\d \w{3} \d{4}\n", encode([dict(prompt=QUESTION)], tokenizer)[0].text
+    )
+    pinned = encode(
+        [dict(prompt=QUESTION)], tokenizer, chat_template_kwargs='{"date_string": "26 Jul 2024"}'
+    )
     assert "Today: 26 Jul 2024\n" in pinned[0].text
 
 
@@ -145,7 +196,9 @@ def test_a_string_prompt_has_at_most_one_bos(name, encode, tmp_path):
     """Also where a template wrote it before: rows that hold what apply_chat_template made."""
     path, ids = family(tmp_path / "model", name)
     tokenizer, bos = harness.rows.load_tokenizer(Config(model=str(path))), FAMILIES[name]["bos"]
-    plain, written = (encode([dict(prompt=text)], tokenizer)[0].ids.tolist() for text in ("1+2?", f"{bos}1+2?"))
+    plain, written = (
+        encode([dict(prompt=text)], tokenizer)[0].ids.tolist() for text in ("1+2?", f"{bos}1+2?")
+    )
     assert written[0] == ids[bos] and written.count(ids[bos]) == 1
     assert plain == (written[1:] if name == "smollm2" else written)  # whose tokenizer adds none
 
@@ -157,10 +210,15 @@ def rows_of_two(tmp_path_factory):
     return str(path)
 
 
-FEW = ("llama3", "gemma2")  # byte-level BPE, and pieces with soft-capped logits; the others are slow
+FEW = (
+    "llama3",
+    "gemma2",
+)  # byte-level BPE, and pieces with soft-capped logits; the others are slow
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
 def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -174,7 +232,9 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
         assert json.loads((saved / file).read_text()) == json.loads((path / file).read_text())
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (path, saved))
     prompt = before.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"]
-    assert after.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"] == prompt
+    assert (
+        after.apply_chat_template(TURNS_OF_TWO, add_generation_prompt=True)["input_ids"] == prompt
+    )
     assert after("the 1<think>")["input_ids"] == before("the 1<think>")["input_ids"]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(after, key) == getattr(before, key)
@@ -184,14 +244,21 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
     loaded = grpo.load_model(str(saved), cfg)
     eos, pad = harness.models.special_ids(loaded, after, cfg)
     assert eos == [*ends, *{after.eos_token_id} - set(ends)] and pad < loaded.config.vocab_size
-    neutral = dict(do_sample=False, repetition_penalty=1.0, top_k=None, top_p=None, temperature=None)
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, **neutral)[0, len(prompt) :].tolist()
+    neutral = dict(
+        do_sample=False, repetition_penalty=1.0, top_k=None, top_p=None, temperature=None
+    )
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, **neutral)[
+        0, len(prompt) :
+    ].tolist()
     sampler = grpo.HFSampler(loaded, eos, pad, Config(max_completion_length=20))
     assert texts(sampler.generate([ids_of(prompt)], 1, [0], 0.0)[0]) == [expected]
     # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
     drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
     known = drawn[drawn < len(after)]
-    assert len(known) < len(drawn) and grpo.decode(after, drawn, []) == grpo.decode(after, known, []) != ""
+    assert (
+        len(known) < len(drawn)
+        and grpo.decode(after, drawn, []) == grpo.decode(after, known, []) != ""
+    )
 
 
 def test_no_generation_config_changes_what_is_sampled(tmp_path):
@@ -213,7 +280,9 @@ def test_no_generation_config_changes_what_is_sampled(tmp_path):
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     """As with tokens that were added and embeddings that were not."""
-    path, ids = family(tmp_path / "model", "qwen2", size=263)  # 259 to 262 are the special tokens, 263 has no row
+    path, ids = family(
+        tmp_path / "model", "qwen2", size=263
+    )  # 259 to 262 are the special tokens, 263 has no row
     cfg = Config(model=str(path))
     tokenizer = harness.rows.load_tokenizer(cfg)
     assert len(tokenizer) == 262
@@ -221,7 +290,9 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
     tokenizer.save_pretrained(path)
     assert tokenizer.pad_token_id == 263
-    [metrics] = family_run(path, tmp_path / "out", rows_of_two)  # whose prompts differ in length, so there is padding
+    [metrics] = family_run(
+        path, tmp_path / "out", rows_of_two
+    )  # whose prompts differ in length, so there is padding
     assert metrics["sampler_gap"] < 1e-5
     model = grpo.load_model(str(path), cfg)
     tokenizer.add_special_tokens(dict(eos_token="[END]"))
@@ -233,7 +304,10 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
         harness.models.special_ids(model, tokenizer, cfg)
     prompt = grpo.Prompt(ids_of([1, 263]), "", {})
     for names, said in ((dict(model="m"), "--model m"), (dict(tokenizer="t"), "--tokenizer t")):
-        with pytest.raises(ConfigError, match=f"{said}: the tokenizer makes the token id 263, and the model knows 263"):
+        with pytest.raises(
+            ConfigError,
+            match=f"{said}: the tokenizer makes the token id 263, and the model knows 263",
+        ):
             harness.models.check_sizes(model, [prompt], Config(max_completion_length=8, **names))
 
 
@@ -242,14 +316,22 @@ def test_parameters_that_no_text_reaches_are_frozen(capsys):
     from transformers import AutoModelForCausalLM, Gemma3Config
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-    text = sizes | dict(vocab_size=64, num_key_value_heads=1, head_dim=16, max_position_embeddings=128)
-    config = Gemma3Config(text_config=text, vision_config=sizes | dict(image_size=28, patch_size=14))
+    text = sizes | dict(
+        vocab_size=64, num_key_value_heads=1, head_dim=16, max_position_embeddings=128
+    )
+    config = Gemma3Config(
+        text_config=text, vision_config=sizes | dict(image_size=28, patch_size=14)
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     harness.models.freeze_unused(model)
     assert "tensors that text does not use are frozen" in capsys.readouterr().out
     for name, p in model.named_parameters():
         assert p.requires_grad is not ("vision_tower" in name or "multi_modal_projector" in name)
-    for kind, options in (("qwen2", dict(tie_word_embeddings=True)), ("mixtral", {}), ("gemma2", {})):
+    for kind, options in (
+        ("qwen2", dict(tie_word_embeddings=True)),
+        ("mixtral", {}),
+        ("gemma2", {}),
+    ):
         model = tiny_model(kind, **options)
         harness.models.freeze_unused(model)
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -288,7 +370,9 @@ def test_what_the_engine_finds_in_its_environment(monkeypatch):
     names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TRITON_F32_DEFAULT")
     for dtype, precision in (("bfloat16", None), ("float32", "ieee")):
         mine = {name: value for name, value in os.environ.items() if name not in names}
-        monkeypatch.setattr(os, "environ", mine | {names[0]: "1"})  # a user's: the push of weights needs one process
+        monkeypatch.setattr(
+            os, "environ", mine | {names[0]: "1"}
+        )  # a user's: the push of weights needs one process
         monkeypatch.setitem(sys.modules, "vllm.platforms", None)
         kind, why = harness.models.choose_sampler(Config(dtype=dtype), CPU.device, False)
         assert kind == "hf" and "vllm cannot be imported" in why
@@ -303,7 +387,9 @@ def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_
     path, _ = family(tmp_path / "model", "qwen2", template=both)
     out = tmp_path / "out"
     family_run(path, out, rows_of_two)
-    assert AutoTokenizer.from_pretrained(out / "step_000001").chat_template == dict(default=CHATML, tool_use="tools")
+    assert AutoTokenizer.from_pretrained(out / "step_000001").chat_template == dict(
+        default=CHATML, tool_use="tools"
+    )
     family_run(path, out, rows_of_two, max_steps=2, resume="latest")
     [other] = (out / "step_000002").rglob("tool_use.jinja")
     other.write_text("changed")

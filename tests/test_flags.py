@@ -29,7 +29,10 @@ pytest_plugins = "tests.common"
         ("--beta nan", "--beta nan: must be from 0 to 2147483647"),
         ("--learning_rate inf", "--learning_rate inf: must be from 0"),
         ("--temperature 0", "--temperature 0.0: must be from 1e-06"),
-        ("--vllm_gpu_memory_utilization 1.1", "--vllm_gpu_memory_utilization 1.1: must be from 0.001 to 1"),
+        (
+            "--vllm_gpu_memory_utilization 1.1",
+            "--vllm_gpu_memory_utilization 1.1: must be from 0.001 to 1",
+        ),
         ("--num_prompts many", "--num_prompts: invalid int value: 'many'"),
         ("--kl_estimator k5", "--kl_estimator k5: must be one of k1, k2, k3, k4, wk3"),
         ("--kl_in reward", "--kl_in reward: takes --kl_estimator k1 only"),
@@ -49,7 +52,10 @@ def test_impossible_flags_are_refused(args, message):
 
 @pytest.mark.parametrize(
     "changes, message",
-    [(dict(num_prompts=value), "must be a whole number") for value in ("x", None, 1.5, True, float("inf"))]
+    [
+        (dict(num_prompts=value), "must be a whole number")
+        for value in ("x", None, 1.5, True, float("inf"))
+    ]
     + [
         (dict(chat=1), "must be true or false"),
         (dict(model=None), "must be text"),
@@ -64,7 +70,9 @@ def test_values_of_the_wrong_type_are_refused(changes, message):
 def test_flags_reach_the_config():
     args = "--beta 0.5 --mask_truncated --compile false --non_stop_reward -1 --resume"
     given = flags.parse_flags(Config, args.split(), "", "")
-    assert given == dict(beta=0.5, mask_truncated=True, compile=False, non_stop_reward=-1.0, resume="latest")
+    assert given == dict(
+        beta=0.5, mask_truncated=True, compile=False, non_stop_reward=-1.0, resume="latest"
+    )
     assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
     assert grpo.validate(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
     # what may be asked for in the reward without a KL to put there
@@ -75,9 +83,15 @@ def test_flags_reach_the_config():
 def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
     assert grpo.parse_args([]) == BUNDLED == grpo.complete(Config())
     assert grpo.complete(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
-    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6  # given, though it is Config's default
+    assert (
+        grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6
+    )  # given, though it is Config's default
     mine = grpo.parse_args(["--train_data", "rows.jsonl"])
-    assert (mine.model, mine.eval_data, mine.learning_rate) == (BUNDLED.model, "", BUNDLED.learning_rate)
+    assert (mine.model, mine.eval_data, mine.learning_rate) == (
+        BUNDLED.model,
+        "",
+        BUNDLED.learning_rate,
+    )
     for args in (["--model", "m"], ["--model", "m", "--seed", "1"]):
         cfg = grpo.parse_args([*args, "--train_data", "rows.jsonl"])
         assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
@@ -86,7 +100,14 @@ def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
 
 def test_a_tilde_is_the_home_directory(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    paths = dict(model="~/m", tokenizer="~/t", train_data="~/rows.py:f", eval_data="~/e", out_dir="~", resume="~/r")
+    paths = dict(
+        model="~/m",
+        tokenizer="~/t",
+        train_data="~/rows.py:f",
+        eval_data="~/e",
+        out_dir="~",
+        resume="~/r",
+    )
     paths |= dict(reward="answer,~/r.py:f:0.5,~/s.py:g")
     given = flags.parse_flags(Config, [f"--{k}={v}" for k, v in paths.items()], "", "")
     expected = {k: v.replace("~", "/home/me") for k, v in paths.items()}
@@ -105,9 +126,21 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
         (ConfigError("--x 1: no"), 2, "error: --x 1: no"),
         (TrainingError("off"), 1, "stopped: off"),
         (KeyboardInterrupt(), 130, "interrupted before the first step"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nlong"), 1, "stopped: CUDA out of memory. To need less: --beta 0"),
-        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer"), 1, "peer (if another rank is gone, the report"),
-        (dist.DistNetworkError("recvValue: Broken pipe"), 1, "stopped: recvValue: Broken pipe (if another rank"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nlong"),
+            1,
+            "stopped: CUDA out of memory. To need less: --beta 0",
+        ),
+        (
+            RuntimeError("[gloo/pair.cc:525] Connection closed by peer"),
+            1,
+            "peer (if another rank is gone, the report",
+        ),
+        (
+            dist.DistNetworkError("recvValue: Broken pipe"),
+            1,
+            "stopped: recvValue: Broken pipe (if another rank",
+        ),
         (dist.DistBackendError(NCCL), 1, "Duplicate GPU detected : rank 1 and rank 0"),
         (RuntimeError("shapes differ"), None, "shapes differ"),
         (RuntimeError("the user's own server timed out"), None, "timed out"),
@@ -135,7 +168,12 @@ def test_out_of_memory_says_what_needs_less(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     assert grpo.main.__wrapped__() == 1  # without torch's @record
     said = capsys.readouterr().err
-    flags_that_help = ("micro_batch_tokens", "vllm_gpu_memory_utilization", "gradient_checkpointing", "beta 0")
+    flags_that_help = (
+        "micro_batch_tokens",
+        "vllm_gpu_memory_utilization",
+        "gradient_checkpointing",
+        "beta 0",
+    )
     assert all(f"--{name}" in said for name in flags_that_help)
 
 
@@ -146,7 +184,10 @@ def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
     flags.say("nothing")
     assert capsys.readouterr().out == "é\n"
     monkeypatch.setenv("RANK", "0")
-    with open("/dev/full", "wb", buffering=0) as full, open(os.devnull, "w", encoding="ascii") as narrow:
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        open(os.devnull, "w", encoding="ascii") as narrow,
+    ):
         unwritable = io.TextIOWrapper(full, write_through=True)
         for stream in (unwritable, narrow, None, types.SimpleNamespace(), open(os.devnull)):
             monkeypatch.setattr(sys, "stdout", stream)
@@ -155,7 +196,11 @@ def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
 
 
 def test_k1_as_a_loss_warns(capsys):
-    for options, warned in ((dict(kl_estimator="k1"), True), (dict(), False), (dict(kl_estimator="k1", beta=0), False)):
+    for options, warned in (
+        (dict(kl_estimator="k1"), True),
+        (dict(), False),
+        (dict(kl_estimator="k1", beta=0), False),
+    ):
         grpo.resolved(dataclasses.replace(BUNDLED, **options), torch.nn.Linear(1, 1), CPU.device)
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
@@ -176,20 +221,31 @@ def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbe
         return honest(self, **options)
 
     monkeypatch.setattr(transformers.PreTrainedModel, "gradient_checkpointing_enable", enable)
-    options = dict(model=str(model), tokenizer=str(tokenizer), train_data=rows, gradient_checkpointing=True)
+    options = dict(
+        model=str(model), tokenizer=str(tokenizer), train_data=rows, gradient_checkpointing=True
+    )
     [metrics] = small_run(tmp_path / "out", **options, max_steps=1)
-    assert enabled and all(how == dict(gradient_checkpointing_kwargs=dict(use_reentrant=False)) for how in enabled)
+    assert enabled and all(
+        how == dict(gradient_checkpointing_kwargs=dict(use_reentrant=False)) for how in enabled
+    )
     plain = lines(undisturbed / "metrics.jsonl")[0]
-    assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5) and metrics["reward"] == plain["reward"]
+    assert (
+        metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        and metrics["reward"] == plain["reward"]
+    )
 
 
 def test_compile_compiles_the_body(tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append((type(self), options)))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compiled.append((type(self), options))
+    )
     small_run(tmp_path / "out", max_steps=1)
     assert compiled == []
     small_run(tmp_path / "compiled", max_steps=1, compile=True)
-    assert [(kind.__name__, options) for kind, options in compiled] == [("Qwen3DecoderLayer", dict(dynamic=True))] * 3
+    assert [(kind.__name__, options) for kind, options in compiled] == [
+        ("Qwen3DecoderLayer", dict(dynamic=True))
+    ] * 3
 
 
 def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
@@ -197,7 +253,13 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     hangs.write_text(
         "import time\ndef f(completion, row):\n    time.sleep(3600 * (len(completion) % 2))\n    return 1\n"
     )
-    options = dict(reward=f"overlong,{hangs}:f", reward_timeout=0.5, max_steps=1, num_prompts=2, num_generations=2)
+    options = dict(
+        reward=f"overlong,{hangs}:f",
+        reward_timeout=0.5,
+        max_steps=1,
+        num_prompts=2,
+        num_generations=2,
+    )
     [metrics] = small_run(tmp_path / "out", **options, num_minibatches=1)
     assert metrics["reward_failed/timeout"] >= 1 and "rewards/f/mean" in metrics
     sizes = {}
@@ -210,18 +272,31 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     assert sizes["group"] != sizes["batch"] < sizes["none"] and sizes["group"] < 2
 
 
-def test_eval_every_eval_samples_temperature_and_log_completions(undisturbed, tmp_path, monkeypatch):
+def test_eval_every_eval_samples_temperature_and_log_completions(
+    undisturbed, tmp_path, monkeypatch
+):
     asked, honest = [], grpo.sample
-    monkeypatch.setattr(grpo, "sample", lambda s, p, n, t, *more: asked.append((n, t)) or honest(s, p, n, t, *more))
+    monkeypatch.setattr(
+        grpo, "sample", lambda s, p, n, t, *more: asked.append((n, t)) or honest(s, p, n, t, *more)
+    )
     out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
-    options = dict(train_data=data, reward="answer", eval_samples=2, eval_every=2, max_steps=3, log_completions=4)
+    options = dict(
+        train_data=data,
+        reward="answer",
+        eval_samples=2,
+        eval_every=2,
+        max_steps=3,
+        log_completions=4,
+    )
     options |= dict(temperature=0.9)
     history = small_run(out, **options, eval_data=str(undisturbed.parent / "rows.jsonl"))
     assert [m["step"] for m in history if "eval_accuracy" in m] == [0, 2, 3]
     assert set(asked) == {(5, 0.9), (1, 0.0), (2, 0.9)}
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
-    assert [len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)] == [4, 4, 4]
+    assert [
+        len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)
+    ] == [4, 4, 4]
     small_run(tmp_path / "none", max_steps=1, num_minibatches=1, log_completions=0)
     assert lines(tmp_path / "none" / "completions.jsonl") == []
     small_run(tmp_path / "all", max_steps=1, num_minibatches=1, num_prompts=14, log_completions=-1)

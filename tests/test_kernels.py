@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import grpo
-from harness.fast import FastPolicy
 import harness.arrays
 import harness.check
 import harness.kernels
 import harness.models
 from grpo import Config, Prompt, Sample
+from harness.fast import FastPolicy
 from harness.ranks import World
 from tests.common import (
     CPU,
@@ -50,7 +50,9 @@ def plain_logps(hidden, weight, bias, targets, temperature):
     return logps.gather(-1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
 
 
-@pytest.mark.parametrize("columns, kept", [(1, 0), (2, 0), (3, 60), (4, 0), (6, 0), (7, 0), (100, 0)])  # V is 7
+@pytest.mark.parametrize(
+    "columns, kept", [(1, 0), (2, 0), (3, 60), (4, 0), (6, 0), (7, 0), (100, 0)]
+)  # V is 7
 @pytest.mark.parametrize("frozen, with_bias", [(False, False), (False, True), (True, False)])
 def test_gradient_of_the_head_in_tiles(frozen, with_bias, columns, kept, monkeypatch):
     in_tiles(monkeypatch, 10 * columns, kept)
@@ -59,7 +61,8 @@ def test_gradient_of_the_head_in_tiles(frozen, with_bias, columns, kept, monkeyp
     logps, entropy = harness.kernels.HeadLogps.apply(*arguments)
     assert not entropy.requires_grad
     assert all(
-        torch.allclose(*pair, atol=1e-12) for pair in zip((logps, entropy), plain_logps(*arguments), strict=True)
+        torch.allclose(*pair, atol=1e-12)
+        for pair in zip((logps, entropy), plain_logps(*arguments), strict=True)
     )
 
 
@@ -69,13 +72,21 @@ def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
     head, (hidden, weight, *rest) = harness.kernels.HeadLogps.apply, head_inputs()
     expected = torch.autograd.grad(plain_logps(hidden, weight, *rest)[0].sum(), (hidden, weight))
     found = torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), (hidden, weight))
-    assert weight.grad is None and all(relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
+    assert weight.grad is None and all(
+        relative(a, b) < 1e-12 for a, b in zip(found, expected, strict=True)
+    )
     head(hidden, weight, *rest)[0].sum().backward()
     first = weight.grad
     (head(hidden, weight, *rest)[0] + head(hidden, weight, *rest)[0]).sum().backward()
     assert weight.grad is first and relative(first, 3 * expected[1]) < 1e-12
-    assert relative(*torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), hidden), expected[0]) < 1e-12
-    assert relative(*torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), weight), expected[1]) < 1e-12
+    assert (
+        relative(*torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), hidden), expected[0])
+        < 1e-12
+    )
+    assert (
+        relative(*torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), weight), expected[1])
+        < 1e-12
+    )
     assert weight.grad is first and relative(first, 3 * expected[1]) < 1e-12
     doubled = 2 * weight  # as of adapters that are merged: no .grad of its own
     head(hidden, doubled, *rest)[0].sum().backward()
@@ -91,12 +102,17 @@ def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
 def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient(kind, options):
     """One gradient of [V, H] is there, and it is dense."""
     policy, gradients = FastPolicy(tiny_model(kind, **options), 0.7), []
-    head, embedding = policy.model.get_output_embeddings().weight, policy.model.get_input_embeddings()
+    head, embedding = (
+        policy.model.get_output_embeddings().weight,
+        policy.model.get_input_embeddings(),
+    )
     cfg = Config(micro_batch_tokens=40, max_grad_norm=0, beta=0.0)
     for wrapped in (False, True):
         if wrapped:
             grpo.wrap(policy, cfg, CPU)
-        gradients.append(update_gradient(cfg, random_samples(11, 4), torch.float32, policy, policy, CPU)[0])
+        gradients.append(
+            update_gradient(cfg, random_samples(11, 4), torch.float32, policy, policy, CPU)[0]
+        )
     assert embedding.sparse == (embedding.weight is head and policy.plain_head)
     assert relative(gradients[1], gradients[0]) < 1e-6
 
@@ -112,11 +128,18 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, option
     for shared in (False, True):
         logps, entropy = logps_of(policy, samples, shared)
         values.append((logps, entropy))
-        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad((logps**2).sum(), model.parameters())]))
+        gradients.append(
+            torch.cat(
+                [g.flatten() for g in torch.autograd.grad((logps**2).sum(), model.parameters())]
+            )
+        )
     for plain, shared in zip(*values, strict=True):
         assert torch.allclose(plain, shared, atol=2e-5)
     assert relative(gradients[1], gradients[0]) < 1e-5
-    one = [Sample(s.group, s.prompt, s.completion_ids[:1], s.sampler_logps[:1], "stop") for s in samples]  # nothing follows the prompt
+    one = [
+        Sample(s.group, s.prompt, s.completion_ids[:1], s.sampler_logps[:1], "stop")
+        for s in samples
+    ]  # nothing follows the prompt
     assert torch.allclose(logps_of(policy, one, True)[0], logps_of(policy, one)[0], atol=2e-5)
 
 
@@ -125,11 +148,16 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
 
     def shapes(lengths):
         prompt = Prompt(ids_of([1, 2, 3]), "", {})
-        samples = [Sample(0, prompt, ids_of(range(100 * i, 100 * i + n)), None, "") for i, n in enumerate(lengths, 1)]
+        samples = [
+            Sample(0, prompt, ids_of(range(100 * i, 100 * i + n)), None, "")
+            for i, n in enumerate(lengths, 1)
+        ]
         rows = harness.kernels.rows_of(samples, packs=True)
         _, *blocks = rows["blocks"]
         before = [([3] + s.completion_ids.tolist())[:-1] for s in samples]
-        table = np.zeros(rows["shape"], np.int64)  # a row for each sample, in the order in which they were given
+        table = np.zeros(
+            rows["shape"], np.int64
+        )  # a row for each sample, in the order in which they were given
         table.flat[rows["place"]] = rows["ids"][0, rows["read"]]
         assert np.array_equal(table, harness.arrays.padded(before, np.int64))
         assert sum(len(used) for _, _, used, *_ in blocks) == sum(lengths) - len(lengths)
@@ -141,10 +169,20 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
     assert shapes([1, 1]) == []
 
 
-LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 16, long_factor=[4.0] * 16, rope_theta=1e4)
+LONGROPE = dict(
+    rope_type="longrope", short_factor=[1.0] * 16, long_factor=[4.0] * 16, rope_theta=1e4
+)
 LONGROPE |= dict(original_max_position_embeddings=32)
-M3 = dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2, dense_intermediate_size=48, index_n_heads=1)
-M3 |= dict(index_head_dim=16, index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "sparse"])
+M3 = dict(
+    head_dim=32,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    dense_intermediate_size=48,
+    index_n_heads=1,
+)
+M3 |= dict(
+    index_head_dim=16, index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "sparse"]
+)
 M3 |= dict(layer_types=["minimax_m3_sparse"] * 2)
 LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
 
@@ -153,20 +191,45 @@ LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
     "name, options, longest, packs",
     [
         ("Llama", {}, 60, True),
-        ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32), 30, True),
-        ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32), 60, None),
+        (
+            "Llama",
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32),
+            30,
+            True,
+        ),
+        (
+            "Llama",
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=32),
+            60,
+            None,
+        ),
         ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32), 30, True),
         ("Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32), 60, None),
-        ("Gemma2", dict(attn_logit_softcapping=1.0, head_dim=32), 60, True),  # caps scores, which sdpa leaves out
+        (
+            "Gemma2",
+            dict(attn_logit_softcapping=1.0, head_dim=32),
+            60,
+            True,
+        ),  # caps scores, which sdpa leaves out
         ("Llama4Text", LLAMA4 | dict(attention_chunk_size=16), 60, True),
-        ("Llama4Text", LLAMA4 | dict(floor_scale=64, no_rope_layers=[0, 1]), 60, False),  # scales by place in the row
+        (
+            "Llama4Text",
+            LLAMA4 | dict(floor_scale=64, no_rope_layers=[0, 1]),
+            60,
+            False,
+        ),  # scales by place in the row
         (
             "GptOss",
             dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8, head_dim=32),
             60,
             False,
         ),  # attention with sinks
-        ("MiniMaxM3VLText", M3, 60, False),  # beyond its window keys are chosen, but not under another attention's name
+        (
+            "MiniMaxM3VLText",
+            M3,
+            60,
+            False,
+        ),  # beyond its window keys are chosen, but not under another attention's name
         ("Falcon", {}, 60, False),
         ("Mamba", dict(state_size=4), 60, False),
     ],
@@ -178,16 +241,23 @@ def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longes
     policy = FastPolicy(made(name, options), 0.7)
     settle = functools.partial(harness.check.settle, policy, np.arange(300), longest, budget=400)
     if packs is None:
-        with pytest.raises(ValueError, match="^its log-probabilities are off by .*longrope, dynamic"):
+        with pytest.raises(
+            ValueError, match="^its log-probabilities are off by .*longrope, dynamic"
+        ):
             settle()
         return
     settle()
     assert policy.packs is packs
     rng = np.random.default_rng(0)
     prompts = [Prompt(ids_of(rng.integers(2, 64, n)), "", {}) for n in (5, longest - 9)]
-    samples = [Sample(g, prompts[g], ids_of(rng.integers(2, 64, n)), None, "") for g, n in ((0, 3), (0, 9), (1, 9))]
+    samples = [
+        Sample(g, prompts[g], ids_of(rng.integers(2, 64, n)), None, "")
+        for g, n in ((0, 3), (0, 9), (1, 9))
+    ]
     logps, _ = logps_of(policy, samples)
-    eager = transformers.AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager")
+    eager = transformers.AutoModelForCausalLM.from_config(
+        policy.model.config, attn_implementation="eager"
+    )
     eager.load_state_dict(policy.model.state_dict())
     for s, found in zip(samples, logps, strict=True):
         ids = torch.tensor(np.concatenate([s.prompt.ids, s.completion_ids]))[None]
@@ -199,11 +269,19 @@ def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longes
 def made(name, options):
     import transformers
 
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     sizes |= dict(num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1)
     sizes |= dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
     torch.manual_seed(0)
-    config = harness.models.without_randomness(getattr(transformers, name + "Config")(**(sizes | options)))
+    config = harness.models.without_randomness(
+        getattr(transformers, name + "Config")(**(sizes | options))
+    )
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -211,7 +289,8 @@ JITTER = dict(num_local_experts=4, router_jitter_noise=0.3)
 
 
 @pytest.mark.parametrize(
-    "name, options", [("BioGpt", dict(hidden_dropout_prob=0.5)), ("Mixtral", JITTER), ("Phimoe", JITTER)]
+    "name, options",
+    [("BioGpt", dict(hidden_dropout_prob=0.5)), ("Mixtral", JITTER), ("Phimoe", JITTER)],
 )
 def test_nothing_in_an_update_is_random(name, options):
     """Two epochs at learning rate 0: the ratio of the second to the first is 1 everywhere, so nothing is clipped."""
@@ -219,14 +298,18 @@ def test_nothing_in_an_update_is_random(name, options):
     grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
     for s in samples:
         s.ref_logps = s.old_logps
-    cfg = Config(num_epochs=2, learning_rate=0, max_sampler_gap=1e9, micro_batch_tokens=50, beta=0.1)
+    cfg = Config(
+        num_epochs=2, learning_rate=0, max_sampler_gap=1e9, micro_batch_tokens=50, beta=0.1
+    )
     metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
     assert metrics["kl"] < 1e-9 and not any(module.training for module in policy.model.modules())
 
 
 def test_a_model_that_draws_random_numbers_is_refused():
     model = tiny_model()
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + 1e-3 * torch.randn_like(out))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, out: out + 1e-3 * torch.randn_like(out)
+    )
     with pytest.raises(ValueError, match="two forwards of this model differ"):
         FastPolicy(model, 1.0)
 
@@ -243,7 +326,9 @@ def test_attention_by_products_is_attention(masked):
     inputs, outs, grads = [x.requires_grad_() for x in (q, k, v)], [], []
     for attend in (harness.kernels.attention_by_products, sdpa_attention_forward):
         outs.append(attend(layer, *inputs, bias, scaling=0.3)[0])
-        grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(outs[-1].square().sum(), inputs)]))
+        grads.append(
+            torch.cat([x.flatten() for x in torch.autograd.grad(outs[-1].square().sum(), inputs)])
+        )
     assert relative(outs[0], outs[1]) < 1e-12 and relative(grads[0], grads[1]) < 1e-12
 
 
@@ -268,7 +353,11 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
 @pytest.mark.parametrize("n_ranks", [1, 3, 5])
 def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
     prompts = [Prompt(ids_of([5] * 100), "", {}) for _ in range(4)]
-    samples = [Sample(g, p, ids_of([6] * 20), None, "stop") for g, p in enumerate(prompts) for _ in range(8)]
+    samples = [
+        Sample(g, p, ids_of([6] * 20), None, "stop")
+        for g, p in enumerate(prompts)
+        for _ in range(8)
+    ]
     for packs in (True, False):
 
         def size(samples, packs=packs):
@@ -276,7 +365,9 @@ def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
                 return len(samples) * 120
             return 100 * len({s.group for s in samples}) + 19 * len(samples)
 
-        shares = grpo.plan(samples, packs, Config(micro_batch_tokens=300), World(0, n_ranks, CPU.device))
+        shares = grpo.plan(
+            samples, packs, Config(micro_batch_tokens=300), World(0, n_ranks, CPU.device)
+        )
         assert sorted(map(id, sum(sum(shares, []), []))) == sorted(map(id, samples))
         assert all(size(micro) <= 300 for share in shares for micro in share)
         assert all(size([*a, b[0]]) > 300 for share in shares for a, b in itertools.pairwise(share))
@@ -295,14 +386,22 @@ def test_the_tiles_change_nothing(tied, monkeypatch):
     for logits in (32 * 5, 2**22):
         in_tiles(monkeypatch, logits)
         found, same = update_gradient(cfg, samples, policy=policy)
-        assert relative(found, expected) < 1e-6 and same["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
+        assert relative(found, expected) < 1e-6 and same["entropy"] == pytest.approx(
+            metrics["entropy"], rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind, options", MODELS)
 @pytest.mark.parametrize("packs", [True, False])
 def test_the_plain_policy_has_the_same_gradient(kind, options, packs):
-    samples, cfg = random_samples(11, 4), Config(beta=0.1, micro_batch_tokens=40, temperature=0.7, max_grad_norm=0)
-    fast, plain = FastPolicy(tiny_model(kind, **options), 0.7), grpo.Policy(tiny_model(kind, **options), 0.7)
+    samples, cfg = (
+        random_samples(11, 4),
+        Config(beta=0.1, micro_batch_tokens=40, temperature=0.7, max_grad_norm=0),
+    )
+    fast, plain = (
+        FastPolicy(tiny_model(kind, **options), 0.7),
+        grpo.Policy(tiny_model(kind, **options), 0.7),
+    )
     harness.check.choose_attention(plain)
     expected, metrics = update_gradient(cfg, samples, policy=plain)
     found, same = update_gradient(cfg, samples, policy=fast, packs=packs)
@@ -312,7 +411,10 @@ def test_the_plain_policy_has_the_same_gradient(kind, options, packs):
 
 
 def test_the_plain_policy_has_the_same_gradient_in_float64():
-    samples, cfg = random_samples(11, 4, dtype=np.float64), Config(beta=0.1, micro_batch_tokens=40, max_grad_norm=0)
+    samples, cfg = (
+        random_samples(11, 4, dtype=np.float64),
+        Config(beta=0.1, micro_batch_tokens=40, max_grad_norm=0),
+    )
     expected, _ = update_gradient(cfg, samples, policy=grpo.Policy(tiny_model(dtype=F64), 1.0))
     found, _ = update_gradient(cfg, samples, policy=FastPolicy(tiny_model(dtype=F64), 1.0))
     assert relative(found, expected) < 1e-12
@@ -328,7 +430,9 @@ def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
     policy, samples, weights = FastPolicy(tiny_model(), 1.0), random_samples(40, 4), []
     policy.plain_head = how != "own logits"
     if how == "checkpointed":
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        policy.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=dict(use_reentrant=False)
+        )
     body = [p for name, p in policy.model.named_parameters() if "lm_head" not in name]
     advantages = torch.tensor([s.advantages[0] for s in samples])[:, None]
     default = torch.get_autocast_dtype("cpu")
@@ -347,7 +451,9 @@ def test_the_entropy_is_computed_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(30, 64), torch.randn(5000, 64) * 0.3
     with torch.autocast("cpu", torch.bfloat16):
-        _, entropy = harness.kernels.HeadLogps.apply(hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0)
+        _, entropy = harness.kernels.HeadLogps.apply(
+            hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0
+        )
         logits = torch.nn.functional.linear(hidden, weight)
     logps = logits.double().log_softmax(-1)
     expected = -(logps.exp() * logps).sum(-1)
@@ -367,10 +473,16 @@ def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
     graphs, policy, samples = [], FastPolicy(tiny_model(), 1.0), random_samples(6, 3)
     plain, _ = logps_of(policy, samples)
     compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_(self, backend=backend, **options))
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_(self, backend=backend, **options),
+    )
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     grpo.wrap(policy, Config(compile=True), CPU)
     for samples_ in (samples, random_samples(9, 3, longest=30)):
-        assert torch.allclose(*(logps_of(policy, samples_, packs)[0] for packs in (False, True)), atol=1e-5)
+        assert torch.allclose(
+            *(logps_of(policy, samples_, packs)[0] for packs in (False, True)), atol=1e-5
+        )
     assert torch.allclose(logps_of(policy, samples)[0], plain, atol=1e-5)
     assert 0 < len(graphs) <= 8

@@ -92,7 +92,9 @@ def test_what_the_sampler_did_not_draw_is_no_gap():
 def dashboard(monkeypatch, undisturbed):
     """Stands in for wandb or trackio, and for the pandas that their tables need, after a run has looked for them."""
     sent = []
-    run = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end"))
+    run = types.SimpleNamespace(
+        log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end")
+    )
     package = types.SimpleNamespace(
         init=lambda project, name, config, resume: run, Table=lambda dataframe: ("table", dataframe)
     )
@@ -105,14 +107,28 @@ def dashboard(monkeypatch, undisturbed):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_dashboard_gets_trls_names_and_table(dashboard, tmp_path, name):
-    small_run(tmp_path / "out", report_to=name, max_steps=1, eval_data=BUNDLED.eval_data, log_completions=3)
+    small_run(
+        tmp_path / "out",
+        report_to=name,
+        max_steps=1,
+        eval_data=BUNDLED.eval_data,
+        log_completions=3,
+    )
     *logged, end = dashboard[2]
     assert [step for step, _ in logged] == [0, 1, 1] and end == "end"
-    assert "eval/accuracy" in logged[0][1] and "train/reward" in logged[1][1] and "train/step_time" in logged[1][1]
+    assert (
+        "eval/accuracy" in logged[0][1]
+        and "train/reward" in logged[1][1]
+        and "train/step_time" in logged[1][1]
+    )
     kind, rows = logged[1][1].pop("completions")
     assert kind == "table" and len(rows) == 3
     assert set(rows[0]) >= {"step", "prompt", "completion", "overlong", "advantage"}
-    assert all(isinstance(value, int | float | np.floating) for _, values in logged for value in values.values())
+    assert all(
+        isinstance(value, int | float | np.floating)
+        for _, values in logged
+        for value in values.values()
+    )
 
 
 def test_tensorboard_gets_the_same_names(tmp_path, monkeypatch):
@@ -124,7 +140,10 @@ def test_tensorboard_gets_the_same_names(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     small_run(tmp_path / "out", report_to="tensorboard", max_steps=1, eval_data=BUNDLED.eval_data)
     names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
-    assert {(f"train/{name}", 1) for name in names.split()} | {("eval/accuracy", 0), ("eval/accuracy", 1)} <= set(sent)
+    assert {(f"train/{name}", 1) for name in names.split()} | {
+        ("eval/accuracy", 0),
+        ("eval/accuracy", 1),
+    } <= set(sent)
     assert closed == [1]
 
 
@@ -135,7 +154,9 @@ def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path,
         raise ValueError("no network")
 
     run.log = fails
-    small_run(tmp_path / "out", report_to="wandb", train_data=str(undisturbed.parent / "rows.jsonl"))
+    small_run(
+        tmp_path / "out", report_to="wandb", train_data=str(undisturbed.parent / "rows.jsonl")
+    )
     assert "--report_to wandb failed: no network" in capsys.readouterr().out
     assert state_of(tmp_path / "out") == state_of(undisturbed)
     package.init = None
@@ -148,5 +169,7 @@ def test_a_folder_is_no_dashboard(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("wandb", "trackio"):
-        with pytest.raises(ConfigError, match=f"--report_to {name}: not installed; pip install {name} pandas"):
+        with pytest.raises(
+            ConfigError, match=f"--report_to {name}: not installed; pip install {name} pandas"
+        ):
             grpo.validate(grpo.complete(Config(report_to=name)))

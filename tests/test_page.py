@@ -34,10 +34,23 @@ def write_groups(out_dir, steps=(1, 2, 3), groups=3, prompts="prompt {group} of 
         for step in steps:
             for group in range(groups):
                 for i, text in enumerate(("4+4", "wrong", "wrong", "cut")):
-                    row = dict(step=step, group=group, prompt=prompts.format(group=group, step=step), completion=text)
-                    row |= dict(reward=float(i == 0), parts={"answer": float(i == 0)}, length=4 + i, row={"answer": 8})
+                    row = dict(
+                        step=step,
+                        group=group,
+                        prompt=prompts.format(group=group, step=step),
+                        completion=text,
+                    )
+                    row |= dict(
+                        reward=float(i == 0),
+                        parts={"answer": float(i == 0)},
+                        length=4 + i,
+                        row={"answer": 8},
+                    )
                     row |= dict(advantage=group * (1.5 if i == 0 else -0.5), length=3)
-                    row |= dict(finish_reason="length" if i == 3 else "stop", tokens=TOKENS if i == 0 else None)
+                    row |= dict(
+                        finish_reason="length" if i == 3 else "stop",
+                        tokens=TOKENS if i == 0 else None,
+                    )
                     f.write(json.dumps(row) + "\n")
         f.write('{"step": 3, "group": 0, "prom')  # the run goes on
     return str(out_dir)
@@ -53,8 +66,12 @@ def data_of(path):
     """What the script of the page reads, with the steps unpacked."""
     with open(path, encoding="utf-8") as f:
         source = f.read()
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', source)[1])
-    data["unpacked"] = {int(s): json.loads(zlib.decompress(base64.b64decode(p))) for s, p in data["packed"].items()}
+    data = json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', source)[1]
+    )
+    data["unpacked"] = {
+        int(s): json.loads(zlib.decompress(base64.b64decode(p))) for s, p in data["packed"].items()
+    }
     return data
 
 
@@ -63,9 +80,15 @@ def test_page_is_one_file_that_loads_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == path + "\n"
     with open(path, encoding="utf-8") as f:
         source = f.read()
-    with open(os.path.join(os.path.dirname(view.__file__), "harness", "page.html"), encoding="utf-8") as f:
-        assert f.read().split('"DATA"')[0] == source[: source.index('id="data">') + len('id="data">')]
-    assert not re.search(r"""\b(src|href)\s*=|url\(|@import|\bfetch\(|https?://(?!www\.w3\.org)""", source)
+    with open(
+        os.path.join(os.path.dirname(view.__file__), "harness", "page.html"), encoding="utf-8"
+    ) as f:
+        assert (
+            f.read().split('"DATA"')[0] == source[: source.index('id="data">') + len('id="data">')]
+        )
+    assert not re.search(
+        r"""\b(src|href)\s*=|url\(|@import|\bfetch\(|https?://(?!www\.w3\.org)""", source
+    )
     assert "innerHTML" not in source and "insertAdjacentHTML" not in source  # text goes in as text
 
 
@@ -84,10 +107,16 @@ def test_page_has_groups_samples_and_measures(tmp_path):
     data = data_of(write_page(tmp_path, write_groups(tmp_path / "a"), flags=["--step", "2"]))
     assert (data["step"], data["steps"], data["logged"]) == (2, [1, 2, 3], [0, 1, 2, 3])
     cards = data["unpacked"][2]
-    assert [card["prompt"] for card in cards] == [f"prompt {group} of step 2" for group in (2, 1, 0)]
+    assert [card["prompt"] for card in cards] == [
+        f"prompt {group} of step 2" for group in (2, 1, 0)
+    ]
     (run,) = cards[0]["runs"]
     assert (run["title"], run["signal"]) == ("1 of 4 right, mean |advantage| 1.5", 1.5)
-    assert [(s["pieces"], s["count"]) for s in run["samples"]] == [(TOKENS["text"], 1), (["wrong"], 2), (["cut"], 1)]
+    assert [(s["pieces"], s["count"]) for s in run["samples"]] == [
+        (TOKENS["text"], 1),
+        (["wrong"], 2),
+        (["cut"], 1),
+    ]
     assert run["samples"][0]["measures"] == {
         "push": [1, -2, 0, 0.5],
         "logp": [-0.5, -3, 0, -0.1],
@@ -98,7 +127,9 @@ def test_page_has_groups_samples_and_measures(tmp_path):
 
 
 def test_measures_that_were_not_logged():
-    assert view.measures(dict(text=["a", "b", "c"], logp=[-1234, 1, None])) == dict(logp=[-1.2, 0.001, None])
+    assert view.measures(dict(text=["a", "b", "c"], logp=[-1234, 1, None])) == dict(
+        logp=[-1.2, 0.001, None]
+    )
 
 
 def test_page_of_a_long_run_leaves_out_steps(tmp_path, monkeypatch, capsys):
@@ -116,12 +147,27 @@ def test_page_of_any_numbers(tmp_path):
     """What the trainer writes where there is no number, and numbers of any size."""
     out, rng = write_run(tmp_path / "a"), random.Random(0)
     odd = [1e300, -1e300, 5e-324, None, 0]
-    for name, keys in (("metrics", ["reward", "kl", "eval_accuracy"]), ("completions", ["reward", "advantage"])):
+    for name, keys in (
+        ("metrics", ["reward", "kl", "eval_accuracy"]),
+        ("completions", ["reward", "advantage"]),
+    ):
         with open(f"{out}/{name}.jsonl", "a") as f:
             for group in range(50):
-                row = dict(step=20, group=group, prompt="p", completion="c", parts={"a": rng.choice(odd)}, row=None)
+                row = dict(
+                    step=20,
+                    group=group,
+                    prompt="p",
+                    completion="c",
+                    parts={"a": rng.choice(odd)},
+                    row=None,
+                )
                 row |= {key: rng.choice(odd) for key in keys} | dict(length=1, finish_reason="stop")
-                f.write("\n" + json.dumps(row | dict(tokens=dict(text=["a", "b"], logp=[None, rng.choice(odd)]))))
+                f.write(
+                    "\n"
+                    + json.dumps(
+                        row | dict(tokens=dict(text=["a", "b"], logp=[None, rng.choice(odd)]))
+                    )
+                )
     data = data_of(write_page(tmp_path, out))
     json.dumps(data, allow_nan=False)  # JavaScript's JSON knows no NaN
 
@@ -133,17 +179,29 @@ class Browser:
     """Chromium, driven by the WebDriver protocol."""
 
     def __init__(self):
-        self.driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        self.driver = subprocess.Popen(
+            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True
+        )
         started = (re.search(r"successfully on port (\d+)", line) for line in self.driver.stdout)
         self.url = f"http://127.0.0.1:{next(filter(None, started))[1]}/session"
-        arguments = "headless no-sandbox disable-gpu disable-background-networking disable-dev-shm-usage"
-        options = dict(binary=shutil.which("chromium"), args=["--" + name for name in arguments.split()])
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        arguments = (
+            "headless no-sandbox disable-gpu disable-background-networking disable-dev-shm-usage"
+        )
+        options = dict(
+            binary=shutil.which("chromium"), args=["--" + name for name in arguments.split()]
+        )
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
         self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
 
     def call(self, path, method="POST", **body):
         data = json.dumps(body).encode() if method == "POST" else None
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["value"]
 
@@ -185,16 +243,22 @@ class Browser:
     def press(self, key):
         for kind in ("rawKeyDown", "keyUp"):
             code = dict(ArrowLeft=37, ArrowRight=39)[key]
-            self.devtools("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+            self.devtools(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     def mouse(self, selector, click=False, along=0.5):
         """To a point of the first such element, along its width."""
-        script = "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'}); "
+        script = (
+            "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'}); "
+        )
         script += "const r = e.getBoundingClientRect(); return [r.left + arguments[1] * r.width, r.top + r.height / 2]"
         x, y = self.run(script, selector, along)
         self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for kind in ("mousePressed", "mouseReleased") if click else ():
-            self.devtools("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            self.devtools(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
 
     def errors(self):
         return [entry["message"] for entry in self.call("/se/log", type="browser")]
@@ -212,7 +276,9 @@ def browser():
 def window(browser, width=1280, scheme="light"):
     size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
     browser.devtools("Emulation.setDeviceMetricsOverride", **size)
-    browser.devtools("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=scheme)])
+    browser.devtools(
+        "Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=scheme)]
+    )
 
 
 @pytest.mark.slow
@@ -225,12 +291,20 @@ def test_browser_steps(tmp_path, browser):
         (lambda: browser.press("ArrowRight"), 10),  # there is no further one
         (lambda: browser.mouse("#back", click=True), 5),
         (lambda: browser.set("slider", 0), 2),
-        (lambda: browser.mouse("#curves svg", click=True, along=0.52), 5),  # the curve begins at step 0
+        (
+            lambda: browser.mouse("#curves svg", click=True, along=0.52),
+            5,
+        ),  # the curve begins at step 0
     ]:
         act()
-        browser.until("document.querySelector('article pre').textContent", f"prompt 2 of step {step}")
+        browser.until(
+            "document.querySelector('article pre').textContent", f"prompt 2 of step {step}"
+        )
         slider = "document.getElementById('slider').value"
-        assert browser.run(f"return [location.hash, {slider}]") == [f"#{step}", str([2, 5, 10].index(step))]
+        assert browser.run(f"return [location.hash, {slider}]") == [
+            f"#{step}",
+            str([2, 5, 10].index(step)),
+        ]
     browser.call("/refresh")  # the page was made again
     browser.until("document.querySelector('article pre')?.textContent", "prompt 2 of step 5")
     assert browser.errors() == []
@@ -240,10 +314,22 @@ def test_browser_steps(tmp_path, browser):
 def test_browser_curves(tmp_path, browser):
     """The values of the chosen step, and while the mouse is there, of the step under it."""
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a", steps=(5, 10))), "step 10 of 10")
-    assert [text.split("\n")[0] for text in browser.texts("#curves h3")] == [panel[0] for panel in view.PANELS]
-    assert [text.strip() for text in browser.texts(".value")][:4] == ["1", "0.5", "train 50", "eval 40"]
+    assert [text.split("\n")[0] for text in browser.texts("#curves h3")] == [
+        panel[0] for panel in view.PANELS
+    ]
+    assert [text.strip() for text in browser.texts(".value")][:4] == [
+        "1",
+        "0.5",
+        "train 50",
+        "eval 40",
+    ]
     browser.mouse("#curves svg", along=0.31)
-    assert [text.strip() for text in browser.texts(".value")][:4] == ["0.3", "–", "train 43", "eval –"]
+    assert [text.strip() for text in browser.texts(".value")][:4] == [
+        "0.3",
+        "–",
+        "train 43",
+        "eval –",
+    ]
     assert browser.texts("#step") == ["step 3 of 10"]
     browser.mouse("#note")
     assert browser.texts("#step") == ["step 10 of 10"] and browser.texts(".value")[0].strip() == "1"
@@ -267,7 +353,10 @@ def test_browser_groups_and_filters(tmp_path, browser):
         ("verdict", "", 4, 1), ("find", "", 12, 3),
     ]:  # fmt: skip
         browser.set(field, value)
-        assert browser.texts("#note") == [f"{samples} of 12 samples"] and len(browser.texts("article")) == cards
+        assert (
+            browser.texts("#note") == [f"{samples} of 12 samples"]
+            and len(browser.texts("article")) == cards
+        )
     browser.set("verdict", "right")
     browser.press("ArrowLeft")
     browser.until("document.querySelector('article pre').textContent", "prompt 2 of step 2")
@@ -293,7 +382,10 @@ def test_browser_tokens(tmp_path, browser):
     assert colors["gap"][1:] == [DOWN % 0.65, UP % 0, UP % 0]  # the last one was not logged
     browser.mouse("article pre span:nth-child(2)")
     tip = "return getComputedStyle(document.querySelector('span:hover'), '::after').content"
-    assert json.loads(browser.run(tip).replace("\\a ", "\\n")) == '"+"\npush −2\nlogp −3\nentropy 2\nkl −1\ngap −0.5'
+    assert (
+        json.loads(browser.run(tip).replace("\\a ", "\\n"))
+        == '"+"\npush −2\nlogp −3\nentropy 2\nkl −1\ngap −0.5'
+    )
 
 
 @pytest.mark.slow
@@ -301,12 +393,29 @@ def test_browser_shows_hostile_text_as_text(tmp_path, browser):
     out = write_run(tmp_path / "<img src=x onerror=alert(1)>")
     with open(f"{out}/completions.jsonl", "a") as f:
         for i, text in enumerate(HOSTILE):
-            row = dict(step=20, group=f"<i>{text}", prompt=f"<img src=x>{text}", completion=text, reward=1, row=[text])
-            row |= dict(parts={f"<script>alert(3)</script>{text}": 1}, advantage=i, length=4, finish_reason="stop")
+            row = dict(
+                step=20,
+                group=f"<i>{text}",
+                prompt=f"<img src=x>{text}",
+                completion=text,
+                reward=1,
+                row=[text],
+            )
+            row |= dict(
+                parts={f"<script>alert(3)</script>{text}": 1},
+                advantage=i,
+                length=4,
+                finish_reason="stop",
+            )
             row |= dict(tokens=dict(text=["<b>", text, "", "\u202e</script>"], push=[1, 2, 3, 4]))
             f.write("\n" + json.dumps(row))
     browser.open(write_page(tmp_path, out), "step 20 of 30")
-    assert browser.run("return document.querySelectorAll('img, .card :is(b, script, i:not(.bar > i))').length") == 0
+    assert (
+        browser.run(
+            "return document.querySelectorAll('img, .card :is(b, script, i:not(.bar > i))').length"
+        )
+        == 0
+    )
     whole = "\n".join(browser.texts("body"))
     for text in (
         HOSTILE[0],
@@ -338,10 +447,15 @@ def test_browser_shows_several_runs_side_by_side(tmp_path, browser):
 def test_browser_is_readable(tmp_path, browser, width, scheme):
     """Nothing is wider than the window, and text stands out against what is behind it."""
     window(browser, width, scheme)
-    runs = [write_groups(tmp_path / "a", prompts="x" * 3000 + "{group}"), write_groups(tmp_path / "b")]
+    runs = [
+        write_groups(tmp_path / "a", prompts="x" * 3000 + "{group}"),
+        write_groups(tmp_path / "b"),
+    ]
     browser.open(write_page(tmp_path, *runs), "step 3 of 3")
     assert browser.run("return document.documentElement.scrollWidth") <= width
-    style = browser.run("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    style = browser.run(
+        "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
+    )
     ink, paper = (sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in style)
     assert abs(ink - paper) > 0.8 and (ink < paper) == (scheme == "light")
 
@@ -355,17 +469,25 @@ def test_browser_opens_a_hundred_steps_at_once(tmp_path, browser):
     with open(os.path.join(out, "completions.jsonl"), "w") as f:
         for i in range(64):
             text = rng.choices(words, k=512)
-            row = dict(group=i // 8, prompt=f"question {i // 8}", completion="".join(text), reward=i % 2)
+            row = dict(
+                group=i // 8, prompt=f"question {i // 8}", completion="".join(text), reward=i % 2
+            )
             row |= dict(parts={}, advantage=rng.gauss(0, 1), length=512, finish_reason="length")
             if i < 8:
-                lists = {name: [round(rng.gauss(0, 1000)) for _ in text] for name in TOKENS if name != "text"}
+                lists = {
+                    name: [round(rng.gauss(0, 1000)) for _ in text]
+                    for name in TOKENS
+                    if name != "text"
+                }
                 row |= dict(tokens=dict(text=text) | lists)
             f.writelines(json.dumps(dict(step=step) | row) + "\n" for step in range(1, 101))
     path = write_page(tmp_path, out)
     assert os.path.getsize(path) < 1e7 and len(data_of(path)["steps"]) > 95
     browser.open(path, "step 100 of 100")
     assert len(browser.texts(".sample")) == 64
-    assert browser.run("return performance.getEntriesByType('navigation')[0].domComplete") < 15000  # 1 s, left alone
+    assert (
+        browser.run("return performance.getEntriesByType('navigation')[0].domComplete") < 15000
+    )  # 1 s, left alone
     start = time.monotonic()
     browser.press("ArrowLeft")
     browser.until("document.getElementById('step').textContent", "step 99 of 100")

@@ -30,12 +30,17 @@ ROW = dict(completion_length=1, max_completion_length=9)
 
 
 def test_token_ids_are_lists(tmp_path):
-    (tmp_path / "ids.py").write_text("def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n")
+    (tmp_path / "ids.py").write_text(
+        "def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n"
+    )
     samples = random_samples(2, 2)
     for s in samples:
         s.prompt.row, s.completion_ids = {"answer": "1"}, ids_of([4, 5, 9])
     scorer = Scorer(load_rewards(f"overlong,{tmp_path}/ids.py:last"), timeout=60, workers=1)
-    assert grpo.score(samples, scorer, 1, Config()).parts == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}
+    assert grpo.score(samples, scorer, 1, Config()).parts == {
+        "overlong": [0.0, 0.0],
+        "last": [2.5, 2.5],
+    }
     scorer.close()
 
 
@@ -48,10 +53,14 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
         cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
         assert grpo.score(samples, scorer, 1, cfg).failures == {"exception": 1}
         rewards = [s.reward for s in samples]
-        assert rewards[:3] == [1.0, 1.0, 0.0] and (rewards[3] == last or math.isnan(last) and math.isnan(rewards[3]))
+        assert rewards[:3] == [1.0, 1.0, 0.0] and (
+            rewards[3] == last or math.isnan(last) and math.isnan(rewards[3])
+        )
         grpo.assign_advantages(samples, 1, cfg)
         mean = 0.5 if failure == "zero" else 2 / 3
-        assert samples[0].advantages[0] == pytest.approx(1 - mean) and samples[3].in_loss is (failure == "zero")
+        assert samples[0].advantages[0] == pytest.approx(1 - mean) and samples[3].in_loss is (
+            failure == "zero"
+        )
         assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
     scorer.close()
 
@@ -75,10 +84,18 @@ def test_a_reward_that_fails_is_said(tmp_path, capsys):
     metrics = small_run(tmp_path / "out.1", reward=f"{tmp_path}/rewards.py:sometimes")
     said = capsys.readouterr().out
     assert said.count("reward sometimes failed on sample") == 1 and "ZeroDivisionError" in said
-    assert all(m["failed_rewards"] == m["reward_failed/exception"] for m in metrics if m.get("failed_rewards"))
+    assert all(
+        m["failed_rewards"] == m["reward_failed/exception"]
+        for m in metrics
+        if m.get("failed_rewards")
+    )
     shown = [int(n) for n in re.findall(r"FAILED REWARDS (\d+)", said)]
-    assert shown == [m["failed_rewards"] for m in metrics if m["failed_rewards"]] and 0 < shown[0] < 15
-    with pytest.raises(harness.flags.TrainingError, match="every reward of the first step returned None"):
+    assert (
+        shown == [m["failed_rewards"] for m in metrics if m["failed_rewards"]] and 0 < shown[0] < 15
+    )
+    with pytest.raises(
+        harness.flags.TrainingError, match="every reward of the first step returned None"
+    ):
         small_run(tmp_path / "none", reward=f"{tmp_path}/rewards.py:none")
 
 
@@ -109,7 +126,10 @@ def test_load(file):
         ("FILE:nothing", "no plain function nothing"),
         ("FILE:constant", "no plain function constant"),
         ("FILE:one_argument", "takes neither"),
-        ("FILE:takes_answer", "takes_answer(completion, answer) takes neither (completion, row), by these names"),
+        (
+            "FILE:takes_answer",
+            "takes_answer(completion, answer) takes neither (completion, row), by these names",
+        ),
         ("FILE:hidden", "hidden(*args, **kwargs) takes neither"),
         ("FOLDER/broken.py:f", "ZeroDivisionError: division by zero"),
     ],
@@ -198,10 +218,16 @@ def test_a_file_that_hangs_when_workers_import_it_is_given_up(tmp_path, monkeypa
 
 def test_none_means_that_a_reward_does_not_apply(scorer):
     scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
-    assert str(scores.parts) == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"
+    assert (
+        str(scores.parts)
+        == "{'only_even': [4.0, nan, 4.0, nan], 'trl_waits': [2.0, 2.0, nan, 2.0]}"
+    )
     assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
     scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
-    assert str(scores.totals) == "[4.0, nan]" and scores.failed == [False, False]  # no reward at all: no total
+    assert str(scores.totals) == "[4.0, nan]" and scores.failed == [
+        False,
+        False,
+    ]  # no reward at all: no total
 
 
 def test_trl_functions(scorer):
@@ -212,18 +238,33 @@ def test_trl_functions(scorer):
     ]
     scores = scorer(*names).score(["1", "x", "3"], rows)
     assert scores.failures == {} and scores.first_failure == ""
-    assert list(scores.parts.values()) == [[1, 0, 1], [3, 0, 3], [-1, -2, -3], [1, 0, 1], [2, 2, 2], [3, 0, 3]]
+    assert list(scores.parts.values()) == [
+        [1, 0, 1],
+        [3, 0, 3],
+        [-1, -2, -3],
+        [1, 0, 1],
+        [2, 2, 2],
+        [3, 0, 3],
+    ]
     assert scorer("waits").score(["a", "b"], [{}] * 2).totals == [1.0, 1.0]
 
 
 def test_trl_chats_state_and_logs(scorer):
     chat = [{"role": "user", "content": "a"}]
-    row = {"answer": "1", "prompt": "a", "prompt_text": "<user>a", "prompt_messages": chat, "completion_ids": [1, 2]}
+    row = {
+        "answer": "1",
+        "prompt": "a",
+        "prompt_text": "<user>a",
+        "prompt_messages": chat,
+        "completion_ids": [1, 2],
+    }
     rows = [row | {"trainer_state": {"global_step": 1, "max_steps": 4}}] * 2
     scores = scorer("trl_everything", "trl_chat").score(["abc", "de"], rows)
     assert scores.parts == {"trl_everything": [2.25, 2.25], "trl_chat": [3, 2]}
     assert scores.metrics == {"batch": 2} and scores.extra == {"seen": ["1", "1"]}
-    assert scorer("trl_chat").score(["abc"], [{"prompt_text": "a"}]).failures == {"exception": 1}  # text, not a chat
+    assert scorer("trl_chat").score(["abc"], [{"prompt_text": "a"}]).failures == {
+        "exception": 1
+    }  # text, not a chat
 
 
 def test_trl_failures_are_retried_one_by_one(scorer):
@@ -231,7 +272,9 @@ def test_trl_failures_are_retried_one_by_one(scorer):
     rows = [{"prompt_text": str(i // 4)} for i in range(8)]
     scores = scorer("trl_misbehave", timeout=3).score(completions, rows)
     assert str(scores.totals) == "[1.0, 0.0, nan, 1.0, 1.0, 0.0, 1.0, 0.0]"
-    assert scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
+    assert (
+        scores.failures == {"exception": 1, "invalid": 1, "timeout": 1} and sum(scores.failed) == 3
+    )
     line = "reward trl_misbehave failed on 8 samples at once, now one by one: exception: ValueError: raise"
     assert scores.first_failure.startswith(line)
     for name in ("trl_dict", "trl_string"):
@@ -250,14 +293,26 @@ def test_trl_own_functions(chat, scorer, tmp_path):
         "overlong = rewards.get_soft_overlong_punishment(10, 4)\n"
     )
     own = reward.import_file(str(tmp_path / "own.py"))
-    names = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "cosine", "repetition", "overlong"]
+    names = [
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+        "cosine",
+        "repetition",
+        "overlong",
+    ]
     assert len(names) == sum(len(n) for n in trl._import_structure.values())  # all of them
     texts = ["<think>a</think>$\\boxed{4}$", "$\\boxed{5}$", "<think>$4$</think> so $4$", "", "$4$"]
     ids = [[1, 2, 3], list(range(8)), [5] * 12, [], [1, 2, 1, 2]]
     solutions = ["$4$", "$4$", "$4$", "$4$", "?"]
     prompts = [[{"role": "user", "content": "2+2"}] if chat else "2+2" for _ in texts]
     rows = [
-        {"solution": s, "completion_ids": i, "prompt_text": "2+2", "prompt_messages": p if chat else None}
+        {
+            "solution": s,
+            "completion_ids": i,
+            "prompt_text": "2+2",
+            "prompt_messages": p if chat else None,
+        }
         for s, i, p in zip(solutions, ids, prompts, strict=True)
     ]
     completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
@@ -267,17 +322,21 @@ def test_trl_own_functions(chat, scorer, tmp_path):
     scorer.close()
     assert not scores.failures and not scores.first_failure
     for name, parts in scores.parts.items():
-        columns = dict(prompts=prompts, completions=completions, completion_ids=ids, solution=solutions)
+        columns = dict(
+            prompts=prompts, completions=completions, completion_ids=ids, solution=solutions
+        )
         state = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
-        expected = [math.nan if value is None else value for value in getattr(own, name)(**columns, **state)]
+        expected = [
+            math.nan if value is None else value for value in getattr(own, name)(**columns, **state)
+        ]
         assert parts == pytest.approx(expected, nan_ok=True), name
     if chat:
-        assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(scores.parts["accuracy_reward"][4])
+        assert scores.parts["accuracy_reward"][:2] == [1.0, 0.0] and math.isnan(
+            scores.parts["accuracy_reward"][4]
+        )
 
 
-OWN_NEIGHBOUR = (
-    "import reward, {0}\ndef f(completion, row):\n    import reward as again\n    return reward.N + again.N + {0}.N"
-)
+OWN_NEIGHBOUR = "import reward, {0}\ndef f(completion, row):\n    import reward as again\n    return reward.N + again.N + {0}.N"
 
 
 def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
@@ -306,7 +365,13 @@ def test_workers_are_found_by_place(tmp_path):
         "scorer = Scorer(load_rewards('reward.py:short'), timeout=60)\n"
         "print(scorer.score(['abc'], [{}])); scorer.close()"
     )
-    done = subprocess.run([sys.executable, "-c", code, HERE], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, HERE],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert "totals=[-3.0]" in done.stdout and "failures=Counter()" in done.stdout, done.stderr
 
 
@@ -336,7 +401,9 @@ def test_columns_are_those_of_any_row(scorer):
 
 def test_what_a_reward_logs_cannot_end_a_run(scorer):
     trl_logs = scorer("trl_logs").rewards[0]
-    scores = reward.call_reward(trl_logs, ["a", "b"], [{}] * 2)  # here, where torch is imported already
+    scores = reward.call_reward(
+        trl_logs, ["a", "b"], [{}] * 2
+    )  # here, where torch is imported already
     assert scores.values == [1.0, 1.0]
     nothing = dict.fromkeys(["nan", "list", "text", "none"])
     assert scores.metrics == {"numpy": 2.5, "torch": 3.0, "bool": 1.0, "3": 4.0} | nothing
@@ -347,13 +414,22 @@ def test_what_a_reward_logs_cannot_end_a_run(scorer):
         "short": [1],
     }
     json.dumps([scores.metrics, scores.extra], allow_nan=False)
-    logged = [*scores.metrics.values(), *(value for column in scores.extra.values() for value in column)]
-    assert {type(value) for value in logged} == {float, str, type(None)}  # nothing of theirs travels
+    logged = [
+        *scores.metrics.values(),
+        *(value for column in scores.extra.values() for value in column),
+    ]
+    assert {type(value) for value in logged} == {
+        float,
+        str,
+        type(None),
+    }  # nothing of theirs travels
 
 
 def workers(pid=None):
     """The live reward workers of a process and what these started."""
-    children = [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    children = [
+        child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
     pool = [child for child in children if harness.workers.MAIN in child.cmdline()]
     return pool + [grandchild for child in pool for grandchild in child.children(recursive=True)]
 
@@ -392,15 +468,22 @@ def test_idle_workers_that_die_cost_no_sample(scorer):
         for worker in started:
             ended(worker)
         wait_for(lambda started=started: all(p.status() == psutil.STATUS_ZOMBIE for p in started))
-        wait_for(lambda: all(worker.connection.poll() for worker in length.workers))  # their last thread has ended, too
+        wait_for(
+            lambda: all(worker.connection.poll() for worker in length.workers)
+        )  # their last thread has ended, too
     scores = length.score(["abc"], [{}])
     assert scores.totals == [3.0] and not scores.failures
 
 
 def test_a_worker_that_cannot_start_costs_its_calls(file, tmp_path, capfd):
     here = f"os.getpid() == {os.getpid()}"
-    (tmp_path / "raises.py").write_text(f"import os\nassert {here}, 'no GPU'\ndef f(completion, row): return 1.0\n")
-    for spec, code in ((f"{os.path.dirname(file)}/dies.py:length", 7), (f"{tmp_path}/raises.py:f", 1)):
+    (tmp_path / "raises.py").write_text(
+        f"import os\nassert {here}, 'no GPU'\ndef f(completion, row): return 1.0\n"
+    )
+    for spec, code in (
+        (f"{os.path.dirname(file)}/dies.py:length", 7),
+        (f"{tmp_path}/raises.py:f", 1),
+    ):
         cannot = Scorer(load_rewards(spec), workers=2)
         scores = cannot.score(["a"] * 3, [{}] * 3)
         cannot.close()
@@ -440,7 +523,9 @@ def test_workers_do_not_import_the_main_module_and_end_with_it(main, tmp_path):
 
 def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
     command = [*main, "hang"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     process.stdout.readline()
     for _ in range(600):
         started = workers(process.pid)
@@ -449,7 +534,9 @@ def test_a_killed_trainer_leaves_no_process_and_no_semaphore(main, tmp_path):
         time.sleep(0.1)
     assert len(started) == 3
     maps = [m.path for p in (psutil.Process(process.pid), *started) for m in p.memory_maps()]
-    assert not [path for path in maps if path.startswith("/dev/shm")]  # a forced end would leave it there
+    assert not [
+        path for path in maps if path.startswith("/dev/shm")
+    ]  # a forced end would leave it there
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert gone(started)
@@ -472,7 +559,9 @@ def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path
         [sys.executable, "-c", code, main[2]],
         cwd=tmp_path,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background job ignores it
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -21,7 +21,9 @@ def test_samples_follow_the_scored_distribution():
     import transformers
 
     model = tiny_model()
-    model.generation_config = transformers.GenerationConfig(top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True)
+    model.generation_config = transformers.GenerationConfig(
+        top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True
+    )
     sampler = sampler_of(model, max_completion_length=1)
     [samples] = sampler.generate([ids_of([5, 6, 7])], 4000, [0], 0.7)
     logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
@@ -47,7 +49,9 @@ def test_a_sample_depends_on_its_seed_only():
 def test_every_eos_id_stops_and_is_kept():
     sampler = sampler_of(tiny_model(), eos=(1, 2, 3, 4, 5, 6, 7, 8), max_completion_length=20)
     [samples] = sampler.generate([ids_of([9, 10])], 64, [0], 1.0)
-    assert {s.finish_reason for s in samples} == {"stop", "length"} or all(s.finish_reason == "stop" for s in samples)
+    assert {s.finish_reason for s in samples} == {"stop", "length"} or all(
+        s.finish_reason == "stop" for s in samples
+    )
     for s in samples:
         ended = s.ids[-1] <= 8 and s.ids[-1] >= 1
         assert ended == (s.finish_reason == "stop") and not any(1 <= i <= 8 for i in s.ids[:-1])
@@ -64,7 +68,11 @@ def test_pad_may_equal_eos():
     ended = [c for g in one for c in g if c.finish_reason == "stop"]
     assert ended and all(c.ids[-1] == 1 for c in ended)
     # the sampled EOS is an action: it is in the loss
-    batch = grpo.collate([Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")], grpo.Policy(model, 1.0), CPU.device)
+    batch = grpo.collate(
+        [Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")],
+        grpo.Policy(model, 1.0),
+        CPU.device,
+    )
     assert batch["mask"].sum() == len(ended[0].ids)
 
 
@@ -75,8 +83,12 @@ def test_prompts_of_a_step_are_a_function_of_seed_and_step():
     epochs = [drawn[i : i + 7] for i in range(0, 42, 7)]
     assert all(sorted(e) == list(range(7)) for e in epochs) and len(set(map(tuple, epochs))) > 1
     assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 5, cfg)] == drawn[12:15]
-    assert [p.ids[0] for p in grpo.prompts_of_step(prompts, 1, Config(num_prompts=3, seed=1))] != drawn[:3]
-    assert len(grpo.prompts_of_step(prompts, 1, Config(num_prompts=20))) == 20  # more than there are
+    assert [
+        p.ids[0] for p in grpo.prompts_of_step(prompts, 1, Config(num_prompts=3, seed=1))
+    ] != drawn[:3]
+    assert (
+        len(grpo.prompts_of_step(prompts, 1, Config(num_prompts=20))) == 20
+    )  # more than there are
 
 
 def test_a_reward_sees_special_tokens_but_not_the_end():
@@ -84,18 +96,27 @@ def test_a_reward_sees_special_tokens_but_not_the_end():
     tokenizer = harness.rows.load_tokenizer(BUNDLED)
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
     assert "<think>" in tokenizer.all_special_tokens and "<eos>" in tokenizer.all_special_tokens
-    ids = ids_of([*tokenizer("<think>1+2=3</think>3", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    ids = ids_of(
+        [
+            *tokenizer("<think>1+2=3</think>3", add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
+    )
     text = grpo.decode(tokenizer, ids, [tokenizer.eos_token_id])
     assert text == "<think>1+2=3</think>3"
     row = dict(answer="3", prompt_text="1+2=")
-    assert [reward.BUILT_IN[name].function(text, row) for name in ("answer", "format", "gsm8k")] == [1.0] * 3
+    assert [
+        reward.BUILT_IN[name].function(text, row) for name in ("answer", "format", "gsm8k")
+    ] == [1.0] * 3
     assert "".join(harness.rows.pieces(tokenizer, ids, text)) == text
 
 
 def test_bytes_that_make_no_character_have_their_place_in_the_log():
     """Llama 2 and Mistral may sample them, and tokenizers' stream gives up. Other kinds of tokenizer have no stream."""
     backend = pieces_tokenizer(["<unk>", "<s>"], "<s>")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>"
+    )
     ids = ids_of(tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xF0>", "b", "c"]))
     text = grpo.decode(tokenizer, ids, [])
     found = harness.rows.pieces(tokenizer, ids, text)

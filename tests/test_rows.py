@@ -49,7 +49,11 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
         ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, though not of JSONL
         ("x.jsonl", '{"a": NaN, "b": null}', [{"a": None, "b": None}]),
         ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
-        ("x.CSV", "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it, blank lines
+        (
+            "x.CSV",
+            "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2",
+            AB,
+        ),  # as Excel writes it, blank lines
         ("x.tsv", "prompt\tanswer\na\t1\nb\t2\n", AB),
         ("x.csv.gz", "prompt,answer\na,1\nb,2\n", AB),
         ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
@@ -72,14 +76,34 @@ def test_files_of_rows(rows, name, content, expected):
         ("x.jsonl", b"\xff\xfe\x00", ": 'utf-8' codec"),
         ("x.json", '[{"prompt": "a"}, 3]', " row 2: must be a JSON object"),
         ("x.json", "{", ": not valid JSON: "),
-        ("x.json", '{"data": [{"prompt": "a"}]}', ' row 1: must be a JSON object; give a list of them: found["data"]'),
+        (
+            "x.json",
+            '{"data": [{"prompt": "a"}]}',
+            ' row 1: must be a JSON object; give a list of them: found["data"]',
+        ),
         ("x.jsonl.gz", b"", ": no rows"),
         ("x.csv", "", ": no rows"),
-        ("x.csv", "a,b\n1,2\n1,2,3\n", " row 2: has not one field for each name of the header: a, b"),
+        (
+            "x.csv",
+            "a,b\n1,2\n1,2,3\n",
+            " row 2: has not one field for each name of the header: a, b",
+        ),
         ("x.csv", "a,b\n1,2\n\n3\n", " row 2: has not one field for each name of the header: a, b"),
-        ("x.csv", "a,b,a\n1,2,3\n", " row 1: has not one field for each name of the header: a, b, a"),
-        ("x.csv", "a,b,b\n1,2,3,4\n", " row 1: has not one field for each name of the header: a, b, b"),
-        ("x.csv", 'a,b\n1,2\n"3,4\n5,6\n', " row 2: not a valid CSV (is a quote not closed?): unexpected end of data"),
+        (
+            "x.csv",
+            "a,b,a\n1,2,3\n",
+            " row 1: has not one field for each name of the header: a, b, a",
+        ),
+        (
+            "x.csv",
+            "a,b,b\n1,2,3,4\n",
+            " row 1: has not one field for each name of the header: a, b, b",
+        ),
+        (
+            "x.csv",
+            'a,b\n1,2\n"3,4\n5,6\n',
+            " row 2: not a valid CSV (is a quote not closed?): unexpected end of data",
+        ),
         ("x.csv", 'a,b\n"1,2\n"3,4\n', " row 1: not a valid CSV (is a quote not closed?): "),
     ],
 )
@@ -134,7 +158,9 @@ def test_rows_from_python(tmp_path, encode):
     ):
         with pytest.raises(ConfigError, match=f"--train_data .*{name}{message}"):
             read_rows(name)
-    [metrics] = small_run(tmp_path / "out", train_data=f"{tmp_path}/mine.py:rows", max_steps=1, num_minibatches=1)
+    [metrics] = small_run(
+        tmp_path / "out", train_data=f"{tmp_path}/mine.py:rows", max_steps=1, num_minibatches=1
+    )
     assert metrics["tokens"] > 0
 
 
@@ -147,10 +173,18 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
 
     fake = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    for spec in ("openai/gsm8k:main:test", "org/name", "org/name-1.5::dev", str(tmp_path / "x.parquet")):
+    for spec in (
+        "openai/gsm8k:main:test",
+        "org/name",
+        "org/name-1.5::dev",
+        str(tmp_path / "x.parquet"),
+    ):
         assert harness.rows.read_rows(spec, "train_data") == [{"prompt": "1"}]
     parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
-    assert asked[:2] == [("openai/gsm8k", "main", dict(split="test")), ("org/name", None, dict(split="train"))]
+    assert asked[:2] == [
+        ("openai/gsm8k", "main", dict(split="test")),
+        ("org/name", None, dict(split="train")),
+    ]
     assert asked[2:] == [("org/name-1.5", None, dict(split="dev")), ("parquet", None, parquet)]
     fake.load_dataset = lambda *_, **__: []
     with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
@@ -161,15 +195,23 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="--train_data org/name: .*datasets"):
         harness.rows.read_rows("org/name", "train_data")
-    with pytest.raises(ConfigError, match="--train_data data/none.jsonl: No such file"):  # a file, by its ending
+    with pytest.raises(
+        ConfigError, match="--train_data data/none.jsonl: No such file"
+    ):  # a file, by its ending
         harness.rows.read_rows("data/none.jsonl", "train_data")
 
 
 def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1" * 50, "answer": "0"}]
     prompts = encode(rows, columns=["answer"], max_prompt_length=10)
-    assert [p.text for p in prompts] == ["1+2="] and prompts[0].ids.dtype == np.int32 and len(prompts[0].ids) == 4
-    assert "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
+    assert (
+        [p.text for p in prompts] == ["1+2="]
+        and prompts[0].ids.dtype == np.int32
+        and len(prompts[0].ids) == 4
+    )
+    assert (
+        "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
+    )
 
 
 NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
@@ -180,13 +222,25 @@ NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
     [
         (dict(prompt="1" * 50), {}, "every prompt is longer than --max_prompt_length 10"),
         (dict(prompt=""), {}, "row 1: empty prompt"),
-        (dict(prompt=5), {}, "row 1: empty prompt, or one that is neither a string nor a list of messages: 5"),
+        (
+            dict(prompt=5),
+            {},
+            "row 1: empty prompt, or one that is neither a string nor a list of messages: 5",
+        ),
         (dict(prompt=[]), {}, "row 1: empty prompt, or one"),
         (dict(prompt="\ud800"), {}, "row 1: "),
         (dict(prompt=None), {}, "row 1: no column 'prompt'; see --prompt_template"),
         (dict(question="1"), {}, "row 1: no column 'prompt'; see --prompt_template"),
-        (dict(prompt="1", answer=None), {}, "row 1: no column 'answer', which --reward answer reads"),
-        (dict(prompt="1", answer=...), {}, "row 1: no column 'answer', which --reward answer reads"),
+        (
+            dict(prompt="1", answer=None),
+            {},
+            "row 1: no column 'answer', which --reward answer reads",
+        ),
+        (
+            dict(prompt="1", answer=...),
+            {},
+            "row 1: no column 'answer', which --reward answer reads",
+        ),
         (
             dict(prompt=[dict(role="user", content="1")]),
             {},
@@ -196,10 +250,22 @@ NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
         (dict(prompt=[dict(role="user")]), {}, NO_MESSAGE + "[{'role': 'user'}]"),
         (dict(prompt=[dict(content="1")]), {}, NO_MESSAGE + "[{'content': '1'}]"),
         (dict(prompt=["user"]), {}, NO_MESSAGE + "['user']"),
-        (dict(prompt="1"), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
-        (dict(prompt="1", c=None), dict(prompt_template="{c}"), "row 1: no column 'c'; see --prompt_template"),
+        (
+            dict(prompt="1"),
+            dict(prompt_template="{c}"),
+            "row 1: no column 'c'; see --prompt_template",
+        ),
+        (
+            dict(prompt="1", c=None),
+            dict(prompt_template="{c}"),
+            "row 1: no column 'c'; see --prompt_template",
+        ),
         *(
-            (dict(prompt="1"), dict(prompt_template=template), f"--prompt_template {template}: names no column; ")
+            (
+                dict(prompt="1"),
+                dict(prompt_template=template),
+                f"--prompt_template {template}: names no column; ",
+            )
             for template in ("{prompt!r}", "{ prompt }", "{}", "plain text", "{a", "\\boxed{}")
         ),
     ],
@@ -209,7 +275,9 @@ def test_bad_prompts_are_named(encode, row, options, message):
     with pytest.raises(ConfigError) as error:
         encode([row], columns=["answer"], max_prompt_length=10, **options)
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).startswith("--prompt_template" if "names no" in message else "--train_data ")
+    assert str(error.value).startswith(
+        "--prompt_template" if "names no" in message else "--train_data "
+    )
 
 
 def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
@@ -218,7 +286,10 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
         ("{a}+\\n=", "12+\n="),
         ("{a}{}", "12{}"),
         ("{a} \\boxed{}", "12 \\boxed{}"),
-        ("{a} {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}", "12 {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}"),
+        (
+            "{a} {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}",
+            "12 {a!r} {a:d} {a.x} {b[0]} {a:>1000000000}",
+        ),
     ):
         assert encode(rows, prompt_template=template)[0].text == text
     out = tmp_path / "out"
@@ -247,7 +318,10 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     assert harness.rows.encode_prompt(dict(prompt=np.str_("12")), tokenizer, Config()).text == "12"
     assert "do not go through the model's chat template" not in capsys.readouterr().out
     assert encode([{"prompt": "12"}], tokenizer)[0].text == "12"
-    assert "string prompts do not go through the model's chat template; --chat does that" in capsys.readouterr().out
+    assert (
+        "string prompts do not go through the model's chat template; --chat does that"
+        in capsys.readouterr().out
+    )
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match="row 1: roles must alternate"):
         encode(chat, tokenizer)
@@ -262,9 +336,15 @@ def test_no_end_token_at_the_end_of_a_string_prompt(encode):
     tokenizer.backend_tokenizer.post_processor = ends
     assert tokenizer("1+2=")["input_ids"] == [*plain, eos[1]]
     assert encode([dict(prompt="1+2=")], tokenizer)[0].ids.tolist() == plain
-    assert encode([dict(prompt=f"1+2={eos[0]}")], tokenizer)[0].ids.tolist() == [*plain, eos[1]]  # its own
+    assert encode([dict(prompt=f"1+2={eos[0]}")], tokenizer)[0].ids.tolist() == [
+        *plain,
+        eos[1],
+    ]  # its own
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
-    assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == [*plain, eos[1]]  # as it is written
+    assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == [
+        *plain,
+        eos[1],
+    ]  # as it is written
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
@@ -277,14 +357,19 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         for name in files:
             os.remove(path / name)
         for cfg in (Config(model=str(path)), Config(model=BUNDLED.model, tokenizer=str(path))):
-            with pytest.raises(ConfigError, match=f"--{'tokenizer' if cfg.tokenizer else 'model'} {path}: {message}"):
+            with pytest.raises(
+                ConfigError,
+                match=f"--{'tokenizer' if cfg.tokenizer else 'model'} {path}: {message}",
+            ):
                 harness.rows.load_tokenizer(cfg)
     path, _ = family(tmp_path / "qwen2", "qwen2")
     os.remove(path / "tokenizer.json")  # what its added tokens make is no tokenizer
     with pytest.raises(ConfigError, match="has no tokenizer files"):
         harness.rows.load_tokenizer(Config(model=str(path)))
     (path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model"):
+    with pytest.raises(
+        ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model"
+    ):
         harness.rows.load_tokenizer(Config(model=str(path), tokenizer=BUNDLED.model))
 
 
@@ -294,9 +379,18 @@ GSM8K = dict(prompt_template="{question}", max_prompt_length=5000)
 @pytest.mark.parametrize(
     "data, options",
     [
-        ("gsm8k_train.jsonl", dict(reward="gsm8k,overlong", system_prompt="Think.", beta=0, **GSM8K)),
-        ("gsm8k_train.jsonl", dict(reward="math", reward_timeout=100, ratio_level="sequence", **GSM8K)),
-        ("countdown.jsonl", dict(reward="countdown,format:0.1", scale_rewards="none", loss_reduction="constant")),
+        (
+            "gsm8k_train.jsonl",
+            dict(reward="gsm8k,overlong", system_prompt="Think.", beta=0, **GSM8K),
+        ),
+        (
+            "gsm8k_train.jsonl",
+            dict(reward="math", reward_timeout=100, ratio_level="sequence", **GSM8K),
+        ),
+        (
+            "countdown.jsonl",
+            dict(reward="countdown,format:0.1", scale_rewards="none", loss_reduction="constant"),
+        ),
     ],
 )
 def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monkeypatch):
@@ -311,6 +405,9 @@ def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monk
 
     monkeypatch.setattr(harness.rows, "load_tokenizer", with_template)
     path = os.path.join(HERE, "sample_data", data)
-    options = dict(max_steps=1, num_minibatches=1, train_data=path, num_prompts=1, num_generations=2) | options
+    options = (
+        dict(max_steps=1, num_minibatches=1, train_data=path, num_prompts=1, num_generations=2)
+        | options
+    )
     [metrics] = small_run(tmp_path / "out", **options)
     assert not [key for key in metrics if key.startswith("reward_failed")] and metrics["tokens"] > 0

@@ -41,7 +41,9 @@ pytest_plugins = "tests.common"
 @pytest.fixture
 def again(undisturbed):
     """The undisturbed run once more, elsewhere: again(out, **options)."""
-    return lambda out, **options: small_run(out, train_data=str(undisturbed.parent / "rows.jsonl"), **options)
+    return lambda out, **options: small_run(
+        out, train_data=str(undisturbed.parent / "rows.jsonl"), **options
+    )
 
 
 def names_in(out):
@@ -60,7 +62,9 @@ def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch, capsy
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     small_run("out", **options, seed=1)
     assert "out_dir: out.2" in capsys.readouterr().out
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before and len(os.listdir("out.1")) == 1
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before and len(
+        os.listdir("out.1")
+    ) == 1
     assert json.loads((tmp_path / "out.2" / "config.json").read_text())["out_dir"] == "out.2"
 
 
@@ -69,7 +73,9 @@ def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, 
         out = tmp_path / "out"
         shutil.copytree(holds, out)
         files = sorted(out.rglob("*"))
-        with pytest.raises(ConfigError, match=r"--out_dir .*/out: holds files of a run or a model; --resume"):
+        with pytest.raises(
+            ConfigError, match=r"--out_dir .*/out: holds files of a run or a model; --resume"
+        ):
             again(out)
         assert sorted(out.rglob("*")) == files
         shutil.rmtree(out)
@@ -80,7 +86,9 @@ def test_a_directory_that_a_run_leaves_while_another_waits_for_it_is_refused(tmp
     harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, first)
     before = (out / "config.json").read_bytes()
     os.rename(out / "config.json", out / "later")  # as it was when the second one first looked
-    timer = threading.Timer(0.5, lambda: (os.rename(out / "later", out / "config.json"), first.close()))
+    timer = threading.Timer(
+        0.5, lambda: (os.rename(out / "later", out / "config.json"), first.close())
+    )
     timer.start()
     with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="holds files of a run"):
         harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, second)
@@ -107,7 +115,10 @@ def flags_of(*args):
 
 def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert flags_of("--resume") == ("out", "", 0, 32) and "no run in out yet, so one begins" in capsys.readouterr().out
+    assert (
+        flags_of("--resume") == ("out", "", 0, 32)
+        and "no run in out yet, so one begins" in capsys.readouterr().out
+    )
     for number, name in enumerate(("out.2", "out", "out.10", "out.x", "named")):
         shutil.copytree(undisturbed, name)
         config = lines_of_config(undisturbed) | dict(seed=number)
@@ -120,10 +131,21 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
     assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "./named/")
     assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
     assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
-    assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)  # the flags of that moment
+    assert flags_of("--resume", "named/step_000002") == (
+        "out",
+        "named/step_000002",
+        0,
+        3,
+    )  # the flags of that moment
     # the same for a Config made in Python, where a default that is given counts, too
     cfg = grpo.complete(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
-    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (4, 32, 0.5, "overlong", "named")
+    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (
+        4,
+        32,
+        0.5,
+        "overlong",
+        "named",
+    )
     assert grpo.complete(cfg) == cfg
 
 
@@ -131,7 +153,9 @@ def lines_of_config(out):
     return json.loads((out / "config.json").read_text())
 
 
-def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path, monkeypatch, capsys):
+def test_a_named_checkpoint_begins_a_run_of_its_own(
+    undisturbed, again, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(undisturbed, tmp_path / "whole")
     monkeypatch.chdir(tmp_path)
     resume = str(tmp_path / "whole" / "step_000002")
@@ -139,7 +163,9 @@ def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path
     for out in ("new", "out"):  # named, and the first free one
         assert [m["step"] for m in again(out, resume=resume)] == [3, 4]
         assert state_of(tmp_path / out)[2] == weights
-        ours, theirs = ([m["reward"] for m in log] for log in (state_of(tmp_path / out)[0], metrics))
+        ours, theirs = (
+            [m["reward"] for m in log] for log in (state_of(tmp_path / out)[0], metrics)
+        )
         assert ours == theirs[2:]
     with pytest.raises(ConfigError, match="holds"):
         again(str(tmp_path / "whole"), resume=resume)
@@ -147,7 +173,9 @@ def test_a_named_checkpoint_begins_a_run_of_its_own(undisturbed, again, tmp_path
 
 
 @pytest.mark.parametrize("by", ["the user", "torchrun"])
-def test_before_its_first_checkpoint_a_run_begins_where_it_began(by, undisturbed, again, tmp_path, monkeypatch):
+def test_before_its_first_checkpoint_a_run_begins_where_it_began(
+    by, undisturbed, again, tmp_path, monkeypatch
+):
     """And not with the model of --model."""
     out, resume = tmp_path / "out", str(undisturbed / "step_000002")
     monkeypatch.chdir(undisturbed)
@@ -163,7 +191,9 @@ def test_before_its_first_checkpoint_a_run_begins_where_it_began(by, undisturbed
     assert [m["step"] for m in history] == [3, 4] and state_of(out)[2] == state_of(undisturbed)[2]
 
 
-def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(undisturbed, again, tmp_path, monkeypatch):
+def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(
+    undisturbed, again, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, "out")  # of an earlier launch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -172,18 +202,24 @@ def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(undis
     assert [m["step"] for m in again("out", resume=resume, max_steps=3)] == [2, 3]
     assert [m["step"] for m in again("out", resume=resume)] == [2, 3, 4]
     assert state_of(tmp_path / "out") == state_of(undisturbed)
-    assert state_of(tmp_path / "out.1")[2] == state_of(undisturbed)[2] and not os.path.exists("out.2")
+    assert state_of(tmp_path / "out.1")[2] == state_of(undisturbed)[2] and not os.path.exists(
+        "out.2"
+    )
 
 
 def test_the_reference_is_the_runs_own(undisturbed, again, tmp_path):
     out, options = tmp_path / "out", dict(model=str(undisturbed / "step_000004"), beta=0.1)
     again(out, **options, max_steps=1)
-    with pytest.raises(ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"):
+    with pytest.raises(
+        ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"
+    ):
         again(out, model=BUNDLED.model, beta=0.1, resume="latest")
     again(out, model=BUNDLED.model, beta=0, max_steps=2, resume="latest")
 
 
-def test_what_changed_is_said_and_other_checkpoints_are_refused(again, tmp_path, monkeypatch, capsys):
+def test_what_changed_is_said_and_other_checkpoints_are_refused(
+    again, tmp_path, monkeypatch, capsys
+):
     out, rewards = tmp_path / "out", tmp_path / "rewards.py"
     for number in (1, 2):
         rewards.write_text(f"def length(completion, row): return {number} * len(completion)")
@@ -191,7 +227,9 @@ def test_what_changed_is_said_and_other_checkpoints_are_refused(again, tmp_path,
         again(out, reward=f"{rewards}:length", max_steps=1, **resume)
     assert "at step 1; changed since then: num_prompts, reward_code\n" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["reward_code"].keys() == {str(rewards)}
-    monkeypatch.setattr(World, "gather", lambda self, items: [*items, 0])  # a machine that found nothing
+    monkeypatch.setattr(
+        World, "gather", lambda self, items: [*items, 0]
+    )  # a machine that found nothing
     with pytest.raises(TrainingError, match="the machines hold different checkpoints"):
         again(out, resume="latest")
 
@@ -209,11 +247,16 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, again, tmp_p
     (out / ".partial").mkdir()
     again(out, resume="latest", save_every=3, keep=1)
     said = capsys.readouterr().out
-    assert all(f"step_00000{n} is damaged" in said for n in (2, 3, 4)) and "step_000001 at step 1" in said
+    assert (
+        all(f"step_00000{n} is damaged" in said for n in (2, 3, 4))
+        and "step_000001 at step 1" in said
+    )
     assert names_in(out) == ["step_000004"] and not (out / ".partial").exists()
     assert state_of(out) == state_of(undisturbed)
     os.remove(out / "step_000004" / "model.safetensors")
-    config = lines_of_config(out) | dict(resume=str(undisturbed / "step_000002"))  # it would cut the log
+    config = lines_of_config(out) | dict(
+        resume=str(undisturbed / "step_000002")
+    )  # it would cut the log
     (out / "config.json").write_text(json.dumps(config))
     before = state_of_log(out)
     with pytest.raises(ConfigError, match="--resume .*step_000004: not a whole checkpoint"):
@@ -251,9 +294,13 @@ def test_a_changed_byte_is_found(undisturbed, again, tmp_path, capsys):
 
 def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "model_writer", lambda *_: lambda path: 1 / 0)
-    with pytest.raises(ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"):
+    with pytest.raises(
+        ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"
+    ):
         small_run(tmp_path / "out")
-    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list((tmp_path / "out").glob(".*a*"))
+    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list(
+        (tmp_path / "out").glob(".*a*")
+    )
 
 
 def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
@@ -274,13 +321,22 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         run.record(step, METRICS, [])
         run.record_eval(step, dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0))
         if step == 6:  # what stands after the save of step 5
-            assert names_in(tmp_path) == ["step_000002", "step_000004", "step_000005"]  # negative, and still the best
+            assert names_in(tmp_path) == [
+                "step_000002",
+                "step_000004",
+                "step_000005",
+            ]  # negative, and still the best
             assert os.readlink(tmp_path / "best") == "step_000002"
-    assert names_in(tmp_path) == ["step_000005", "step_000006"] and os.readlink(tmp_path / "best") == "step_000006"
+    assert (
+        names_in(tmp_path) == ["step_000005", "step_000006"]
+        and os.readlink(tmp_path / "best") == "step_000006"
+    )
 
 
 @pytest.mark.parametrize("cut, best", [(1, 1), (3, 3)])  # in the middle, and after the last step
-def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path, monkeypatch, cut, best):
+def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(
+    tmp_path, monkeypatch, cut, best
+):
     made = [0.1, 0.3, 0.2, 0.25]
     accuracies = iter([*made[:cut], None, 0.9, *made[cut + 1 :]])
 
@@ -291,13 +347,28 @@ def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(tmp_path,
         return dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0)
 
     monkeypatch.setattr(grpo, "evaluate", evaluate)
-    out, options = tmp_path / "out", dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1, keep=1)
+    out, options = (
+        tmp_path / "out",
+        dict(eval_data=BUNDLED.eval_data, reward="answer", eval_every=1, keep=1),
+    )
     options |= dict(train_data=BUNDLED.train_data, num_minibatches=1, save_every=0, max_steps=3)
     with pytest.raises(TrainingError):
         small_run(out, **options)
     history = small_run(out, **options, resume="latest")
-    assert [m["eval_accuracy"] for m in history if "eval_accuracy" in m] == [*made[:cut], 0.9, *made[cut + 1 :]]
-    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1, 1, 2, 2, 3, 3]  # an eval is a line of its own
+    assert [m["eval_accuracy"] for m in history if "eval_accuracy" in m] == [
+        *made[:cut],
+        0.9,
+        *made[cut + 1 :],
+    ]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]  # an eval is a line of its own
     assert os.readlink(out / "best") == f"step_00000{best}" and (out / "best").is_dir()
 
 
@@ -321,10 +392,18 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path, capsys):
     """Several at once: each part comes back under its own name, before the first step."""
 
     def run_with(checkpoint, parts):
-        cfg = Config(model="m", out_dir=str(tmp_path / "out"), max_steps=2, resume="latest" if checkpoint else "")
+        cfg = Config(
+            model="m",
+            out_dir=str(tmp_path / "out"),
+            max_steps=2,
+            resume="latest" if checkpoint else "",
+        )
         run, model = harness.run.Run(cfg, CPU, checkpoint, time.monotonic()), tiny_model()
         for name in parts:
-            run.parts[name] = (lambda name=name: parts[name], lambda value, name=name: parts.update({name: value}))
+            run.parts[name] = (
+                lambda name=name: parts[name],
+                lambda value, name=name: parts.update({name: value}),
+            )
         run.track(model, torch.optim.AdamW(model.parameters()), model.save_pretrained, 0)
         return run
 
@@ -332,16 +411,25 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path, capsys):
         run.record(step, METRICS, [])
     run.exits.close()
     found = dict(adapters=None, reference=None)
-    run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found).exits.close()
+    run_with(
+        harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), found
+    ).exits.close()
     assert found["adapters"] == [1] and torch.equal(found["reference"], torch.ones(2))
-    failing = harness.run.Run(Config(model="m", out_dir=str(tmp_path / "other")), CPU, None, time.monotonic())
-    failing.track(tiny_model(), torch.optim.AdamW(tiny_model().parameters()), lambda path: os.mkdir(path), 0)
+    failing = harness.run.Run(
+        Config(model="m", out_dir=str(tmp_path / "other")), CPU, None, time.monotonic()
+    )
+    failing.track(
+        tiny_model(), torch.optim.AdamW(tiny_model().parameters()), lambda path: os.mkdir(path), 0
+    )
     failing.parts["adapters"] = (lambda: 1 / 0, None)
     failing.save()  # a stop by a signal would wait for ever for what it raises
     failing.exits.close()
     assert "step 0: could not save (division by zero)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="step_000002: it holds no other"):
-        run_with(harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")), dict(other=None))
+        run_with(
+            harness.checkpoints.load_checkpoint(str(tmp_path / "out" / "step_000002")),
+            dict(other=None),
+        )
 
 
 def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
@@ -356,7 +444,9 @@ def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
     saved = tmp_path / "out" / "step_000001"
     assert (saved / "generation_config.json").read_text() == mine
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
-    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")  # its source goes
+    small_run(
+        tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest"
+    )  # its source goes
     assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
     # also where the sampler leaves the model's own in place, as vLLM does
     loaded = grpo.load_model(str(model), Config())
@@ -371,7 +461,10 @@ def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
 def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_path, monkeypatch):
     out, loaded, alive = tmp_path / "out", [], []
     copy_cut_back(undisturbed, out, 2)
-    load, moved = harness.checkpoints.load_checkpoint, torch.optim.Optimizer._process_value_according_to_param_policy
+    load, moved = (
+        harness.checkpoints.load_checkpoint,
+        torch.optim.Optimizer._process_value_according_to_param_policy,
+    )
 
     def noted(path):
         checkpoint = load(path)
@@ -382,7 +475,9 @@ def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_
     monkeypatch.setattr(harness.checkpoints, "load_checkpoint", noted)
     # as if they went to a GPU
     elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
-    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere)
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere
+    )
     at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
     again(out, resume="latest")
     assert len(loaded) > 30 and alive == []
@@ -395,11 +490,15 @@ def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
 
     scores = [Scores([1.0] * 2, {}, [False] * 2, metrics=dict(step=n)) for n in (2.0, 4)]
     assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}
-    lost = Scores([1.0], {}, [False], metrics=dict(step=None))  # what was logged is no finite number
+    lost = Scores(
+        [1.0], {}, [False], metrics=dict(step=None)
+    )  # what was logged is no finite number
     assert [failures(2, lost, *more)["logged/step"] for more in ([], scores)] == [None, 3.0]
     none, failed = Scores([math.nan] * 2, {}, [False] * 2), Scores([0.0] * 2, {}, [True] * 2)
     with pytest.raises(TrainingError, match="every reward of the first step returned None"):
         failures(1, none, none)
     with pytest.raises(TrainingError, match="every reward of the first step failed"):
         failures(1, none, failed)
-    assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(failed_rewards=None)
+    assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(
+        failed_rewards=None
+    )

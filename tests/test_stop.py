@@ -60,7 +60,9 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path, n_kills, step
         [pid], wait = fork("small_run", out, **options, resume="latest")
         if seconds is None:
             wait_for(lambda: whole_lines(out / "metrics.jsonl"))
-            seconds = time.monotonic() - started  # from the start to the end of the first step, here
+            seconds = (
+                time.monotonic() - started
+            )  # from the start to the end of the first step, here
         else:
             time.sleep(rng.uniform(0.3, 1.2) * seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -69,7 +71,9 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path, n_kills, step
             kills += 1
         else:  # it came to its end first
             seconds *= 0.8
-        for path in harness.checkpoints.checkpoints(str(out))[steps - 4 :]:  # near its end: back to an earlier step
+        for path in harness.checkpoints.checkpoints(str(out))[
+            steps - 4 :
+        ]:  # near its end: back to an earlier step
             shutil.rmtree(path)
     assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
     assert state_of(out) == state_of(tmp_path / "whole")
@@ -97,14 +101,18 @@ def test_a_stop_saves_and_exits_0_and_a_save_goes_on(fork, undisturbed, rows, tm
 def test_a_stop_does_not_wait_for_the_step(fork, undisturbed, rows, tmp_path, how):
     """Steps of an hour: what the last whole one left is saved within 5 s, and the run goes on from there to the bit."""
     out = tmp_path / "out"
-    [pid], wait = fork("stuck_run", out, how, tmp_path / "on", train_data=rows, save_every=0, command_line=True)
+    [pid], wait = fork(
+        "stuck_run", out, how, tmp_path / "on", train_data=rows, save_every=0, command_line=True
+    )
     wait_for((tmp_path / "on").exists)
     before = len(whole_lines(out / "metrics.jsonl"))
     assert before >= 2 and names_in(out) == []
     os.kill(pid, signal.SIGTERM)
     wait_for(lambda: names_in(out))  # 0 to 5 s where the machine is quiet
     done = wait()
-    assert done.returncode == 0 and f"step_{before:06d} is saved; go on with --resume" in done.stdout
+    assert (
+        done.returncode == 0 and f"step_{before:06d} is saved; go on with --resume" in done.stdout
+    )
     small_run(out, train_data=rows, resume="latest")
     assert state_of(out) == state_of(undisturbed)
 
@@ -112,7 +120,9 @@ def test_a_stop_does_not_wait_for_the_step(fork, undisturbed, rows, tmp_path, ho
 def test_a_second_signal_ends_the_run_at_once(fork, rows, tmp_path):
     """In the middle of a save that would take an hour; what was saved stays."""
     out = tmp_path / "out"
-    [pid], wait = fork("stuck_run", out, "save", tmp_path / "on", train_data=rows, command_line=True)
+    [pid], wait = fork(
+        "stuck_run", out, "save", tmp_path / "on", train_data=rows, command_line=True
+    )
     wait_for((tmp_path / "on").exists)
     with contextlib.suppress(ProcessLookupError):  # it has ended
         for _ in range(4):  # two; on a busy machine it may hear one late
@@ -122,8 +132,12 @@ def test_a_second_signal_ends_the_run_at_once(fork, rows, tmp_path):
     assert names_in(out) == ["step_000001"]
 
 
-@pytest.mark.parametrize("where", ["assign_advantages", "sample_metrics"])  # before and after the updates of step 2
-def test_a_stop_in_a_notebook_returns_to_the_caller(undisturbed, rows, tmp_path, monkeypatch, where):
+@pytest.mark.parametrize(
+    "where", ["assign_advantages", "sample_metrics"]
+)  # before and after the updates of step 2
+def test_a_stop_in_a_notebook_returns_to_the_caller(
+    undisturbed, rows, tmp_path, monkeypatch, where
+):
     """As KeyboardInterrupt, after a save. Where weights have changed already it waits until the step is whole."""
     out, honest, calls = tmp_path / "out", getattr(grpo, where), []
 
@@ -167,7 +181,9 @@ def test_an_error_saves_first(undisturbed, rows, tmp_path, monkeypatch, capsys):
     assert state_of(tmp_path / "out") == state_of(undisturbed)
 
 
-def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(rows, tmp_path, monkeypatch):
+def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(
+    rows, tmp_path, monkeypatch
+):
     """So that what is there can be saved."""
     honest, calls = harness.log.gap_metrics, []
 
@@ -183,7 +199,9 @@ def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(rows, t
     assert names_in(tmp_path / "out") == ["step_000002"]
 
 
-def test_a_resume_that_fails_leaves_log_and_checkpoints_together(undisturbed, rows, tmp_path, monkeypatch):
+def test_a_resume_that_fails_leaves_log_and_checkpoints_together(
+    undisturbed, rows, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     shutil.rmtree(out / "step_000004")
@@ -216,7 +234,9 @@ def test_two_runs_in_one_directory_are_refused(fork, undisturbed, rows, tmp_path
     [pid], wait = fork("stuck_run", out, "step", tmp_path / "on", train_data=rows)
     wait_for((tmp_path / "on").exists)
     before = state_of(out)
-    with pytest.raises(ConfigError, match=rf"--out_dir .*: another run \(process {pid}\) is writing there"):
+    with pytest.raises(
+        ConfigError, match=rf"--out_dir .*: another run \(process {pid}\) is writing there"
+    ):
         small_run(out, train_data=rows, resume="latest")
     with pytest.raises(ConfigError, match="holds"):
         small_run(out, train_data=rows)
@@ -242,7 +262,11 @@ def test_a_full_disk_and_a_read_only_one(undisturbed, rows, disk, monkeypatch, c
     at_step(monkeypatch, {2: lambda: disk("ro"), 3: lambda: disk("rw")})
     small_run(out, **options, resume="latest")
     said = capsys.readouterr().out
-    assert "resumed from" in said and said.count("could not save") == 1 and "Read-only file system" in said
+    assert (
+        "resumed from" in said
+        and said.count("could not save") == 1
+        and "Read-only file system" in said
+    )
     assert said.count("waits for the next try") == 2  # metrics and completions of step 2
     assert state_of(out) == state_of(undisturbed)
 
@@ -265,10 +289,20 @@ def test_a_failed_save_does_not_stop_the_run(undisturbed, rows, tmp_path, monkey
 @pytest.mark.slow
 def test_a_log_on_a_full_disk_ends_no_run(rows, tmp_path):
     """`python grpo.py > /dev/full`: it trains, saves and exits with 0; so does one whose reader has gone."""
-    command = [sys.executable, os.path.join(HERE, "grpo.py"), *PRIME, "--max_steps", 1, "--rollout", "hf"]
+    command = [
+        sys.executable,
+        os.path.join(HERE, "grpo.py"),
+        *PRIME,
+        "--max_steps",
+        1,
+        "--rollout",
+        "hf",
+    ]
     command += ["--max_completion_length", 8, "--eval_data", "", "--train_data", rows, "--out_dir"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(list(map(str, [*command, tmp_path / "out"])), stdout=full, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            list(map(str, [*command, tmp_path / "out"])), stdout=full, stderr=subprocess.PIPE
+        )
     assert done.returncode == 0, done.stderr
     assert names_in(tmp_path / "out") == ["step_000001"]
 
@@ -295,11 +329,21 @@ def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
     """Killed with -9: its ranks end, and free the directory. Asked to stop, in a step of an hour: they save."""
     script, out, mark = tmp_path / "script.py", tmp_path / "out", tmp_path / "rank"
     script.write_text(ORPHANS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *PRIME]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        script,
+        *PRIME,
+    ]
     command += ["--rollout", "hf", "--save_every", 0, "--out_dir", out]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "MARK": str(mark)}
     agent = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
-    wait_for(lambda: all(os.path.exists(f"{mark}{rank}") and read(f"{mark}{rank}") for rank in (0, 1)))
+    wait_for(
+        lambda: all(os.path.exists(f"{mark}{rank}") and read(f"{mark}{rank}") for rank in (0, 1))
+    )
     ranks = [psutil.Process(int(read(f"{mark}{rank}"))) for rank in (0, 1)]
     agent.send_signal(how)
     agent.wait()

@@ -33,19 +33,33 @@ def write_run(out_dir, steps=30, beta=0.001, **changes):
     with open(os.path.join(out_dir, "config.json"), "w") as f:
         json.dump({"beta": beta}, f)
     with open(os.path.join(out_dir, "metrics.jsonl"), "w") as f:
-        f.write(json.dumps(dict(step=0, eval_accuracy=0.1, eval_stderr=0.02, eval_length=9.0)) + "\n")
+        f.write(
+            json.dumps(dict(step=0, eval_accuracy=0.1, eval_stderr=0.02, eval_length=9.0)) + "\n"
+        )
         for step in range(1, steps + 1):
-            row = {"step": step, "reward": step / steps, "grad_norm": 1.0, "completions/mean_length": 40 + step}
+            row = {
+                "step": step,
+                "reward": step / steps,
+                "grad_norm": 1.0,
+                "completions/mean_length": 40 + step,
+            }
             row |= {"advantage_abs": 0.5, "frac_reward_zero_std": 0.25}
             row |= dict(kl_k1=0.01 if beta else None, kl=0.01 if beta else None)
             f.write(json.dumps(row | changes) + "\n")
             if step % 10 == 0:  # an eval is a line of its own
-                f.write(json.dumps(dict(step=step, eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)) + "\n")
+                f.write(
+                    json.dumps(
+                        dict(step=step, eval_accuracy=0.5, eval_stderr=None, eval_length=40.0)
+                    )
+                    + "\n"
+                )
         f.write('{"step": 31, "rew')  # killed here
     with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
         for step in (10, 20):
             for i, text in enumerate(HOSTILE):
-                row = dict(step=step, group=i % 2, prompt=text, completion=text, reward=0.5, length=7)
+                row = dict(
+                    step=step, group=i % 2, prompt=text, completion=text, reward=0.5, length=7
+                )
                 row |= dict(parts={"accuracy": 1.0, text[:30]: 0.25}, row={"answer": text})
                 row |= dict(advantage=[0, 2, -1.5, 1, None, 3, -2][i])
                 row |= dict(finish_reason="length" if i == 3 else "stop")
@@ -67,23 +81,55 @@ def test_view_draws(tmp_path):
         a = write_run(tmp_path / "a")
         b = write_run(tmp_path / "x" / "run", steps=1, grad_norm=None)
         c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl=1e30)
-        d = write_run(tmp_path / "_$a$", steps=0, beta=0)  # nothing but the eval before the first step
+        d = write_run(
+            tmp_path / "_$a$", steps=0, beta=0
+        )  # nothing but the eval before the first step
         view.draw([a, b, c, d], str(tmp_path / "all.png"))
         view.draw([d], os.path.join(d, "curves.png"))
-    assert png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
+    assert (
+        png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
+    )
 
 
 @pytest.mark.slow
 def test_view_draws_any_numbers(tmp_path):
     largest, least = sys.float_info.max, 5e-324
-    odd = [largest, -largest, least, -1e-300, 0, 10**20, 10**400, float("nan"), "1", None, [], True, 1e30, -1]
+    odd = [
+        largest,
+        -largest,
+        least,
+        -1e-300,
+        0,
+        10**20,
+        10**400,
+        float("nan"),
+        "1",
+        None,
+        [],
+        True,
+        1e30,
+        -1,
+    ]
     rng, dirs = random.Random(0), [str(tmp_path / name) for name in "abcd"]
     for d, values in zip(dirs, ([largest], [least, 0], [largest, -largest], odd), strict=True):
         write_run(d, steps=0)
         with open(os.path.join(d, "metrics.jsonl"), "a") as f:
             f.write('\nnull\n{"a": 1}\n[]\n"step"\n\x00\x00\n')
-            for step in (3, 1, 1, 2, 10**15, 10**400, -1, 1.5, "4", None):  # a resumed run's lines, and worse
-                row = {key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves}
+            for step in (
+                3,
+                1,
+                1,
+                2,
+                10**15,
+                10**400,
+                -1,
+                1.5,
+                "4",
+                None,
+            ):  # a resumed run's lines, and worse
+                row = {
+                    key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves
+                }
                 f.write(json.dumps(row | dict(step=step, eval_stderr=rng.choice(values))) + "\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -98,8 +144,16 @@ def test_view_reads_what_is_whole(tmp_path):
     assert list(view.series(rows, "reward")) == list(range(1, 31))
     assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
     assert list(view.series(rows, "eval_stderr")) == [0]
-    resumed = [dict(step=2, loss=1), dict(step=1, loss=2), dict(step=2, loss=3, reward=0), dict(step=2)]
-    assert list(view.series(resumed, "loss").items()) == [(1, 2), (2, 3)]  # the later line of a step holds
+    resumed = [
+        dict(step=2, loss=1),
+        dict(step=1, loss=2),
+        dict(step=2, loss=3, reward=0),
+        dict(step=2),
+    ]
+    assert list(view.series(resumed, "loss").items()) == [
+        (1, 2),
+        (2, 3),
+    ]  # the later line of a step holds
     assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
     assert view.smooth([2.0] * 100) == [2.0] * 100
     assert view.smooth([0.0] * 50 + [5.0] + [0.0] * 49)[47:54] == [0.0] + [1.0] * 5 + [0.0]
@@ -111,7 +165,11 @@ def test_one_spike_does_not_flatten_the_rest(tmp_path):
         f.write('\n{"step": 50, "grad_norm": 800, "reward": -0.5}\n')
     panels = {panel["title"]: panel for panel in view.read_panels([out])}
     norm, reward = panels["Gradient norm"], panels["Reward"]
-    assert (norm["low"], norm["high"], norm["unit"]) == (0, 3, "L2, before clipping,\nspikes to 800")
+    assert (norm["low"], norm["high"], norm["unit"]) == (
+        0,
+        3,
+        "L2, before clipping,\nspikes to 800",
+    )
     assert (reward["low"], reward["high"], reward["unit"]) == (-0.5, 1, "mean of the samples")
 
 
@@ -134,8 +192,18 @@ def test_view_step(tmp_path, monkeypatch, capsys):
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
     out = capsys.readouterr().out
     assert out.startswith("step 20, 7 samples")
-    assert all(line.isprintable() and len(line) < 200 for line in out.split("\n"))  # nor a lone surrogate
-    for shown in (r"\x1b[31m", r"\u202e", r"\ud800", "accuracy 1", "right, cut off", "x ... x", "漢字"):
+    assert all(
+        line.isprintable() and len(line) < 200 for line in out.split("\n")
+    )  # nor a lone surrogate
+    for shown in (
+        r"\x1b[31m",
+        r"\u202e",
+        r"\ud800",
+        "accuracy 1",
+        "right, cut off",
+        "x ... x",
+        "漢字",
+    ):
         assert shown in out
     view.main([str(tmp_path / "a"), "--step", "10"])
     assert capsys.readouterr().out.startswith("step 10, 7 samples")
@@ -148,7 +216,9 @@ def test_view_step_shows_both_ends_of_a_text(tmp_path, capsys):
 
 
 def write_rows(out_dir, rows):
-    whole = dict(step=1, group=0, prompt="p", completion="c", reward=1, parts={}, advantage=0, length=5)
+    whole = dict(
+        step=1, group=0, prompt="p", completion="c", reward=1, parts={}, advantage=0, length=5
+    )
     whole |= dict(finish_reason="stop")
     with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
         f.writelines(json.dumps(whole | row) + "\n" for row in rows)
@@ -157,20 +227,45 @@ def write_rows(out_dir, rows):
 def test_view_step_is_by_group(tmp_path, capsys):
     """Groups by signal, samples by reward, the prompt and equal samples once; a sample without a reward is last."""
     rows = [
-        dict(group=0, prompt="weak", completion=f"w{i}", reward=r, advantage=0.1) for i, r in enumerate((0, None, 2))
+        dict(group=0, prompt="weak", completion=f"w{i}", reward=r, advantage=0.1)
+        for i, r in enumerate((0, None, 2))
     ]
-    rows += [dict(group=1, prompt="strong", completion=c, reward=r, advantage=a) for c, r, a in [("no", 0, -1)] * 3]
+    rows += [
+        dict(group=1, prompt="strong", completion=c, reward=r, advantage=a)
+        for c, r, a in [("no", 0, -1)] * 3
+    ]
     rows += [dict(group=1, prompt="strong", completion="yes", reward=1, advantage=3)]
-    rows += [dict(group=1, prompt="strong", completion="no", reward=0, advantage=-1, finish_reason="length")]
+    rows += [
+        dict(
+            group=1,
+            prompt="strong",
+            completion="no",
+            reward=0,
+            advantage=-1,
+            finish_reason="length",
+        )
+    ]
     write_rows(tmp_path, rows)
     view.main([str(tmp_path), "--step"])
     out = capsys.readouterr().out
     places = [
         out.index(text)
-        for text in ("group 1: strong", "yes", "3 × ", "no\n", "cut off", "group 0: weak", "w2", "w0", "w1")
+        for text in (
+            "group 1: strong",
+            "yes",
+            "3 × ",
+            "no\n",
+            "cut off",
+            "group 0: weak",
+            "w2",
+            "w0",
+            "w1",
+        )
     ]
     assert places == sorted(places) and out.count("strong") == 1 and out.count("\nno\n") == 2
-    assert "1 of 5 right, mean |advantage| 1.4" in out and "1 of 3 right, mean |advantage| 0.1" in out
+    assert (
+        "1 of 5 right, mean |advantage| 1.4" in out and "1 of 3 right, mean |advantage| 0.1" in out
+    )
 
 
 def test_view_step_of_several_runs(tmp_path, capsys):
@@ -180,7 +275,15 @@ def test_view_step_of_several_runs(tmp_path, capsys):
     view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--step"])
     out = capsys.readouterr().out
     places = [
-        out.index(text) for text in ("step 1, 2 samples", "group 0: p", "a: 1 of 1 right", "of a", "b: 1 of", "of b")
+        out.index(text)
+        for text in (
+            "step 1, 2 samples",
+            "group 0: p",
+            "a: 1 of 1 right",
+            "of a",
+            "b: 1 of",
+            "of b",
+        )
     ]
     assert places == sorted(places) and out.count("group 0") == 1
 
@@ -194,8 +297,17 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
         (("a", None), ("b", 1)): None,
     }
     for parts, verdict in cases.items():
-        row = dict(completion="c", reward=1, parts=dict(parts), finish_reason="length", advantage=0, length=1)
-        assert view.group_of([row], "")["samples"][0]["verdicts"] == [v for v in (verdict, "cut off") if v]
+        row = dict(
+            completion="c",
+            reward=1,
+            parts=dict(parts),
+            finish_reason="length",
+            advantage=0,
+            length=1,
+        )
+        assert view.group_of([row], "")["samples"][0]["verdicts"] == [
+            v for v in (verdict, "cut off") if v
+        ]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +337,9 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
 def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(tmp_path)
     write_run("a"), write_run("b"), os.mkdir("empty")
-    for name, text in dict(half='{"step": 1, "rew', old='{"step": 1, "text": "a completion"}\n').items():
+    for name, text in dict(
+        half='{"step": 1, "rew', old='{"step": 1, "text": "a completion"}\n'
+    ).items():
         os.mkdir(name)
         for log in ("metrics", "completions"):
             with open(f"{name}/{log}.jsonl", "w") as f:
@@ -242,7 +356,9 @@ def test_view_command_line(tmp_path):
 
     def run(*flags, **env):
         command = [sys.executable, view.__file__, *flags]
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
+        )
 
     done = run("a", "b")
     assert (done.returncode, done.stdout, done.stderr) == (0, "curves.png\n", "")

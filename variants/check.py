@@ -42,12 +42,18 @@ class Copy:
         shutil.copy(self.directory / "grpo.py", self.directory / "plain.py")
         self.lines = 0
         for patch in (HERE / f"{part}.patch" for part in name.split("+")):
-            lines = sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2  # two name the file
+            lines = (
+                sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2
+            )  # two name the file
             assert lines <= MOST_LINES, f"{lines} changed lines, more than {MOST_LINES}"
             self.lines += lines
             tool = ["patch", "-p1", "-i"] if "+" in name else ["git", "apply"]
-            subprocess.run([*tool, str(patch)], cwd=self.directory, check=True, capture_output="+" in name)
-        for module in [m for m in sys.modules if m.partition(".")[0] in ("harness", "reward", "view")]:
+            subprocess.run(
+                [*tool, str(patch)], cwd=self.directory, check=True, capture_output="+" in name
+            )
+        for module in [
+            m for m in sys.modules if m.partition(".")[0] in ("harness", "reward", "view")
+        ]:
             del sys.modules[module]  # the last copy's
         spec = importlib.util.spec_from_file_location(f"grpo_{name}", self.directory / "grpo.py")
         self.grpo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -56,7 +62,9 @@ class Copy:
 
     def rank(self, rank: int, environment: dict, program: str, flags: list[str]):
         """In a fork, where everything is imported already: what `torchrun program flags` does on one rank."""
-        os.environ.update(environment | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if environment else {})
+        os.environ.update(
+            environment | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if environment else {}
+        )
         os.chdir(self.directory)
         for target in (1, 2):
             os.dup2(os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
@@ -85,10 +93,19 @@ class Copy:
             if process.is_alive():
                 process.kill()
         codes = [process.exitcode for process in processes]
-        assert not any(codes), f"{program} {flags}: {codes}\n{(self.directory / 'log.txt').read_text()[-3000:]}"
-        assert "could not save" not in (log := (self.directory / "log.txt").read_text()), log[-3000:]
-        steps = [json.loads(line) for line in (self.directory / out / "metrics.jsonl").read_text().splitlines()]
-        values = [value for step in steps for value in step.values() if isinstance(value, (int, float))]
+        assert not any(codes), (
+            f"{program} {flags}: {codes}\n{(self.directory / 'log.txt').read_text()[-3000:]}"
+        )
+        assert "could not save" not in (log := (self.directory / "log.txt").read_text()), log[
+            -3000:
+        ]
+        steps = [
+            json.loads(line)
+            for line in (self.directory / out / "metrics.jsonl").read_text().splitlines()
+        ]
+        values = [
+            value for step in steps for value in step.values() if isinstance(value, (int, float))
+        ]
         assert steps and all(map(math.isfinite, values)), "metrics that are not finite"
         return steps
 
@@ -124,7 +141,10 @@ def main() -> int:
     for name in sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.patch")) + STACKS:
         check = getattr(checks, f"check_{name.replace('+', '_and_')}")
         if "lora" in name and not importlib.util.find_spec("peft"):
-            print(f"{name}: skipped, peft is not installed (pip install --no-deps peft accelerate)", flush=True)
+            print(
+                f"{name}: skipped, peft is not installed (pip install --no-deps peft accelerate)",
+                flush=True,
+            )
             continue
         with tempfile.TemporaryDirectory(prefix="variant_") as directory:
             try:

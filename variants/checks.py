@@ -23,14 +23,19 @@ def near(found, expected, atol=1e-9) -> bool:
 
 
 def check_objective(copy):
-    copy.run(*"--num_epochs 2 --num_minibatches 2 --learning_rate 3e-3".split())  # so that ratios leave 1
+    copy.run(
+        *"--num_epochs 2 --num_minibatches 2 --learning_rate 3e-3".split()
+    )  # so that ratios leave 1
     before, after, advantages, gradient, clipped, shown = OBJECTIVES[copy.name]
     old, logps = (torch.tensor(p, dtype=torch.float64).log()[:, None] for p in (before, after))
     cfg, A = copy.config(beta=0.0, tis_cap=0.0), torch.tensor(advantages).double()
     everything = (logps.requires_grad_(), old, None, None, A, torch.ones_like(old), cfg, 1, len(A))
     loss, stats = copy.grpo.grpo_loss(*everything)
     loss.backward()
-    assert near(logps.grad[:, 0], gradient) and stats["clip_ratio/region_mean"] == clipped, (logps.grad, stats)
+    assert near(logps.grad[:, 0], gradient) and stats["clip_ratio/region_mean"] == clipped, (
+        logps.grad,
+        stats,
+    )
     return shown
 
 
@@ -47,9 +52,14 @@ def check_rloo(copy):
 
 def check_maxrl(copy):
     copy.run()
-    rewards, scores = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0]).double(), torch.rand(4, dtype=torch.float64)
+    rewards, scores = (
+        torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0]).double(),
+        torch.rand(4, dtype=torch.float64),
+    )
     advantages = copy.grpo.group_advantages(rewards, 4, "mean")
-    assert near(advantages[:4] @ scores / 4, scores[[0, 3]].mean() - scores.mean()) and near(advantages[4:], 0.0)
+    assert near(advantages[:4] @ scores / 4, scores[[0, 3]].mean() - scores.mean()) and near(
+        advantages[4:], 0.0
+    )
     return "mean score of the successes minus mean score of all; 0 without a success"
 
 
@@ -58,12 +68,23 @@ def check_entropy_bonus(copy):
     grpo, policy, cfg = copy.grpo, copy.policy(), copy.config(entropy_coef=0.5, beta=0.0)
     completion = np.arange(8, 13), np.zeros(5)
     batch = grpo.collate(
-        [grpo.Sample(0, grpo.Prompt(np.arange(5, 8), "", {}), *completion, "stop")], policy.model.device
+        [grpo.Sample(0, grpo.Prompt(np.arange(5, 8), "", {}), *completion, "stop")],
+        policy.model.device,
     )
 
     def bonus():
         logps, entropy = policy(batch)
-        same = (logps, logps.detach(), None, None, torch.zeros(1), torch.ones_like(logps), cfg, 5, 1)
+        same = (
+            logps,
+            logps.detach(),
+            None,
+            None,
+            torch.zeros(1),
+            torch.ones_like(logps),
+            cfg,
+            5,
+            1,
+        )
         return grpo.grpo_loss(*same, entropy=entropy)[0], -0.5 * entropy.mean().item()
 
     loss, expected = bonus()
@@ -73,7 +94,9 @@ def check_entropy_bonus(copy):
     for p in policy.parameters():
         p.data -= 1e-6 * p.grad
     slope = (expected - bonus()[1]) / 1e-6
-    assert square > 0 and abs(slope / square - 1) < 0.01, f"slope {slope}, gradient squared {square}"
+    assert square > 0 and abs(slope / square - 1) < 0.01, (
+        f"slope {slope}, gradient squared {square}"
+    )
     return "a step along the bonus raises the entropy by what its gradient says"
 
 
@@ -111,7 +134,9 @@ def check_dynamic_resampling(copy):
     again = copy.run("--max_steps", 3, *flags, 8, "--resume", out="again", program="drawn.py")
     assert again[-1]["grad_norm"] == more[-1]["grad_norm"], "a resume draws other prompts"
     drawn = list(map(int, (copy.directory / "draws.jsonl").read_text().split()))
-    assert drawn == [*range(1, sum(step["draws"] for step in more) + 1)], f"prompts are left out: draws {drawn}"
+    assert drawn == [*range(1, sum(step["draws"] for step in more) + 1)], (
+        f"prompts are left out: draws {drawn}"
+    )
     return f"groups without a signal: {empty:.0%} before, none after; no prompt is left out, a resume is exact"
 
 
@@ -126,7 +151,10 @@ def check_dynamic_resampling_and_maxrl(copy):
 def check_lora(copy):
     flags = ["--learning_rate", "3e-3", "--beta", 0]
     straight = copy.run(*flags, "--max_steps", 3, "--save_every", 2)
-    (saved, state), base = copy.saved(), load_file(copy.directory / "sample_data" / "model" / "model.safetensors")
+    (saved, state), base = (
+        copy.saved(),
+        load_file(copy.directory / "sample_data" / "model" / "model.safetensors"),
+    )
     state, trained = state["adapters"], 0
     for name, weight in base.items():
         layer = name.removesuffix(".weight")
@@ -164,8 +192,13 @@ def check_zero1(copy):
     straight = copy.run(*flags, "--max_steps", 4, ranks=2, program="probe.py")
     copy.run(*flags, ranks=2, program="plain.py", out="plain")
     (found, state), (expected, plain) = copy.saved(), copy.saved("plain")
-    assert all(torch.equal(found[name], expected[name]) for name in expected), "other weights than AdamW's"
-    moments = [(state["optimizer"]["state"][i], plain["optimizer"]["state"][i]) for i in plain["optimizer"]["state"]]
+    assert all(torch.equal(found[name], expected[name]) for name in expected), (
+        "other weights than AdamW's"
+    )
+    moments = [
+        (state["optimizer"]["state"][i], plain["optimizer"]["state"][i])
+        for i in plain["optimizer"]["state"]
+    ]
     assert all(torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"]) for mine, theirs in moments)
     check_resume(copy, straight, flags)
     return "weights and gathered moments are AdamW's to the bit, a rank holds less than 70 %, resumed on 2 and 1 ranks"
@@ -175,10 +208,17 @@ def check_lora_and_zero1(copy):
     (copy.directory / "probe.py").write_text(PROBE)
     flags = ["--save_every", 2, "--keep", 0, "--learning_rate", "3e-3", "--beta", 0]
     straight = copy.run(*flags, "--max_steps", 4, ranks=2, program="probe.py")
-    (saved, state), base = copy.saved(), load_file(copy.directory / "sample_data" / "model" / "model.safetensors")
-    assert saved.keys() == base.keys() and any(not torch.equal(saved[name], base[name]) for name in base)
+    (saved, state), base = (
+        copy.saved(),
+        load_file(copy.directory / "sample_data" / "model" / "model.safetensors"),
+    )
+    assert saved.keys() == base.keys() and any(
+        not torch.equal(saved[name], base[name]) for name in base
+    )
     moments = [value["exp_avg"].shape for value in state["optimizer"]["state"].values()]
-    assert moments == [adapter.shape for adapter in state["adapters"].values()], "other moments than the adapters'"
+    assert moments == [adapter.shape for adapter in state["adapters"].values()], (
+        "other moments than the adapters'"
+    )
     check_resume(copy, straight, flags)
     return "merged, moments are the adapters' and saved whole, a rank holds less than 70 %, resumed on 2 and 1 ranks"
 
@@ -189,24 +229,40 @@ def check_resume(copy, straight, flags):
     for step, ranks, error in ((3, 2, 0), (4, 1, 1e-3), (5, 2, 1e-3)):
         if step > len(straight):
             break
-        again = copy.run(*flags, "--max_steps", step, "--resume", out="again", ranks=ranks)[-1]["grad_norm"]
+        again = copy.run(*flags, "--max_steps", step, "--resume", out="again", ranks=ranks)[-1][
+            "grad_norm"
+        ]
         change = abs(again / straight[step - 1]["grad_norm"] - 1)
         assert change <= error, f"resumed on {ranks} ranks it is another run, by {change:.0e}"
 
 
 def check_fsdp2(copy):
-    flags, held = ["--save_every", 2, "--keep", 0, "--micro_batch_tokens", 200, "--num_minibatches", 2], {}
+    flags, held = (
+        ["--save_every", 2, "--keep", 0, "--micro_batch_tokens", 200, "--num_minibatches", 2],
+        {},
+    )
     (copy.directory / "probe.py").write_text(PROBE)
     for out, program in (("out", "probe.py"), ("plain", "plain.py")):
         held[out] = copy.run(*flags, "--max_steps", 5, program=program, out=out, ranks=2)
     for ours, plain in zip(held["out"], held["plain"], strict=True):
-        assert abs(ours["grad_norm"] / plain["grad_norm"] - 1) < 1e-3, f"{ours['grad_norm']} {plain['grad_norm']}"
+        assert abs(ours["grad_norm"] / plain["grad_norm"] - 1) < 1e-3, (
+            f"{ours['grad_norm']} {plain['grad_norm']}"
+        )
     (found, state), (expected, plain) = copy.saved(), copy.saved("plain")
-    assert all(near(found[name], expected[name], 1e-5) for name in expected), "other weights than DDP's"
-    moments = {name.removeprefix("model."): value["exp_avg"] for name, value in state["optimizer"]["state"].items()}
-    assert sum(m.numel() for m in moments.values()) == sum(w.numel() for w in expected.values()), "moments in part"
+    assert all(near(found[name], expected[name], 1e-5) for name in expected), (
+        "other weights than DDP's"
+    )
+    moments = {
+        name.removeprefix("model."): value["exp_avg"]
+        for name, value in state["optimizer"]["state"].items()
+    }
+    assert sum(m.numel() for m in moments.values()) == sum(w.numel() for w in expected.values()), (
+        "moments in part"
+    )
     check_resume(copy, held["out"], flags)
-    gap = max(step["sampler_gap"] for step in copy.run(*flags, "--rollout", ENGINE, out="engine", ranks=2))
+    gap = max(
+        step["sampler_gap"] for step in copy.run(*flags, "--rollout", ENGINE, out="engine", ranks=2)
+    )
     assert gap < 1e-4, f"{ENGINE} samples from other weights: gap {gap}"
     return (
         "two updates a rollout: gradient norms and weights are DDP's, a rank holds less than 70 % of the moments, they "
@@ -219,22 +275,37 @@ def check_guess_number(copy):
     rows = [dict(prompt=f"{n:03d}+000=", answer=str(n % 7 * 100)) for n in range(100, 200)]
     file.write_text("\n".join(map(json.dumps, rows)))
     flags = ["--train_data", file, "--max_turns", 3]
-    gaps = [copy.run(*flags, "--rollout", ENGINE), copy.run(*flags, "--num_epochs", 2, out="epochs")]
+    gaps = [
+        copy.run(*flags, "--rollout", ENGINE),
+        copy.run(*flags, "--num_epochs", 2, out="epochs"),
+    ]
     gap = max(step["sampler_gap"] for steps in gaps for step in steps)
     assert gap < 1e-4, f"gap {gap}: a turn does not see the turns before it"
-    cfg, world, hints = copy.config(train_data=str(file), max_turns=3), grpo.World(0, 1, torch.device("cpu")), 0
+    cfg, world, hints = (
+        copy.config(train_data=str(file), max_turns=3),
+        grpo.World(0, 1, torch.device("cpu")),
+        0,
+    )
     _, tokenizer, prompts, _ = grpo.load_data(cfg)
     eos_ids = [tokenizer.eos_token_id]
     sampler = grpo.HFSampler(copy.policy().model, eos_ids, tokenizer.pad_token_id, cfg)
     for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
         guess = []
-        for token, in_loss in zip(s.completion_ids, grpo.collate([s], world.device)["mask"][0], strict=True):
+        for token, in_loss in zip(
+            s.completion_ids, grpo.collate([s], world.device)["mask"][0], strict=True
+        ):
             if in_loss:
                 guess.append(token)
                 continue
-            higher = int(grpo.decode(tokenizer, np.array(guess), eos_ids)) < int(s.prompt.row["answer"])
-            assert tokenizer.decode([token]) == ("+" if higher else "="), "a token that is no hint is masked"
+            higher = int(grpo.decode(tokenizer, np.array(guess), eos_ids)) < int(
+                s.prompt.row["answer"]
+            )
+            assert tokenizer.decode([token]) == ("+" if higher else "="), (
+                "a token that is no hint is masked"
+            )
             guess, hints = [], hints + 1
-        assert grpo.decode(tokenizer, np.array(guess), eos_ids) == s.text, "the reward does not see the last guess"
+        assert grpo.decode(tokenizer, np.array(guess), eos_ids) == s.text, (
+            "the reward does not see the last guess"
+        )
     assert hints > 8
     return f"{hints} hints are right and out of the loss, later turns see them (gap to {ENGINE} {gap:.0e})"
