@@ -14,16 +14,19 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
 
 
 def padded_rows(samples) -> dict:
-    """A row for each sample, prompt + completion, padded on the right: causal attention does not see it there."""
+    """A row [L] for each sample: prompt + completion, then padding, which causal attention does
+    not see there.
+
+    ids [N, L]; completion [N, T]; before [N, T]: where the token before each completion token
+    stands in its row; first: the smallest of these places.
+    """
     prompts = np.array([[len(s.prompt.ids)] for s in samples])  # [N, 1]
-    ids = padded(
-        [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples], np.int64
-    )  # [N, L]
+    texts = [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples]
+    ids = padded(texts, np.int64)  # [N, L]
     completion = padded([s.completion_ids for s in samples], np.int64)  # [N, T]
-    before = (
-        prompts - 1 + np.arange(completion.shape[1])
-    )  # [N, T]: where the token before each stands in its row
-    return dict(ids=ids, completion=completion, before=np.minimum(before, ids.shape[1] - 1))
+    before = prompts - 1 + np.arange(completion.shape[1])  # [N, T]
+    before = np.minimum(before, ids.shape[1] - 1)  # padding has to stay within the row
+    return dict(ids=ids, completion=completion, before=before, first=int(before.min()))
 
 
 def to_device(x, device: torch.device):

@@ -1,68 +1,107 @@
-"""The policy of grpo.py, faster: rows without padding, and the output head in tiles. Same numbers: see check.py."""
+"""The policy of grpo.py, faster: rows without padding, and the output head in tiles.
+
+Same numbers: check.py holds it against the plain policy before a run takes it.
+"""
+
+import functools
 
 import torch
 from torch import nn
 
-from grpo import Policy
-from harness import check, kernels
+from harness.head import HeadLogps
+from harness.packing import attention_of_blocks, register_attention, rows_of
+from harness.recompute import recomputing
 
 
-class FastPolicy(Policy):
-    """A row holds each prompt once, and all its completions; logits [n, V] never exist. ValueError: the model's own
-    log-probabilities cannot be had this way."""
+class FastPolicy(nn.Module):
+    """The plain policy that it holds, with less work: logits [n, V] never exist.
 
-    def __init__(self, model, temperature: float):
-        super().__init__(model, temperature)
-        self.plain_head = check.head_is_plain(model)  # logits are head(hidden)
-        self.packs = True  # False: padded rows, where the texts of a row would mix
-        check.settle(self)
+    packs: one row for a micro-batch, with each prompt once; else padded rows, which some models
+    need because the texts of a row would mix.
+    """
+
+    def __init__(self, plain, packs: bool = True):
+        super().__init__()
+        register_attention()
+        self.plain = plain
+        self.packs = packs
+        self.plain_head = head_is_plain(plain.model)  # logits are head(hidden)
+
+    @property
+    def model(self):
+        return self.plain.model
+
+    @property
+    def temperature(self) -> float:
+        return self.plain.temperature
 
     def rows(self, samples) -> dict:
         multiple = 8 if self.model.device.type == "cuda" else 1
-        return kernels.rows_of(samples, self.packs, multiple)
+        return rows_of(samples, self.packs, multiple)
 
     def forward(self, batch: dict):
-        hidden, targets = (
-            self.hidden(batch),
-            batch["targets"],
-        )  # [n, H] and [n]: of the n real completion tokens
+        """logps [N, T], entropy [N, T] without a gradient; both 0 on padding."""
+        hidden = self.hidden(batch)
+        targets = batch["targets"]  # [n]: the real completion tokens
         if self.plain_head:
             head = self.model.get_output_embeddings()
-            logps, entropy = kernels.HeadLogps.apply(
+            logps, entropy = HeadLogps.apply(
                 hidden, head.weight, head.bias, targets, self.temperature
             )  # [n]
         else:
-            logits = (
-                hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / self.temperature
-            )  # [n, V]
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            logits = hidden.to(dtype) / self.temperature  # [n, V]
             logps = -nn.functional.cross_entropy(logits, targets, reduction="none")  # [n]
             entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()  # [n]
-        N, T = batch["shape"]
-        return tuple(
-            x.new_zeros(N * T).scatter(0, batch["place"], x).view(N, T) for x in (logps, entropy)
-        )
+        return unflatten(logps, batch), unflatten(entropy, batch)
 
     def hidden(self, batch: dict):
-        """[n, H] at the position before each real completion token, which predicts it; [n, V], the model's own logits,
-        where the head is not plain."""
+        """[n, H] at the token before each completion token, which predicts it.
+
+        [n, V], the model's own logits, if the head is not plain.
+        """
         body = self.model.base_model if self.plain_head else self.model
-        inputs = dict(
-            input_ids=batch["ids"], use_cache=False
-        )  # [1, S], or [N, L] padded on the right
-        if (
-            self.packs
-        ):  # a mask of ones: without one the positions are read as another kind of packing
-            inputs |= dict(
-                position_ids=batch["positions"], attention_mask=torch.ones_like(batch["ids"])
-            )
-        with kernels.told(self.model, batch.get("blocks")):
-            out = body(**inputs)
+        if self.packs:
+            # a mask of ones: without one the positions are read as another kind of packing
+            ones = torch.ones_like(batch["ids"])
+            attention = functools.partial(attention_of_blocks, self.model, batch["blocks"])
+            with attention(), recomputing(self.model, attention):
+                out = body(
+                    input_ids=batch["ids"],
+                    position_ids=batch["positions"],
+                    attention_mask=ones,
+                    use_cache=False,
+                )
+        else:
+            with recomputing(self.model):
+                out = body(input_ids=batch["ids"], use_cache=False)
         states = out.last_hidden_state if self.plain_head else out.logits
         return states.flatten(0, 1).index_select(0, batch["read"])
 
     def wrapped(self, device: torch.device) -> None:
-        """A tied embedding adds its rows where the head adds, no [V, H] is made. Not before DDP, which would send rows;
-        not on CUDA, which adds them in any order."""
+        """Called once DDP has the policy. A tied embedding then gives its gradient as rows.
+
+        HeadLogps adds them to the head's gradient: no second [V, H] is made. DDP would send rows,
+        so not before; CUDA adds them in any order, so only on a CPU.
+        """
         embedding = self.model.get_input_embeddings()
         tied = self.plain_head and embedding.weight is self.model.get_output_embeddings().weight
         embedding.sparse = tied and device.type == "cpu"
+
+
+def unflatten(values, batch: dict):
+    """[n] -> [N, T]"""
+    N, T = batch["shape"]
+    return values.new_zeros(N * T).scatter(0, batch["place"], values).view(N, T)
+
+
+@torch.no_grad()
+def head_is_plain(model) -> bool:
+    """Whether the logits are head(hidden): some architectures scale or cap them after the head."""
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or body is model:
+        return False
+    ids = torch.arange(1, 9, device=model.device)[None]
+    hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.allclose(head(hidden), logits, atol=1e-5)

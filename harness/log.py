@@ -11,50 +11,13 @@ import warnings
 from datetime import timedelta
 
 import numpy as np
-import torch
 
 import view
 from harness.advice import Advice
-from harness.flags import ConfigError, TrainingError, first_line, say
-from harness.ranks import World
+from harness.flags import ConfigError, first_line, say
 from harness.rows import pieces
 
 LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
-
-
-def gap_metrics(log_ratio, cfg, world: World) -> dict:
-    """How far the sampler is from the trainer, over all ranks, from log(trainer / sampler) of this rank's tokens [n].
-    Stops the run if the sampler is not the policy. {}: it drew none of them."""
-    log_ratio = log_ratio[
-        ~log_ratio.isinf()
-    ]  # inf: a token that the sampler did not draw. NaN stays, and ends the run
-    gap, weight = log_ratio.abs(), log_ratio.exp().clamp(max=cfg.tis_cap or math.inf)
-    sums = torch.stack([gap.sum(), weight.sum(), weight.square().sum()]).tolist()
-    most = torch.stack([gap.max(), weight.max()]).tolist() if len(gap) else [0.0, 0.0]
-    ranks = np.array(world.gather([[len(gap), *sums, *most]]))  # [ranks, 6]
-    n, total, weight, square = ranks[:, :4].sum(0).tolist()
-    worst, largest = ranks[:, 4:].max(0).tolist()
-    if not n:
-        return {}
-    limit = cfg.max_sampler_gap or (0.1 if cfg.dtype == "bfloat16" else 1e-4)
-    if not total / n <= limit:
-        raise TrainingError(
-            f"the sampler's log-probabilities are off by {total / n:.2g} on average (at most {worst:.2g}; "
-            f"--max_sampler_gap {limit:g}). Likely causes: weights not pushed or a cache not reset after a push, "
-            "log-probabilities before the temperature, top-p or top-k in the sampler, another prompt or chat template "
-            "than the one that was scored, another dtype"
-        )
-    name, metrics = (
-        "sampling/importance_sampling_ratio",
-        dict(sampler_gap=total / n, sampler_gap_max=worst),
-    )
-    if cfg.tis_cap:  # ess: the effective share of the tokens
-        metrics |= {
-            f"{name}/mean": weight / n,
-            f"{name}/max": largest,
-            "tis_ess": weight**2 / (n * square),
-        }
-    return metrics
 
 
 def samples_to_note(samples, cfg) -> list:
@@ -62,7 +25,7 @@ def samples_to_note(samples, cfg) -> list:
     with the largest advantages, until LOGGED tokens are reached. Not of samples out of the loss."""
     written = samples if cfg.log_completions < 0 else samples[: cfg.log_completions]
     if cfg.log_tokens >= 0:
-        return [s for s in written[: cfg.log_tokens] if s.in_loss]
+        return [s for s in written[: cfg.log_tokens] if s.in_loss.any()]
     groups = {}
     for s in written:
         groups.setdefault(s.group, []).append(s)
@@ -70,7 +33,7 @@ def samples_to_note(samples, cfg) -> list:
         groups.values(), key=lambda group: sum(abs(advantage_of(s)) for s in group), default=[]
     )
     ends = np.cumsum([len(s.completion_ids) for s in noted])
-    return [s for s, end in zip(noted, ends, strict=True) if s.in_loss and end <= LOGGED]
+    return [s for s, end in zip(noted, ends, strict=True) if s.in_loss.any() and end <= LOGGED]
 
 
 def advantage_of(sample) -> float:
@@ -129,12 +92,23 @@ def completion_rows(samples, step: int, tokenizer) -> list[dict]:
         )
         | (dict(logged=s.extra) if s.extra else {})
         | (
-            dict(tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text)) | s.tokens)
-            if s.tokens
+            dict(
+                tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text))
+                | in_thousandths(s.token_notes)
+            )
+            if s.token_notes
             else {}
         )
         for s in samples
     ]
+
+
+def in_thousandths(notes: dict) -> dict:
+    """Token notes as whole numbers, which take less room: nats, and push, times 1000."""
+    return {
+        name: np.nan_to_num(1000 * values, nan=0, posinf=0, neginf=0).round().astype(int).tolist()
+        for name, values in notes.items()
+    }
 
 
 class JsonLines:

@@ -4,17 +4,14 @@ import ctypes
 import dataclasses
 import itertools
 import math
-import os
-import re
 
 import torch
 import transformers
 
-from harness.flags import ConfigError, first_line, need, say
+from harness.flags import need, say
 from harness.rows import Prompt
 
 SMALL = 10e6  # parameters under which a model is a toy: threads, bfloat16 and an engine cost more than they bring
-CACHE_BYTES = 2**30  # what vLLM's keys and values take on a CPU
 
 
 def quiet_transformers(verbose: bool) -> None:
@@ -151,59 +148,6 @@ def special_ids(model, tokenizer, cfg) -> tuple[list[int], int]:
     return eos, tokenizer.pad_token_id if tokenizer.pad_token_id in known else eos[0]
 
 
-def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """Which sampler, and why: vllm wherever it can be imported and has a build for this device, in this process."""
-    if cfg.rollout == "hf":
-        return "hf", "asked for"
-    if cfg.rollout == "auto" and small:
-        return "hf", "vLLM would take longer to start than it saves on a model this small"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights go by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
-    if (
-        cfg.dtype == "float32"
-    ):  # else vLLM's Triton attention multiplies in TF32, and the gap is 1e-3
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    install = f"pip install {'--no-deps -r requirements-cpu.txt' if device.type == 'cpu' else '-r requirements.txt'}"
-    problem = "vLLM has no float64" if cfg.dtype == "float64" else ""
-    try:
-        from vllm.platforms import current_platform
-
-        if device.type != current_platform.device_type:
-            problem = f"the installed vllm has no {device.type} build; {install}"
-        elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
-            problem = "vllm has no kernels for cards below compute capability 7.5; --rollout hf does without"
-        elif (
-            device.type == "cpu"
-        ):  # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
-            type(current_platform).simple_compile_backend = "eager"
-    except ImportError as error:
-        problem = f"vllm cannot be imported: {error}; {install}"
-    need(not problem or cfg.rollout != "vllm", cfg, "rollout", problem)
-    return (
-        ("hf", problem) if problem else ("vllm", "asked for" if cfg.rollout == "vllm" else "found")
-    )
-
-
-def load_model(path: str, cfg):
-    """A Hugging Face causal language model, float32 parameters, nothing random: each forward gives the same numbers."""
-    # float32 even where the forward runs in bfloat16: at lr 1e-6 pure bfloat16 loses 98 % of the updates
-    options = dict(
-        dtype=torch.float64 if cfg.dtype == "float64" else torch.float32, output_loading_info=True
-    )
-    try:
-        config = without_randomness(transformers.AutoConfig.from_pretrained(path))
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, **options
-        )
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    missing = min(found["missing_keys"], default="")
-    need(not missing, cfg, "model", f"its files have no weights for {missing}")
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model.eval()  # for good: some models draw random numbers while they train
-
-
 def same_weights(model, reference) -> bool:
     """Whether they are the same numbers, in the reference's dtype, which may be shorter."""
     theirs = dict(reference.named_parameters())
@@ -214,37 +158,20 @@ def same_weights(model, reference) -> bool:
     return True
 
 
-def without_randomness(config):
-    """The config with every dropout and jitter at 0, in those of its parts, too."""
-    for key, value in vars(config).items():
-        if hasattr(value, "to_diff_dict"):
-            without_randomness(value)
-        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
-            setattr(config, key, 0.0)
-    return config
-
-
-def fill_with_nan(model) -> None:
-    """Before each push: a tensor of the engine that the push does not reach spoils the rollout. A Linear on a CPU is a
-    packed copy: that it is stale shows in sampler_gap only."""
-    for parameter in model.parameters():
-        parameter.data.fill_(math.nan)
-    repack(model)
-
-
-def has_alibi(model) -> bool:
-    """Whether its attention holds slopes, which no push brings back."""
-    return any(
-        getattr(getattr(m, "impl", None), "alibi_slopes", None) is not None for m in model.modules()
-    )
-
-
-def repack(model) -> None:
-    """What vLLM's CPU build packs when it starts, but not again when it reloads: a tied head, the experts of a MoE."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w2_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
+def resolve_auto(cfg, model, device: torch.device):
+    """The flags with what `auto` means for this model on this device; prints each choice."""
+    if cfg.dtype == "auto":
+        if is_small(model):
+            dtype, why = "float32", "the model is small"
+        elif fast_bfloat16(device):
+            dtype, why = "bfloat16", f"this {device.type} has fast bfloat16"
+        else:
+            dtype, why = "float32", f"this {device.type} has no fast bfloat16"
+        cfg = dataclasses.replace(cfg, dtype=dtype)
+        say(f"--dtype {dtype} ({why})")
+    if cfg.beta > 0 and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
+        say(
+            "warning: as a loss, k1 has zero expected gradient: it does not keep the policy near "
+            "the reference"
+        )
+    return fit_micro_batch(cfg, model, device)

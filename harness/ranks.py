@@ -85,5 +85,22 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
+# The random streams of a run. NumPy pads a seed with zeros to four numbers, so that (s, t) and
+# (s, t, 0) are one stream: here each has four numbers, or five with its purpose at the end.
+SAMPLING = 0  # from step 1 on; number: the prompt
+PROMPT_ORDER = 0  # at step 0; number: the epoch
+EVAL = 1  # number: the prompt
+TORCH = 2  # torch.manual_seed; number: the rank
+NOISE = 3
+MINIBATCHES = 4  # number: the epoch
+
+
+def stream(seed: int, purpose: int, step: int = 0, number: int = 0) -> tuple[int, ...]:
+    """The seed, for NumPy, of one of these streams."""
+    if purpose == 0:
+        return (seed, 0, step, number)
+    return (seed, 0, step, number, purpose)
+
+
 def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 2)

@@ -40,6 +40,7 @@ import grpo  # isort: skip  first: it sets the environment before torch
 import numpy as np
 import torch
 
+import harness.engine
 import harness.log
 import harness.models
 import harness.ranks
@@ -343,8 +344,8 @@ def trl_trainer(files, spec, best: bool, record: Record, **given):
         )  # used there only to choose the positions
         harness.models.keep_freed_memory(world.device)
         cfg = grpo.parse_args(flags(files, spec, "vllm"))
-        cfg = grpo.resolved(cfg, trainer.model, world.device)
-        harness.models.choose_sampler(cfg, world.device, False)
+        cfg = harness.models.resolve_auto(cfg, trainer.model, world.device)
+        harness.engine.choose_sampler(cfg, world.device, False)
         engine, trainer.use_vllm, seed = (
             grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world),
             True,
@@ -430,8 +431,8 @@ def run_floor(files, spec) -> dict:
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = grpo.resolved(cfg, model, world.device)
-    harness.models.choose_sampler(cfg, world.device, False)
+    cfg = harness.models.resolve_auto(cfg, model, world.device)
+    harness.engine.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
     engine.push(model)

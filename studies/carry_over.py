@@ -19,16 +19,16 @@ import time
 import kl_estimators
 import numpy as np
 import torch
-from common import CPU, HERE, Recorder, Run, next_tokens, plt, save
+from common import CPU, HERE, Recorder, Run, fast_policy, next_tokens, plt, save
 from mean_of_means import weights
 from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
 
 import grpo
-import harness.kernels
+import harness.engine
 import harness.models
+import harness.packing
 import harness.workers
-from harness.fast import FastPolicy
 
 SKETCH = 2**20
 LONG = 12  # tokens, as in reductions.py
@@ -88,7 +88,7 @@ class Real:
             harness.workers.Scorer(rewards),
             grpo.load_model(path, cfg),
         )
-        self.policy = FastPolicy(self.model, cfg.temperature)
+        self.policy = fast_policy(self.model, cfg.temperature)
 
     def rollout(self, engine, step: int, n_prompts: int) -> list:
         cfg = dataclasses.replace(self.cfg, num_prompts=n_prompts)
@@ -106,7 +106,7 @@ def rollouts(
 ) -> dict:
     """{name: a list of samples per step}, by one engine that gets the weights of each."""
     cfg, found, engine = dataclasses.replace(cfg, dtype=dtype), {}, None
-    assert harness.models.choose_sampler(cfg, CPU.device, False)[0] == "vllm"
+    assert harness.engine.choose_sampler(cfg, CPU.device, False)[0] == "vllm"
     for name, path in paths.items():
         real = Real(path, cfg)
         if engine is None:
@@ -132,7 +132,7 @@ def update(subject, samples: list, **options):
     free = dict(beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0)
     recorder = Recorder(subject.policy)
     cfg = dataclasses.replace(subject.cfg, **(free | options))
-    metrics = grpo.update(subject.policy, subject.policy, recorder, samples, 1, cfg, CPU)
+    metrics = grpo.update(subject.policy, recorder, samples, cfg)
     return metrics, recorder.gradient
 
 
@@ -204,7 +204,7 @@ def angles(subject, samples: list, seed: int) -> dict:
 def push_ratio(samples: list, cfg, reduction: str) -> float:
     """Mean |d loss / d log-probability| of a token in long wrong answers over that in short wrong answers."""
     cfg = dataclasses.replace(cfg, loss_reduction=reduction, beta=0.0)
-    batch = grpo.collate(samples, policy, CPU.device)
+    batch = grpo.collate(samples, CPU.device)
     logps = batch["sampler_logps"].clone().requires_grad_()
     counts = int(batch["mask"].sum()), len(samples)
     rest = (logps.detach(), None, None, batch["advantages"], batch["mask"], cfg, *counts)
@@ -229,7 +229,7 @@ def kl_gradients(policy, reference, samples: list, group_size: int) -> tuple:
     signs, parameters = random_signs(policy), list(policy.parameters())
     found, kl = {name: [] for name in ("exact", "k1", "k2", "k3")}, 0.0
     for start in range(0, len(samples), group_size):
-        batch = grpo.collate(samples[start : start + group_size], policy, CPU.device)
+        batch = grpo.collate(samples[start : start + group_size], CPU.device, policy.rows)
         with torch.no_grad():
             q = next_tokens(reference, batch)  # [n, V]
         p = next_tokens(policy, batch)
@@ -317,8 +317,10 @@ def rounded(policy, operators):
                 r, plain(q, k, *map(r, angles))
             )
         if "attention" in operators:
-            attend = harness.kernels.packed_attention
-            undo.callback(modeling.ALL_ATTENTION_FUNCTIONS.register, "packed", attend)
+            attend = harness.packing.packed_attention
+            undo.callback(
+                modeling.ALL_ATTENTION_FUNCTIONS.register, harness.packing.ATTENTION, attend
+            )
 
             def in_bf16(module, query, key, value, blocks, **options):
                 blocks = [
@@ -329,7 +331,7 @@ def rounded(policy, operators):
                 )
                 return out.float(), None
 
-            modeling.ALL_ATTENTION_FUNCTIONS.register("packed", in_bf16)
+            modeling.ALL_ATTENTION_FUNCTIONS.register(harness.packing.ATTENTION, in_bf16)
         if "silu, product" in operators:
             rounds(layer.mlp.act_fn for layer in layers)
             before([layer.mlp.down_proj for layer in layers], lambda m, args: (r(args[0]),))
@@ -352,7 +354,7 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         return np.concatenate([s.old_logps for s in copies])
     parts = {}
     for micro in grpo.plan(samples, policy.packs, cfg, CPU)[0]:
-        batch = grpo.collate(micro, policy, CPU.device)
+        batch = grpo.collate(micro, CPU.device, policy.rows)
         with rounded(policy, operators):
             with grpo.autocast(cfg, CPU.device):
                 hidden = policy.hidden(batch)

@@ -101,6 +101,11 @@ def save(args, name: str, figure, *tables: list) -> None:
 # One training run
 
 
+def fast_policy(model, temperature: float):
+    """The policy with rows without padding and the head in tiles, which a run takes by itself."""
+    return FastPolicy(grpo.Policy(model, temperature))
+
+
 class Run:
     """Everything a run needs, on one CPU core. The settings are the bundled ones but for 8 prompts a step."""
 
@@ -111,8 +116,8 @@ class Run:
             cfg.model, cfg.train_data, cfg.eval_data
         )
         self.model = grpo.load_model(cfg.model, cfg)
-        self.policy = FastPolicy(self.model, cfg.temperature)
-        self.reference = FastPolicy(
+        self.policy = fast_policy(self.model, cfg.temperature)
+        self.reference = fast_policy(
             grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature
         )
         self.sampler = grpo.HFSampler(
@@ -147,7 +152,7 @@ class Run:
             grpo.compute_logps(self.policy, samples, "old_logps", self.cfg, CPU)
         if self.cfg.beta > 0:
             grpo.compute_logps(self.reference, samples, "ref_logps", self.cfg, CPU)
-        return grpo.update(self.policy, self.policy, self.optimizer, samples, step, self.cfg, CPU)
+        return grpo.update(self.policy, self.optimizer, samples, self.cfg, step=step)
 
     def evaluate(self, n: int, step: int) -> dict:
         """Greedy, on the first n held-out prompts."""
@@ -159,7 +164,7 @@ class Run:
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion: at every position of the samples the exact KL of the
         next-token distributions, over the full vocabulary."""
-        batch = grpo.collate(samples, self.policy, CPU.device)
+        batch = grpo.collate(samples, CPU.device, self.policy.rows)
         with torch.no_grad():
             p, q = (next_tokens(m, batch) for m in (self.policy, self.reference))  # [n, V]
         return ((p.exp() * (p - q)).sum() / len(samples)).item()
@@ -217,7 +222,7 @@ def update_gradient(run: Run, samples: list, **options):
         beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048
     )
     cfg = Config(**(grpo.BUNDLED | free | options))
-    grpo.update(run.policy, run.policy, recorder, samples, 1, cfg, CPU)
+    grpo.update(run.policy, recorder, samples, cfg)
     return recorder.gradient
 
 

@@ -239,7 +239,7 @@ class Host:
         self.samples, self.decode = [], []  # CPU seconds of each group's decode
         for g, group in enumerate(groups):
             started = time.process_time()
-            texts = [grpo.decode(tokenizer, c.ids, []) for c in group]
+            texts = [grpo.decode(tokenizer, c.ids) for c in group]
             self.decode.append(time.process_time() - started)
             for c, text in zip(group, texts, strict=True):
                 self.samples.append(Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, text))
@@ -311,12 +311,12 @@ class Host:
                 SimpleNamespace(said=set()), scores, 1, len(samples)
             )
             no_signal = grpo.assign_advantages(samples, 1, cfg)
-            counted = [s for s in samples if s.in_loss] or samples
+            counted = [s for s in samples if s.in_loss.any()] or samples
             world.phase = "log-probabilities"
             for name in ["ref_logps"] if cfg.updates_per_step == 1 else ["old_logps", "ref_logps"]:
                 grpo.compute_logps(policy, counted, name, cfg, world)
             world.phase = "sums"
-            metrics = grpo.update(policy, policy, policy, samples, 1, cfg, world)
+            metrics = grpo.update(policy, policy, samples, cfg, world=world)
             metrics |= (
                 dict(frac_reward_zero_std=no_signal) | grpo.sample_metrics(samples, cfg) | failures
             )

@@ -25,20 +25,20 @@ THREADS = os.environ.get("OMP_NUM_THREADS")  # common sets it
 
 import numpy as np
 import torch
-from common import HERE, plt, save
+from common import HERE, fast_policy, plt, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
-import harness.check
 import harness.checkpoints
+import harness.engine
+import harness.head
 import harness.models
+import harness.packing
 import harness.ranks
 import harness.rows
 import harness.run
 import view
-from grpo import Config, Policy, Sample
-from harness import check, kernels
-from harness.fast import FastPolicy
+from grpo import Config, Sample
 from harness.flags import first_line, say
 from harness.ranks import World
 
@@ -125,14 +125,19 @@ def made_up(m, rows: int, G: int = 1) -> list[Sample]:
         rest = ids[m.length // 4 :]
         samples.append(
             Sample(
-                i // G, prompt, rest, np.zeros(len(rest), np.float32), "stop", advantage=(-1.0) ** i
+                i // G,
+                prompt,
+                rest,
+                np.zeros(len(rest), np.float32),
+                "stop",
+                advantages=np.full(len(rest), (-1.0) ** i),
             )
         )
     return samples
 
 
 def collate(m, samples: list[Sample]) -> dict:
-    return grpo.collate(samples, m.policy, m.world.device)
+    return grpo.collate(samples, m.world.device, m.policy.rows)
 
 
 def forward(m, batch, cfg):
@@ -154,7 +159,7 @@ def free(m) -> None:
 def check_gradient(m) -> None:
     """Against the model's own logits in float32, a row for each text."""
     samples, cfg, kind = made_up(m, 8, G=8), m.cfg, m.world.device.type
-    batch, plain = collate(m, samples), grpo.collate(samples, m.world.device, packs=False)
+    batch = collate(m, samples)
     head = (
         {id(p) for p in m.model.get_output_embeddings().parameters()} if m.policy.plain_head else {}
     )
@@ -164,19 +169,13 @@ def check_gradient(m) -> None:
         batch["mask"],
         torch.get_autocast_dtype("cpu"),
     )
-    with check.as_loaded(m.model):
-        logits = (
-            m.model(input_ids=plain["ids"], use_cache=False).logits.flatten(0, 1)[plain["read"]]
-            / cfg.temperature
-        )
-    exact = logits.log_softmax(-1).gather(-1, plain["targets"][:, None])[:, 0]  # [n]
-    advantages = batch["advantages"][:, None].expand_as(mask)[mask]  # [n]
+    exact = m.policy.plain(grpo.collate(samples, m.world.device))[0][mask]  # [n]
+    advantages = batch["advantages"][mask]  # [n]
     true = torch.autograd.grad(-(exact * advantages).sum(), parameters)
-    whole, kernels.HEAD_TILE[kind] = (
-        kernels.HEAD_TILE[kind],
-        logits.numel() // 5,
+    whole, harness.head.HEAD_TILE[kind] = (
+        harness.head.HEAD_TILE[kind],
+        mask.sum().item() * m.model.config.vocab_size // 5,
     )  # some tiles for any vocabulary
-    del logits
     for dtype in dict.fromkeys((cfg.dtype, "bfloat16")):
         run, limit = dataclasses.replace(cfg, dtype=dtype), 0.1 if dtype == "bfloat16" else 1e-4
         for n_tokens in (1e4, 1e6):
@@ -206,7 +205,7 @@ def check_gradient(m) -> None:
         gap = (logps[mask] - exact).detach().abs()
         shown = f"off by {gap.mean():.2g} on average (below {limit:g}), at most {gap.max():.2g}"
         right(m, f"{dtype}: log-probabilities of random tokens", gap.mean() < limit, shown)
-    kernels.HEAD_TILE[kind] = whole
+    harness.head.HEAD_TILE[kind] = whole
 
 
 def check_micro_batches(m) -> None:
@@ -224,7 +223,7 @@ def check_resume(m) -> None:
     samples = made_up(m, 8)
 
     def step(policy, ddp, optimizer):
-        grpo.update(policy, ddp, optimizer, samples, 2, m.cfg, m.world)
+        grpo.update(policy, optimizer, samples, m.cfg, step=2, ddp=ddp, world=m.world)
         moments = [x for state in optimizer.state.values() for x in state.values()]
         return [x.detach().to("cpu", copy=True) for x in (*policy.parameters(), *moments)]
 
@@ -233,7 +232,7 @@ def check_resume(m) -> None:
         harness.checkpoints.write_checkpoint(path, m.model.save_pretrained, state)
         runs = [step(m.policy, m.ddp, m.optimizer)]
         for _ in range(2):
-            policy = FastPolicy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
+            policy = fast_policy(grpo.load_model(path, m.cfg).to(m.world.device), m.cfg.temperature)
             ddp, optimizer = grpo.wrap(policy, m.cfg, m.world), grpo.make_optimizer(policy, m.cfg)
             optimizer.load_state_dict(
                 harness.checkpoints.load_checkpoint(path).state.pop("optimizer")
@@ -305,7 +304,7 @@ class Clock(harness.run.Clock):
 
 def timed(m, what: str, samples, size: int, rounds: int) -> bool:
     """A line of the speed table, the least of the rounds after one that warms up; whether it fitted."""
-    chunk = kernels.HEAD_TILE[m.world.device.type]
+    chunk = harness.head.HEAD_TILE[m.world.device.type]
     cfg, clock, times = (
         dataclasses.replace(m.cfg, micro_batch_tokens=size),
         Clock(m.world.device),
@@ -351,7 +350,7 @@ def speed(m, quick: bool) -> None:
         made_up(m, sizes[-1] * m.world.size // m.length),
         3 if m.cuda else 1 if quick else 2,
     )
-    chunk = kernels.HEAD_TILE[kind]
+    chunk = harness.head.HEAD_TILE[kind]
 
     def sweep(what):
         return max((size for size in sizes if timed(m, what, samples, size, rounds)), default=0)
@@ -360,9 +359,9 @@ def speed(m, quick: bool) -> None:
     fits = sweep("update")
     for power in range(24, 29) if m.cuda else (24, 26):
         if 2**power != chunk and (m.cuda or m.model.config.vocab_size * sizes[-1] > 2**24):
-            kernels.HEAD_TILE[kind] = 2**power
+            harness.head.HEAD_TILE[kind] = 2**power
             timed(m, "update", samples, sizes[-2], rounds)
-    kernels.HEAD_TILE[kind] = chunk
+    harness.head.HEAD_TILE[kind] = chunk
     m.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     sweep("update, checkpointed")
     m.model.gradient_checkpointing_disable()
@@ -430,7 +429,7 @@ def memory(m) -> None:
 
 def sampler_and_phases(m, tokenizer) -> dict:
     """Gaps to the sampler around pushes; seconds of each phase of a step."""
-    kind, why = harness.models.choose_sampler(m.cfg, m.world.device, False)
+    kind, why = harness.engine.choose_sampler(m.cfg, m.world.device, False)
     sleeps, low = m.cuda and kind == "vllm", m.cfg.dtype == "bfloat16"
     cfg = dataclasses.replace(
         m.cfg, max_completion_length=512 if sleeps else 64 if m.cuda else 24, learning_rate=1e-2
@@ -484,7 +483,10 @@ def sampler_and_phases(m, tokenizer) -> dict:
         return samples
 
     def update(samples):
-        phase("update", lambda: grpo.update(m.policy, m.ddp, m.optimizer, samples, 1, cfg, m.world))
+        phase(
+            "update",
+            lambda: grpo.update(m.policy, m.optimizer, samples, cfg, ddp=m.ddp, world=m.world),
+        )
 
     push()
     rollout("after the first push")
@@ -531,7 +533,7 @@ def point(number: int, asked: str, missing: str, ask, *given) -> None:
 def check_points(device) -> None:
     """By the numbers of the list that they come from; its third part, what nobody knows, is the rest of this file."""
     gpu = "" if device.type == "cuda" else "needs a GPU"
-    kind, why = ("hf", "") if gpu else harness.models.choose_sampler(Config(), device, False)
+    kind, why = ("hf", "") if gpu else harness.engine.choose_sampler(Config(), device, False)
     vllm = gpu or ("needs vllm" if "cannot be imported" in why else "")
     engine = gpu or ("" if kind == "vllm" else why)
     two = gpu or ("" if torch.cuda.device_count() > 1 else "needs two GPUs")
@@ -634,7 +636,7 @@ def bfloat16(device) -> tuple:
 
 
 def engine_for_card(device) -> tuple:
-    kind, why = harness.models.choose_sampler(Config(), device, False)
+    kind, why = harness.engine.choose_sampler(Config(), device, False)
     return (kind == "vllm") == (
         torch.cuda.get_device_capability(device) >= (7, 5)
     ), f"{kind} ({why})"
@@ -710,7 +712,7 @@ def grouped(device) -> argparse.Namespace:
         .eval()
     )
     m = argparse.Namespace(
-        model=model, length=100, world=World(0, 1, device), policy=FastPolicy(model, 1.0)
+        model=model, length=100, world=World(0, 1, device), policy=fast_policy(model, 1.0)
     )
     m.samples = made_up(m, 8, G=4)
     return m
@@ -719,7 +721,7 @@ def grouped(device) -> argparse.Namespace:
 def no_math_kernel(device, dtype: str) -> tuple:
     m = grouped(device)
     for packs in (True, False):
-        harness.check.use_rows(m.policy, packs)
+        m.policy.packs = packs
         with sdpa_kernel(
             [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         ):  # an error without them
@@ -728,15 +730,15 @@ def no_math_kernel(device, dtype: str) -> tuple:
 
 
 def masks(device) -> tuple:
-    m, made, honest = grouped(device), [], kernels.packed_masks
+    m, made, honest = grouped(device), [], harness.packing.packed_masks
     cfg = Config(dtype="bfloat16" if harness.models.fast_bfloat16(device) else "float32")
-    kernels.packed_masks = lambda *args, **options: (
+    harness.packing.packed_masks = lambda *args, **options: (
         made.append(honest(*args, **options)) or made[-1]
     )
     try:
         forward(m, collate(m, m.samples), cfg)
     finally:
-        kernels.packed_masks = honest
+        harness.packing.packed_masks = honest
     found = {
         (str(bias.dtype), bias.shape[-1])
         for blocks in made
@@ -751,9 +753,9 @@ def masks(device) -> tuple:
 
 def chosen_fits(device) -> tuple:
     model = random_model("0.5B", device)
-    cfg = grpo.resolved(Config(max_sampler_gap=1e9), model, device)
+    cfg = harness.models.resolve_auto(Config(max_sampler_gap=1e9), model, device)
     m = argparse.Namespace(
-        model=model, length=512, world=World(0, 1, device), policy=FastPolicy(model, 1.0)
+        model=model, length=512, world=World(0, 1, device), policy=fast_policy(model, 1.0)
     )
     n, head = model.num_parameters(), model.get_input_embeddings().weight.numel()
     reference = torch.empty(
@@ -765,7 +767,7 @@ def chosen_fits(device) -> tuple:
     )
     torch.cuda.reset_peak_memory_stats()
     for step in (1, 2):  # in the second one the moments are there
-        grpo.update(m.policy, m.policy, optimizer, samples, step, cfg, m.world)
+        grpo.update(m.policy, optimizer, samples, cfg, step=step, world=m.world)
     peak, room = (
         torch.cuda.max_memory_allocated(),
         0.95 * torch.cuda.get_device_properties(device).total_memory - 2e9,
@@ -800,8 +802,8 @@ def hidden_card() -> tuple:
 def bundled(device) -> tuple:
     cfg = Config(**grpo.BUNDLED)
     model = grpo.load_model(cfg.model, cfg).to(device)
-    dtype = grpo.resolved(cfg, model, device).dtype
-    kind, why = harness.models.choose_sampler(cfg, device, harness.models.is_small(model))
+    dtype = harness.models.resolve_auto(cfg, model, device).dtype
+    kind, why = harness.engine.choose_sampler(cfg, device, harness.models.is_small(model))
     return (dtype, kind) == ("float32", "hf"), f"{dtype}, {kind} ({why})"
 
 
@@ -868,7 +870,7 @@ def main() -> int:
     wrong = any(row[-1] == "NOT AS EXPECTED" for row in POINTS)
     if args.points:
         return int(wrong)
-    kernels.HEAD_TILE.setdefault(device.type, 2**24)
+    harness.head.HEAD_TILE.setdefault(device.type, 2**24)
     m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
     with tempfile.TemporaryDirectory() as folder:
@@ -882,7 +884,7 @@ def main() -> int:
         size, small = m.model.num_parameters(), harness.models.is_small(m.model)
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        m.cfg = grpo.resolved(cfg, m.model, device)
+        m.cfg = harness.models.resolve_auto(cfg, m.model, device)
         name = torch.cuda.get_device_name(device) if m.cuda else device.type
         m.peak = 1e12 * (
             args.peak_tflops
@@ -903,7 +905,7 @@ def main() -> int:
         )
         m.length = min(positions, 512 if m.cuda else 256)
 
-        m.policy, clock = FastPolicy(m.model, m.cfg.temperature), Clock(device)
+        m.policy, clock = fast_policy(m.model, m.cfg.temperature), Clock(device)
         m.base = (
             0 if m.cuda else [clock.peak(), clock.peak()][1] - 4 * size
         )  # what Python and its libraries hold
@@ -913,7 +915,9 @@ def main() -> int:
         )
         check_gradient(m)
         check_micro_batches(m)
-        grpo.update(m.policy, m.ddp, m.optimizer, made_up(m, 8 * m.world.size), 1, m.cfg, m.world)
+        grpo.update(
+            m.policy, m.optimizer, made_up(m, 8 * m.world.size), m.cfg, ddp=m.ddp, world=m.world
+        )
         if m.world.size == 1:
             check_resume(m)
         else:

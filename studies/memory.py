@@ -26,12 +26,11 @@ import warnings
 
 import numpy as np
 import torch
-from common import arguments, save
+from common import arguments, fast_policy, save
 
 import grpo
 import harness.models
-from grpo import Config, Policy, Sample
-from harness.fast import FastPolicy
+from grpo import Config, Sample
 from harness.flags import ConfigError
 from harness.ranks import World
 from harness.rows import Prompt
@@ -70,7 +69,9 @@ def label_of(_bytes: int) -> int:
             return labels["the weights, float32"]
         if "_init_group" in name:
             return labels["Adam's moments"]
-        if "/models/" in path or path.endswith(("grpo.py", "kernels.py", "sdpa_attention.py")):
+        if "/models/" in path or path.endswith(
+            ("grpo.py", "head.py", "packing.py", "sdpa_attention.py")
+        ):
             line = linecache.getline(path, frame.f_lineno).strip()
             return labels[f"{os.path.basename(path)} {name}: `{line}`"]
         frame = frame.f_back
@@ -121,7 +122,7 @@ def samples_of(tokens: int) -> list[Sample]:
                 ids,
                 np.zeros(COMPLETION, np.float32),
                 "stop",
-                advantage=1.0,
+                advantages=np.ones(COMPLETION),
             )
             sample.ref_logps = np.zeros(COMPLETION, np.float32)
             samples.append(sample)
@@ -133,7 +134,7 @@ class Counted:
 
     def __init__(self, size: str):
         self.size, self.model, self.found = size, model_of(size), {}
-        self.policy = FastPolicy(self.model, 1.0)
+        self.policy = fast_policy(self.model, 1.0)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
         self.peak(TOKENS[0], True)  # makes the moments
         self.found.clear()
@@ -149,7 +150,7 @@ class Counted:
                 self.model.gradient_checkpointing_disable()
             cfg = Config(micro_batch_tokens=tokens, dtype=dtype, max_sampler_gap=1e9, log_tokens=0)
             torch.cuda.reset_peak_memory_stats()
-            grpo.update(self.policy, self.policy, self.optimizer, samples_of(tokens), 1, cfg, WORLD)
+            grpo.update(self.policy, self.optimizer, samples_of(tokens), cfg, world=WORLD)
             lines = {
                 line: cuda_standin.native.standin_at_peak(number) for line, number in labels.items()
             }

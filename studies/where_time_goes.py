@@ -14,14 +14,12 @@ import time
 import numpy as np
 import torch
 from bench import SETTINGS, bare_losses, flags, prepare, rows_without_padding
-from common import CPU, HERE, legend, plt, save
+from common import CPU, HERE, fast_policy, legend, plt, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-import harness.check
 import harness.models
 import harness.rows
-from harness.fast import FastPolicy
 
 ROUNDS = 3
 KINDS = {
@@ -65,30 +63,29 @@ def sides(files: dict, spec: dict) -> dict:
     cfg = grpo.parse_args(flags(files, spec, "hf") + ["--max_sampler_gap", "1e9"])
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
-    cfg = grpo.resolved(cfg, model, CPU.device)
-    policy = FastPolicy(model, cfg.temperature)
+    cfg = harness.models.resolve_auto(cfg, model, CPU.device)
+    policy = fast_policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
     drawn = grpo.prompts_of_step(prompts, 1, cfg)
     samples = grpo.sample(sampler, drawn, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU)
     for number, sample in enumerate(samples):
-        sample.advantage = (-1.0) ** number
+        sample.advantages[:] = (-1.0) ** number
 
     def ours():
         grpo.wrap(policy, cfg, CPU)
         grpo.compute_logps(policy, samples, "ref_logps", cfg, CPU)
-        grpo.update(policy, policy, optimizer, samples, 1, cfg, CPU)
+        grpo.update(policy, optimizer, samples, cfg)
 
     ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
 
     def floor():
         model.get_input_embeddings().sparse = False
-        with harness.check.as_loaded(model):
-            with torch.no_grad():
-                list(bare_losses(model, ids, P, cfg))
-            for loss in bare_losses(model, ids, P, cfg):
-                loss.backward()
+        with torch.no_grad():
+            list(bare_losses(model, ids, P, cfg))
+        for loss in bare_losses(model, ids, P, cfg):
+            loss.backward()
         optimizer.zero_grad()
 
     return dict(ours=ours, floor=floor)

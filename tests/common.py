@@ -28,12 +28,13 @@ import pytest
 import torch
 
 import grpo
+import harness.check
 import harness.checkpoints
-import harness.kernels
+import harness.engine
+import harness.hf_sampler
 import harness.models
 import harness.rows
 import harness.run
-import harness.seeded
 import reward
 import view
 from grpo import Config, Prompt, Sample
@@ -121,24 +122,31 @@ class Recorder:
         pass
 
     def zero_grad(self, set_to_none):
+        if all(p.grad is None for p in self.policy.parameters()):
+            return  # before the first backward
         self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in self.policy.parameters()]))
         for p in self.policy.parameters():
             p.grad = None
+
+
+def fast_policy(model, temperature: float):
+    """As make_policy() makes it, without its comparison."""
+    harness.check.choose_attention(model)
+    return FastPolicy(grpo.Policy(model, temperature))
 
 
 def update_gradient(
     cfg, samples, dtype=torch.float32, ddp=None, policy=None, world=CPU, packs=True
 ):
     """The parameter gradient [P] and the metrics of one optimiser step, through the real update()."""
-    policy = policy or FastPolicy(tiny_model(dtype=dtype), cfg.temperature)
-    if isinstance(policy, FastPolicy):
-        harness.check.use_rows(policy, packs)
+    policy = policy or fast_policy(tiny_model(dtype=dtype), cfg.temperature)
+    policy.packs = packs and isinstance(policy, FastPolicy)
     cfg = dataclasses.replace(
         cfg, max_sampler_gap=1e9
     )  # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     recorder = Recorder(policy)
-    metrics = grpo.update(policy, ddp or policy, recorder, samples, 1, cfg, world)
+    metrics = grpo.update(policy, recorder, samples, cfg, ddp=ddp or policy, world=world)
     return recorder.grads[0], metrics
 
 
@@ -189,7 +197,7 @@ def forking_server():
     for line in sys.stdin:
         name, args, options, ranks, output = json.loads(line)
         if name.endswith("vllm_worker") or "vllm" in args:  # for this fork and the later ones
-            harness.models.choose_sampler(Config(rollout="vllm"), CPU.device, False)
+            harness.engine.choose_sampler(Config(rollout="vllm"), CPU.device, False)
             from vllm import LLM  # noqa: F401
             from vllm.v1.worker import cpu_worker  # noqa: F401
         with socket.socket() as free:
@@ -334,12 +342,13 @@ def small_run(out, command_line=False, **options):
 
 def logps_of(policy, samples, packs=None):
     """packs: in one row, or in padded ones, whatever the policy itself would do."""
-    own = policy.packs
-    harness.check.use_rows(policy, own if packs is None else packs)
+    before = policy.packs
+    if packs is not None:
+        policy.packs = packs
     try:
-        return policy(grpo.collate(samples, policy, CPU.device))
+        return policy(grpo.collate(samples, CPU.device, policy.rows))
     finally:
-        harness.check.use_rows(policy, own)
+        policy.packs = before
 
 
 MODELS = [
@@ -427,7 +436,7 @@ def copy_cut_back(run, out, saved):
 
 def tracked_run(out, model=None, **options):
     """A Run as train() makes one, around a tiny model that nobody trains."""
-    policy = FastPolicy(model or tiny_model(), 1.0)
+    policy = fast_policy(model or tiny_model(), 1.0)
     cfg = Config(model="m", out_dir=str(out), **options)
     run = harness.run.Run(cfg, CPU, None, time.monotonic())
     optimizer = grpo.make_optimizer(policy, cfg)
@@ -457,10 +466,10 @@ def stuck_run(out, how, marker, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "rollout":
-            honest = harness.seeded.SeededSampling.__call__
+            honest = harness.hf_sampler.SeededSampling.__call__
             steps = itertools.count()
             patch.setattr(
-                harness.seeded.SeededSampling,
+                harness.hf_sampler.SeededSampling,
                 "__call__",
                 lambda *args: stuck() if next(steps) == 20 else honest(*args),
             )

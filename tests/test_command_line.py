@@ -123,12 +123,15 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_pa
 
 def other_rows_on_rank_1(*args):
     """As where rounding on another card, or its memory, decided otherwise."""
-    settle = grpo.check.settle
     if os.environ["RANK"] == "1":
-        grpo.check.settle = lambda policy, *a, **options: (
-            settle(policy, *a, **options),
-            grpo.check.use_rows(policy, False),
-        )
+        honest = grpo.make_policy
+
+        def with_padded_rows(*args):
+            policy = honest(*args)
+            policy.packs = False
+            return policy
+
+        grpo.make_policy = with_padded_rows
     command_line(*args)
 
 
@@ -218,13 +221,13 @@ def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
 def test_a_config_made_in_python_knows_what_was_given():
     """A value that equals the default of a language model is no less given: the bundled task does not replace it."""
     assert (
-        grpo.complete(Config()).max_steps == 20
-        and grpo.complete(Config(max_steps=100)).max_steps == 100
+        grpo.prepare(Config()).max_steps == 20
+        and grpo.prepare(Config(max_steps=100)).max_steps == 100
     )
-    cfg = grpo.complete(Config(max_steps=100, learning_rate=1e-6))
+    cfg = grpo.prepare(Config(max_steps=100, learning_rate=1e-6))
     assert (cfg.model, cfg.learning_rate, cfg.max_completion_length) == (BUNDLED.model, 1e-6, 40)
-    assert grpo.complete(Config(model="m", train_data="rows")).max_steps == 100
-    assert grpo.complete(Config(train_data="rows.jsonl")).eval_data == ""  # of one's own rows
+    assert grpo.prepare(Config(model="m", train_data="rows")).max_steps == 100
+    assert grpo.prepare(Config(train_data="rows.jsonl")).eval_data == ""  # of one's own rows
 
 
 LATER = "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args([])"

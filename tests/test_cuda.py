@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import grpo
-import harness.check
 import harness.checkpoints
-import harness.kernels
+import harness.engine
+import harness.head
 import harness.models
+import harness.packing
 import harness.ranks
 import harness.run
-from grpo import Config, Policy
-from harness.fast import FastPolicy
+from grpo import Config
 from harness.flags import ConfigError
 from harness.ranks import World
 from tests.common import (
@@ -32,6 +32,7 @@ from tests.common import (
     HERE,
     PRIME,
     command_line,
+    fast_policy,
     ids_of,
     lines,
     random_samples,
@@ -209,7 +210,7 @@ def updates(path):
     """Updates of the same samples in few and in many micro-batches: how many these were, and what waited."""
     import cuda_standin
 
-    found, collate, policy = [], grpo.collate, FastPolicy(tiny_model().to(CUDA), 1.0)
+    found, collate, policy = [], grpo.collate, fast_policy(tiny_model().to(CUDA), 1.0)
     samples = random_samples(30, 5)
     for step, (log_tokens, budget) in enumerate(
         itertools.product((0, 30), (4096, 4096, 100, 30)), 1
@@ -220,7 +221,7 @@ def updates(path):
         )
         grpo.collate = lambda *args, made=made: (made.append(1), collate(*args))[1]
         cuda_standin.waits.clear()
-        grpo.update(policy, policy, optimizer, samples, step, cfg, World(0, 1, CUDA))
+        grpo.update(policy, optimizer, samples, cfg, step=step, world=World(0, 1, CUDA))
         found.append((log_tokens, len(made), dict(cuda_standin.waits)))
     written, harness.run.write_checkpoint = [], lambda *_: written.append(dict(cuda_standin.waits))
     run = types.SimpleNamespace(
@@ -270,7 +271,7 @@ def head_gradients(path):
         -1
     )  # likely tokens, as a policy samples them: small gradients
     hidden, weight, targets = hidden.to(CUDA).requires_grad_(), weight.to(CUDA), targets.to(CUDA)
-    honest = harness.kernels.HeadLogps.backward
+    honest = harness.head.HeadLogps.backward
 
     def planted(ctx, grad_logps, grad_entropy):
         asked = torch.get_autocast_dtype("cuda")
@@ -292,9 +293,9 @@ def head_gradients(path):
         ("bfloat16", torch.bfloat16, honest),
         ("planted", torch.bfloat16, planted),
     ):
-        harness.kernels.HeadLogps.backward = staticmethod(backward)
+        harness.head.HeadLogps.backward = staticmethod(backward)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logps, _ = harness.kernels.HeadLogps.apply(hidden, weight, None, targets, 1.0)
+            logps, _ = harness.head.HeadLogps.apply(hidden, weight, None, targets, 1.0)
         [gradient] = torch.autograd.grad(logps.sum() / 1e7, hidden)
         found[name] = (1e7 * gradient.float()).cpu()
     torch.save(found, path)
@@ -656,10 +657,12 @@ def card_answers(path):
 
     harness.models.SMALL = 0
     model = tiny_model().to(CUDA)  # grouped heads
-    cfg = grpo.resolved(Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA)
-    policy, made = FastPolicy(model, 1.0), []
-    masks = harness.kernels.packed_masks
-    harness.kernels.packed_masks = lambda *args, **options: (
+    cfg = harness.models.resolve_auto(
+        Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA
+    )
+    policy, made = fast_policy(model, 1.0), []
+    masks = harness.packing.packed_masks
+    harness.packing.packed_masks = lambda *args, **options: (
         made.append(masks(*args, **options)) or made[-1]
     )
     recorder = types.SimpleNamespace(
@@ -669,9 +672,9 @@ def card_answers(path):
     samples = random_samples(12, 4)
     samples[0].prompt.ids = ids_of(range(2, 15))  # the longest prompt: not a multiple of 8
     for packs in (True, False):
-        harness.check.use_rows(policy, packs)
+        policy.packs = packs
         cuda_standin.attention.clear()
-        grpo.update(policy, policy, recorder, samples, 1, cfg, World(0, 1, CUDA))
+        grpo.update(policy, recorder, samples, cfg, world=World(0, 1, CUDA))
         answers["packed" if packs else "padded"] = sorted(cuda_standin.attention)
     biases = [bias for found in made for *_, bias in found if bias is not None]
     answers |= dict(passes=len(made), biases=[[str(bias.dtype), bias.shape[-1]] for bias in biases])
@@ -689,7 +692,7 @@ def test_cards_that_vllm_has_no_kernels_for_sample_with_hf(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda *_, capability=capability: capability
         )
-        chosen, why = harness.models.choose_sampler(Config(dtype="float32"), CUDA, False)
+        chosen, why = harness.engine.choose_sampler(Config(dtype="float32"), CUDA, False)
         assert chosen == kind and ("below compute capability 7.5" in why) == (kind == "hf")
         assert (
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -697,7 +700,7 @@ def test_cards_that_vllm_has_no_kernels_for_sample_with_hf(monkeypatch):
         )
         if kind == "hf":
             with pytest.raises(ConfigError, match="--rollout vllm: .*no kernels.*--rollout hf"):
-                harness.models.choose_sampler(Config(dtype="float32", rollout="vllm"), CUDA, False)
+                harness.engine.choose_sampler(Config(dtype="float32", rollout="vllm"), CUDA, False)
 
 
 CARDS = {

@@ -18,7 +18,7 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-ROOMS = "flags ranks workers rows models kernels check checkpoints advice log run"  # upwards
+ROOMS = "flags ranks workers rows arrays models recompute check checkpoints advice log run head packing fast hf_sampler"  # upwards
 HARNESS = [f"harness/{name}" for name in ROOMS.split()]
 
 
@@ -160,7 +160,7 @@ def test_files_and_functions_of_a_document_exist(name):
     for path in re.findall(r"`(?:python )?((?:\w+/)*\w+\.(?:py|patch)|(?:\w+/)+)[ `]", text):
         if not re.match(r"my_|file\.py|out|step_", path):
             assert any(os.path.exists(os.path.join(HERE, folder, path)) for folder in folders), path
-    code = document("grpo.py") + document("harness/kernels.py")
+    code = document("grpo.py") + document("harness/head.py")
     table = text.partition("| in `grpo.py` |")[2].partition("\n\n")[0]
     for word in re.findall(r"^\| .* \| `(\w+)`.* \|$", table, re.M):
         assert re.search(rf"\b{word}\b", code), word

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import grpo
+import harness.engine
 import harness.flags
 import harness.log
 import harness.models
 import harness.rows
 from grpo import Config, Prompt, Sample
-from harness.fast import FastPolicy
 from harness.flags import ConfigError
 from harness.ranks import World
 from tests.common import (
@@ -32,6 +32,7 @@ from tests.common import (
     F64,
     PRIME,
     copy_cut_back,
+    fast_policy,
     ids_of,
     lines,
     logps_of,
@@ -84,7 +85,7 @@ def fault_run(out, sampler, fault, monkeypatch):
         sampler.llm.collective_rpc,
         sampler.llm.reset_prefix_cache,
     )
-    repack, pushes = harness.models.repack, []
+    repack, pushes = grpo.repack, []
 
     def clean(
         worker,
@@ -117,7 +118,7 @@ def fault_run(out, sampler, fault, monkeypatch):
         patch.setattr(sampler, "close", lambda: None)
         patch.setattr(sampler.llm, "collective_rpc", planted)
         if fault == "head":
-            patch.setattr(harness.models, "repack", lambda model: len(pushes) > 1 or repack(model))
+            patch.setattr(grpo, "repack", lambda model: len(pushes) > 1 or repack(model))
         if fault in ("cache", "refused"):
             patch.setattr(
                 sampler.llm,
@@ -193,9 +194,9 @@ def served_family(folder, name):
 
 def agreement(folder, engines):
     """{kind: for the first weights, others, the first ones again: whether engine and trainer agree}"""
-    harness.models.CACHE_BYTES = 2**26
+    grpo.VLLMSampler.CPU_CACHE_BYTES = 2**26
     results, cfg = {}, Config(rollout="vllm", max_completion_length=12, temperature=0.7)
-    rng, why = np.random.default_rng(0), harness.models.choose_sampler(cfg, CPU.device, False)
+    rng, why = np.random.default_rng(0), harness.engine.choose_sampler(cfg, CPU.device, False)
     assert why == ("vllm", "asked for")  # it sets the engine's environment
     prompts = [ids_of(rng.integers(2, 32, n)) for n in (3, 9, 150)]
     for kind, tied in engines:
@@ -218,7 +219,7 @@ def agreement(folder, engines):
                 for i, (p, group) in enumerate(zip(prompts, drawn, strict=True))
                 for c in group
             ]
-            logps = logps_of(FastPolicy(model, 0.7), samples)[0].detach().numpy()
+            logps = logps_of(fast_policy(model, 0.7), samples)[0].detach().numpy()
             gap = max(
                 np.abs(a[: len(s.sampler_logps)] - s.sampler_logps).max()
                 for a, s in zip(logps, samples, strict=True)
@@ -500,20 +501,6 @@ class TestEngine:
             assert m["sampler_gap"] < 0.1 and 0.9 < m["tis_ess"] < 1.0001 and 0.9 < m[TIS] < 1.1
 
 
-def test_what_is_measured_of_the_gap():
-    log_ratio = torch.randn(1001, dtype=F64, generator=torch.Generator().manual_seed(0)) * 0.3
-    cfg = Config(max_sampler_gap=1e9, tis_cap=1.5)
-    found = harness.log.gap_metrics(log_ratio, cfg, CPU)
-    weight = log_ratio.exp().clamp(max=1.5)
-    assert found["sampler_gap"] == pytest.approx(log_ratio.abs().mean().item())
-    assert found["sampler_gap_max"] == pytest.approx(log_ratio.abs().max().item())
-    assert found[TIS] == pytest.approx(weight.mean().item())
-    assert found["tis_ess"] == pytest.approx(
-        (weight.sum() ** 2 / (1001 * weight.square().sum())).item()
-    )
-    assert harness.log.gap_metrics(log_ratio[:0], cfg, CPU) == {}
-
-
 @pytest.mark.slow
 def test_a_real_model(tmp_path):
     """A chat model that others trained: loaded, evaluated, trained, saved, resumed. Its eval has more prompt tokens
@@ -625,21 +612,21 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
 
 def test_which_sampler_and_why(monkeypatch):
     cpu, no_vllm = CPU.device, {"vllm": None, "vllm.platforms": None}
-    assert harness.models.choose_sampler(Config(rollout="hf"), cpu, False) == ("hf", "asked for")
-    kind, why = harness.models.choose_sampler(Config(), cpu, True)
+    assert harness.engine.choose_sampler(Config(rollout="hf"), cpu, False) == ("hf", "asked for")
+    kind, why = harness.engine.choose_sampler(Config(), cpu, True)
     assert kind == "hf" and "small" in why
-    assert harness.models.choose_sampler(Config(dtype="float64"), cpu, False) == (
+    assert harness.engine.choose_sampler(Config(dtype="float64"), cpu, False) == (
         "hf",
         "vLLM has no float64",
     )
     for name, module in no_vllm.items():
         monkeypatch.setitem(sys.modules, name, module)
-    kind, why = harness.models.choose_sampler(Config(), cpu, False)
+    kind, why = harness.engine.choose_sampler(Config(), cpu, False)
     assert kind == "hf" and "vllm cannot be imported" in why
     with pytest.raises(
         ConfigError, match="--rollout vllm: vllm cannot be imported.*; pip install --no-deps -r req"
     ):
-        harness.models.choose_sampler(Config(rollout="vllm"), cpu, False)
+        harness.engine.choose_sampler(Config(rollout="vllm"), cpu, False)
 
 
 def test_an_engine_that_does_not_start(monkeypatch):

@@ -12,6 +12,7 @@ import transformers
 
 import grpo
 import harness.checkpoints
+import harness.engine
 import harness.models
 import harness.rows
 import harness.run
@@ -175,7 +176,7 @@ def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path):
     ids = r1("<think>hm</think>3", add_special_tokens=False)[
         "input_ids"
     ]  # added tokens, but not special ones
-    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids), []) == "<think>hm</think>3"
+    assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
 
 
 def test_todays_date_can_be_pinned(encode, tmp_path):
@@ -255,10 +256,7 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
     # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
     drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
     known = drawn[drawn < len(after)]
-    assert (
-        len(known) < len(drawn)
-        and grpo.decode(after, drawn, []) == grpo.decode(after, known, []) != ""
-    )
+    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
 
 
 def test_no_generation_config_changes_what_is_sampled(tmp_path):
@@ -374,7 +372,7 @@ def test_what_the_engine_finds_in_its_environment(monkeypatch):
             os, "environ", mine | {names[0]: "1"}
         )  # a user's: the push of weights needs one process
         monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-        kind, why = harness.models.choose_sampler(Config(dtype=dtype), CPU.device, False)
+        kind, why = harness.engine.choose_sampler(Config(dtype=dtype), CPU.device, False)
         assert kind == "hf" and "vllm cannot be imported" in why
         assert [os.environ.get(name) for name in names] == ["0", "ERROR", precision]
 

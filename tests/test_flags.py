@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import grpo
+import harness.models
 from grpo import Config
 from harness import flags
 from harness.flags import ConfigError, TrainingError
@@ -64,7 +65,7 @@ def test_impossible_flags_are_refused(args, message):
 )
 def test_values_of_the_wrong_type_are_refused(changes, message):
     with pytest.raises(ConfigError, match=f"--{next(iter(changes))} .*: {message}"):
-        grpo.validate(dataclasses.replace(BUNDLED, **changes))
+        grpo.prepare(dataclasses.replace(BUNDLED, **changes))
 
 
 def test_flags_reach_the_config():
@@ -74,15 +75,15 @@ def test_flags_reach_the_config():
         beta=0.5, mask_truncated=True, compile=False, non_stop_reward=-1.0, resume="latest"
     )
     assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
-    assert grpo.validate(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
+    assert grpo.prepare(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
     # what may be asked for in the reward without a KL to put there
     grpo.parse_args("--kl_in reward --beta 0".split())
     grpo.parse_args("--kl_in reward --kl_estimator k1".split())
 
 
 def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
-    assert grpo.parse_args([]) == BUNDLED == grpo.complete(Config())
-    assert grpo.complete(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
+    assert grpo.parse_args([]) == BUNDLED == grpo.prepare(Config())
+    assert grpo.prepare(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
     assert (
         grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6
     )  # given, though it is Config's default
@@ -201,7 +202,9 @@ def test_k1_as_a_loss_warns(capsys):
         (dict(), False),
         (dict(kl_estimator="k1", beta=0), False),
     ):
-        grpo.resolved(dataclasses.replace(BUNDLED, **options), torch.nn.Linear(1, 1), CPU.device)
+        harness.models.resolve_auto(
+            dataclasses.replace(BUNDLED, **options), torch.nn.Linear(1, 1), CPU.device
+        )
         assert ("expected gradient of zero" in capsys.readouterr().out) is warned
 
 
@@ -277,7 +280,12 @@ def test_eval_every_eval_samples_temperature_and_log_completions(
 ):
     asked, honest = [], grpo.sample
     monkeypatch.setattr(
-        grpo, "sample", lambda s, p, n, t, *more: asked.append((n, t)) or honest(s, p, n, t, *more)
+        grpo,
+        "sample",
+        lambda s, p, seeds, cfg, world, greedy=False: (
+            asked.append((1, 0.0) if greedy else (cfg.num_generations, cfg.temperature))
+            or honest(s, p, seeds, cfg, world, greedy)
+        ),
     )
     out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
     options = dict(

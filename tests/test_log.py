@@ -70,21 +70,6 @@ def test_a_model_that_scores_no_number_leaves_a_log_that_is_json(tmp_path, capsy
     assert "eval of step 0: reward fails failed on sample" in capsys.readouterr().out
 
 
-def test_what_the_sampler_did_not_draw_is_no_gap():
-    """inf marks a token of an environment; NaN is a fault, and ends the run."""
-    import torch
-
-    cfg = Config(dtype="float32")
-    found = harness.log.gap_metrics(torch.tensor([1e-6, -torch.inf, torch.inf]), cfg, CPU)
-    assert found["sampler_gap"] == pytest.approx(1e-6)
-    with pytest.raises(TrainingError, match="off by nan"):
-        harness.log.gap_metrics(torch.tensor([0.0, torch.nan]), cfg, CPU)
-    for dtype, fine, off in (("float32", 5e-5, 2e-4), ("bfloat16", 0.05, 0.2)):
-        harness.log.gap_metrics(torch.tensor([fine]), Config(dtype=dtype), CPU)
-        with pytest.raises(TrainingError, match="^the sampler's log-probabilities are off by"):
-            harness.log.gap_metrics(torch.tensor([off]), Config(dtype=dtype), CPU)
-
-
 # -- dashboards
 
 
@@ -172,4 +157,4 @@ def test_a_folder_is_no_dashboard(tmp_path, monkeypatch):
         with pytest.raises(
             ConfigError, match=f"--report_to {name}: not installed; pip install {name} pandas"
         ):
-            grpo.validate(grpo.complete(Config(report_to=name)))
+            grpo.prepare(Config(report_to=name))

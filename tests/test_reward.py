@@ -58,7 +58,7 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
         )
         grpo.assign_advantages(samples, 1, cfg)
         mean = 0.5 if failure == "zero" else 2 / 3
-        assert samples[0].advantages[0] == pytest.approx(1 - mean) and samples[3].in_loss is (
+        assert samples[0].advantages[0] == pytest.approx(1 - mean) and samples[3].in_loss.all() == (
             failure == "zero"
         )
         assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)

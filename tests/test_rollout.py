@@ -70,7 +70,6 @@ def test_pad_may_equal_eos():
     # the sampled EOS is an action: it is in the loss
     batch = grpo.collate(
         [Sample(0, Prompt(ids_of([5]), "", {}), ended[0].ids, ended[0].logps, "stop")],
-        grpo.Policy(model, 1.0),
         CPU.device,
     )
     assert batch["mask"].sum() == len(ended[0].ids)
@@ -102,7 +101,9 @@ def test_a_reward_sees_special_tokens_but_not_the_end():
             tokenizer.eos_token_id,
         ]
     )
-    text = grpo.decode(tokenizer, ids, [tokenizer.eos_token_id])
+    sample = Sample(0, Prompt(ids_of([2]), "", {}), ids, np.zeros(len(ids)), "stop")
+    grpo.add_texts([sample], tokenizer)
+    text = sample.text
     assert text == "<think>1+2=3</think>3"
     row = dict(answer="3", prompt_text="1+2=")
     assert [
@@ -118,7 +119,7 @@ def test_bytes_that_make_no_character_have_their_place_in_the_log():
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>"
     )
     ids = ids_of(tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xF0>", "b", "c"]))
-    text = grpo.decode(tokenizer, ids, [])
+    text = grpo.decode(tokenizer, ids)
     found = harness.rows.pieces(tokenizer, ids, text)
     assert found[0] == "a" and len(found) == len(ids) and "".join(found) == text
     assert harness.rows.pieces(range(300), ids, text) == ["", "", "", "", text]

@@ -138,7 +138,7 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
         3,
     )  # the flags of that moment
     # the same for a Config made in Python, where a default that is given counts, too
-    cfg = grpo.complete(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
+    cfg = grpo.prepare(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
     assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (
         4,
         32,
@@ -146,7 +146,7 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
         "overlong",
         "named",
     )
-    assert grpo.complete(cfg) == cfg
+    assert grpo.prepare(cfg) == cfg
 
 
 def lines_of_config(out):

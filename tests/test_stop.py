@@ -18,6 +18,7 @@ import grpo
 import harness.checkpoints
 import harness.log
 import harness.run
+import harness.sampler_gap
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
 from harness.workers import Scores
@@ -185,7 +186,7 @@ def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(
     rows, tmp_path, monkeypatch
 ):
     """So that what is there can be saved."""
-    honest, calls = harness.log.gap_metrics, []
+    honest, calls = harness.sampler_gap.sampler_metrics, []
 
     def gap(*args):
         calls.append(1)
@@ -193,7 +194,7 @@ def test_a_sampler_that_is_off_stops_before_the_first_of_several_updates(
             raise TrainingError("off")
         return honest(*args)
 
-    monkeypatch.setattr(harness.log, "gap_metrics", gap)
+    monkeypatch.setattr(harness.sampler_gap, "sampler_metrics", gap)
     with pytest.raises(TrainingError, match="off"):
         small_run(tmp_path / "out", train_data=rows, save_every=0)  # two updates a step
     assert names_in(tmp_path / "out") == ["step_000002"]

@@ -1,8 +1,6 @@
-"""What makes the policy fast, and what a first reader can skip: the output head in tiles with its own backward, and
-rows without padding with their attention.
+"""Rows without padding: each prompt once, then the completions; and the attention of such a row.
 
-N = samples, T = completion tokens (padded), n = real completion tokens, S = tokens of a row, V = vocabulary, H = hidden
-units.
+N = samples, T = completion tokens (padded), n = real completion tokens, S = tokens of a row.
 """
 
 import contextlib
@@ -10,108 +8,15 @@ import functools
 
 import numpy as np
 import torch
-from torch import nn
+import transformers
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
 
 from harness.arrays import padded
 
-# ----------------------------------------------------------------------------------------------------------------
-# The output head: log-probabilities without logits
-
-# Logits of a tile, which has all rows and some columns of the vocabulary. On CUDA 8,192 rows make 16,384 columns: at V
-# 151,936, H 1,536 a micro-batch then moves 2.8 GB of the weight's gradient; as many in rows of all columns moved 45 GB.
-HEAD_TILE = dict(cpu=2**22, cuda=2**27)
-HEAD_KEPT = 2**26  # logits of the first tiles that backward need not compute again
-
-
-class HeadLogps(torch.autograd.Function):
-    """hidden [n, H], head weight [V, H] and bias [V] or None, targets [n] -> logps [n], entropy [n] (no gradient).
-
-    Logits [n, V] never exist: a tile of them is there at a time, and most again in backward, where the gradient of a
-    log-probability by its logits, onehot(target) - softmax, is written over it. The weight's is added to its .grad, in
-    place: nothing else of that size is made, and hooks on the weight do not see it.
-    """
-
-    @staticmethod
-    def tiles(ctx, hidden, weight, bias, targets):
-        """For each: its columns, weight [w, H], logits [n, w], the targets' places in it [n, 1] and which are there."""
-        for start in range(0, len(weight), ctx.width):
-            tile = slice(start, start + ctx.width)
-            part, logits = weight[tile].to(hidden.dtype), ctx.kept.pop(start, None)
-            if logits is None:
-                logits = nn.functional.linear(hidden, part, None if bias is None else bias[tile])
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                logits = logits if ctx.temperature == 1 else logits.div_(ctx.temperature)
-            place = (targets[:, None] - start).clamp(0, len(part) - 1)
-            yield tile, part, logits, place, place + start == targets[:, None]
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature):
-        n, kind, parts = len(hidden), hidden.device.type, []
-        # Asked here: backward runs after the autocast block, where the answer on CUDA would be float16.
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        hidden, bias = (None if x is None else x.to(dtype) for x in (hidden, bias))
-        ctx.weight, ctx.temperature, ctx.width, ctx.kept = (
-            weight,
-            temperature,
-            HEAD_TILE.get(kind, 2**22) // n or 1,
-            {},
-        )
-        with torch.autocast(kind, enabled=False):  # what follows the product is in float32
-            for tile, _, logits, place, inside in HeadLogps.tiles(
-                ctx, hidden, weight, bias, targets
-            ):
-                top = logits.amax(-1)
-                exps = logits.sub(top[:, None]).exp_()
-                target = logits.gather(-1, place).where(inside, 0)[:, 0]
-                parts.append(
-                    (target, top, exps.sum(-1), torch.linalg.vecdot(exps, logits))
-                )  # [n] each
-                if n * tile.stop <= HEAD_KEPT or tile.start == 0:
-                    ctx.kept[tile.start] = logits
-        target, tops, totals, moments = (
-            torch.stack(part) for part in zip(*parts, strict=True)
-        )  # [tiles, n] each
-        norm = (tops + totals.log()).logsumexp(0)
-        entropy = norm - ((tops - norm).exp() * moments).sum(0)
-        ctx.save_for_backward(hidden, weight, bias, targets, norm)
-        ctx.mark_non_differentiable(entropy)
-        return target.sum(0) - norm, entropy
-
-    @staticmethod
-    def backward(ctx, grad_logps, _):
-        hidden, weight, bias, targets, norm = ctx.saved_tensors
-        grads = (grad_logps / ctx.temperature)[:, None]  # [n, 1]: logits are divided by it
-        grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=grads.dtype), None
-        grad_bias = None if bias is None else torch.empty_like(bias, dtype=grads.dtype)
-        learns, adds = ctx.needs_input_grad[1], False  # else frozen
-        if learns and ctx.weight.is_leaf:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # of torch.autograd.grad, to which it is returned
-                adds = torch._C._will_engine_execute_node(
-                    torch.autograd.graph.get_gradient_edge(ctx.weight).node
-                )
-        if adds and ctx.weight.grad is None:
-            ctx.weight.grad = torch.zeros_like(weight)
-        if learns:
-            grad_weight = ctx.weight.grad if adds else torch.zeros_like(weight)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for tile, part, logits, place, inside in HeadLogps.tiles(
-                ctx, hidden, weight, bias, targets
-            ):
-                softmax = logits.sub_(norm[:, None]).exp_()
-                grad_logits = (
-                    softmax.mul_(-grads)
-                    .scatter_add_(-1, place, grads.where(inside, 0))
-                    .to(hidden.dtype)
-                )
-                grad_hidden += grad_logits @ part
-                if grad_weight is not None:
-                    grad_weight[tile] += grad_logits.T @ hidden
-                if bias is not None:
-                    grad_bias[tile] = grad_logits.sum(0)
-        return grad_hidden, None if adds else grad_weight, grad_bias, None, None
-
+# The name under which transformers finds packed_attention, in the whole process: two copies of this project have two.
+ATTENTION = f"packed rows of {__file__}"
 
 # ----------------------------------------------------------------------------------------------------------------
 # Rows, made on the host, which knows all lengths: inside a pass nothing waits for the device
@@ -201,23 +106,16 @@ def block(prompt_start, prompt_size, start, size, multiple: int) -> tuple:
 
 
 @contextlib.contextmanager
-def told(model, blocks):
-    """Within it attention takes its row for these blocks of texts; None: rows are plain ones. And where gradients are
-    wanted, layers that recompute hear that they train: they ask, and nothing else is to hear it."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    AttentionMaskInterface.register(
-        "packed", functools.partial(packed_masks, blocks) if blocks else sdpa_mask
-    )
-    for layer in layers:
-        layer.training = torch.is_grad_enabled()
+def attention_of_blocks(model, blocks):
+    """Inside, the model's attention takes its row for these blocks of texts."""
+    config = model.config.get_text_config()
+    loaded = config._attn_implementation
+    AttentionMaskInterface.register(ATTENTION, functools.partial(packed_masks, blocks))
+    config._attn_implementation = ATTENTION
     try:
         yield
     finally:
-        AttentionMaskInterface.register("packed", sdpa_mask)
-        for layer in layers:
-            layer.training = False
+        config._attn_implementation = loaded
 
 
 def packed_masks(blocks, mask_function, dtype, device, **_) -> list:
@@ -248,10 +146,6 @@ def shares_keys(attention_mask, key, value) -> bool:
 @torch.compiler.disable  # many shapes: compiled, it would be compiled again and again
 def packed_attention(module, query, key, value, attention_mask, **options):
     """Attention in a row [1, heads, S, D] of many texts: each block's rows are taken out of it, and put back."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if not isinstance(attention_mask, list):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     parts = []
     for q_from, k_from, real, bias in attention_mask:
         q, k, v = (
@@ -288,3 +182,9 @@ def attention_by_products(module, query, key, value, bias, scaling=None, softcap
         scores = softcap * (scores / softcap).tanh()
     out = (scores + bias[:, None]).softmax(-1).view(N, few, -1, K) @ value
     return out.view(N, heads, T, -1).transpose(1, 2), None
+
+
+def register_attention() -> None:
+    """transformers looks an attention function up by its name, and asks a function of its own about grouped heads."""
+    transformers.AttentionInterface.register(ATTENTION, packed_attention)
+    sdpa_attention.use_gqa_in_sdpa = shares_keys

@@ -1,7 +1,5 @@
 """What makes the policy fast changes no number: the head in tiles, packed rows and their attention, compiled layers."""
 
-import dataclasses
-import functools
 import itertools
 import types
 
@@ -12,15 +10,17 @@ import torch
 import grpo
 import harness.arrays
 import harness.check
-import harness.kernels
+import harness.head
 import harness.models
+import harness.packing
 from grpo import Config, Prompt, Sample
-from harness.fast import FastPolicy
+from harness.flags import ConfigError
 from harness.ranks import World
 from tests.common import (
     CPU,
     F64,
     MODELS,
+    fast_policy,
     ids_of,
     in_bfloat16,
     logps_of,
@@ -35,8 +35,8 @@ pytest_plugins = "tests.common"
 
 def in_tiles(monkeypatch, logits, kept=0):
     """Of so many logits; backward finds the first ones as forward left them."""
-    monkeypatch.setitem(harness.kernels.HEAD_TILE, "cpu", logits)
-    monkeypatch.setattr(harness.kernels, "HEAD_KEPT", kept)
+    monkeypatch.setitem(harness.head.HEAD_TILE, "cpu", logits)
+    monkeypatch.setattr(harness.head, "HEAD_KEPT", kept)
 
 
 def head_inputs(frozen=False, with_bias=False, dtype=F64):
@@ -57,8 +57,8 @@ def plain_logps(hidden, weight, bias, targets, temperature):
 def test_gradient_of_the_head_in_tiles(frozen, with_bias, columns, kept, monkeypatch):
     in_tiles(monkeypatch, 10 * columns, kept)
     arguments = head_inputs(frozen, with_bias)
-    assert torch.autograd.gradcheck(lambda *x: harness.kernels.HeadLogps.apply(*x)[0], arguments)
-    logps, entropy = harness.kernels.HeadLogps.apply(*arguments)
+    assert torch.autograd.gradcheck(lambda *x: harness.head.HeadLogps.apply(*x)[0], arguments)
+    logps, entropy = harness.head.HeadLogps.apply(*arguments)
     assert not entropy.requires_grad
     assert all(
         torch.allclose(*pair, atol=1e-12)
@@ -69,7 +69,7 @@ def test_gradient_of_the_head_in_tiles(frozen, with_bias, columns, kept, monkeyp
 def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
     """By loss.backward() only: torch.autograd.grad gets it returned, and leaves .grad alone."""
     in_tiles(monkeypatch, 20)
-    head, (hidden, weight, *rest) = harness.kernels.HeadLogps.apply, head_inputs()
+    head, (hidden, weight, *rest) = harness.head.HeadLogps.apply, head_inputs()
     expected = torch.autograd.grad(plain_logps(hidden, weight, *rest)[0].sum(), (hidden, weight))
     found = torch.autograd.grad(head(hidden, weight, *rest)[0].sum(), (hidden, weight))
     assert weight.grad is None and all(
@@ -101,7 +101,7 @@ def test_the_heads_gradient_is_added_to_an_earlier_one_in_place(monkeypatch):
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient(kind, options):
     """One gradient of [V, H] is there, and it is dense."""
-    policy, gradients = FastPolicy(tiny_model(kind, **options), 0.7), []
+    policy, gradients = fast_policy(tiny_model(kind, **options), 0.7), []
     head, embedding = (
         policy.model.get_output_embeddings().weight,
         policy.model.get_input_embeddings(),
@@ -120,7 +120,7 @@ def test_a_tied_embedding_adds_its_rows_to_the_heads_gradient(kind, options):
 @pytest.mark.parametrize("kind, options", MODELS)
 def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, options):
     model = tiny_model(kind, **options)
-    policy = FastPolicy(model, 0.7)
+    policy = fast_policy(model, 0.7)
     assert policy.packs
     samples = random_samples(11, 4)  # prompts of many lengths; mixed up, as a mini-batch is
     samples = [samples[i] for i in np.random.default_rng(0).permutation(11)]
@@ -152,7 +152,7 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
             Sample(0, prompt, ids_of(range(100 * i, 100 * i + n)), None, "")
             for i, n in enumerate(lengths, 1)
         ]
-        rows = harness.kernels.rows_of(samples, packs=True)
+        rows = harness.packing.rows_of(samples, packs=True)
         _, *blocks = rows["blocks"]
         before = [([3] + s.completion_ids.tolist())[:-1] for s in samples]
         table = np.zeros(
@@ -185,6 +185,28 @@ M3 |= dict(
 )
 M3 |= dict(layer_types=["minimax_m3_sparse"] * 2)
 LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
+
+
+LAYERS_V4 = ["heavily_compressed_attention", "compressed_sparse_attention"]
+V4 = dict(
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    mlp_layer_types=["moe", "moe"],
+    head_dim=32,
+    q_lora_rank=32,
+    o_groups=2,
+    o_lora_rank=16,
+    hc_mult=2,
+    index_n_heads=1,
+    index_head_dim=16,
+    index_topk=2,
+    sliding_window=8,
+    partial_rotary_factor=0.5,
+    layer_types=["compressed_sparse_attention"] * 2,
+    compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=16),
+)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +252,9 @@ LLAMA4 = dict(num_local_experts=2, intermediate_size_mlp=48, head_dim=32)
             60,
             False,
         ),  # beyond its window keys are chosen, but not under another attention's name
+        ("DeepseekV4", V4, 60, None),  # a text beside it moves ties of its index of keys
+        ("DeepseekV4", V4 | dict(layer_types=["heavily_compressed_attention"] * 2), 60, False),
+        ("DeepseekV4", V4 | dict(layer_types=LAYERS_V4), 60, None),  # in few of its tokens
         ("Falcon", {}, 60, False),
         ("Mamba", dict(state_size=4), 60, False),
     ],
@@ -238,15 +263,15 @@ def test_a_model_runs_as_transformers_has_it_or_not_at_all(name, options, longes
     """packs None: refused, a text's numbers would depend on the longest row beside it."""
     import transformers
 
-    policy = FastPolicy(made(name, options), 0.7)
-    settle = functools.partial(harness.check.settle, policy, np.arange(300), longest, budget=400)
+    cfg = Config(temperature=0.7, micro_batch_tokens=400, max_completion_length=longest // 2)
+    numbers = Prompt(np.arange(longest - longest // 2), "", {})
     if packs is None:
         with pytest.raises(
-            ValueError, match="^its log-probabilities are off by .*longrope, dynamic"
+            ConfigError, match="its log-probabilities are off by .*longrope, dynamic"
         ):
-            settle()
+            grpo.make_policy(made(name, options), cfg, [numbers])
         return
-    settle()
+    policy = grpo.make_policy(made(name, options), cfg, [numbers])
     assert policy.packs is packs
     rng = np.random.default_rng(0)
     prompts = [Prompt(ids_of(rng.integers(2, 64, n)), "", {}) for n in (5, longest - 9)]
@@ -279,9 +304,7 @@ def made(name, options):
     sizes |= dict(num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.1)
     sizes |= dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
     torch.manual_seed(0)
-    config = harness.models.without_randomness(
-        getattr(transformers, name + "Config")(**(sizes | options))
-    )
+    config = grpo.without_randomness(getattr(transformers, name + "Config")(**(sizes | options)))
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -294,14 +317,14 @@ JITTER = dict(num_local_experts=4, router_jitter_noise=0.3)
 )
 def test_nothing_in_an_update_is_random(name, options):
     """Two epochs at learning rate 0: the ratio of the second to the first is 1 everywhere, so nothing is clipped."""
-    policy, samples = FastPolicy(made(name, options), 1.0), random_samples(6, 3)
+    policy, samples = fast_policy(made(name, options), 1.0), random_samples(6, 3)
     grpo.compute_logps(policy, samples, "old_logps", Config(micro_batch_tokens=100), CPU)
     for s in samples:
         s.ref_logps = s.old_logps
     cfg = Config(
         num_epochs=2, learning_rate=0, max_sampler_gap=1e9, micro_batch_tokens=50, beta=0.1
     )
-    metrics = grpo.update(policy, policy, grpo.make_optimizer(policy, cfg), samples, 1, cfg, CPU)
+    metrics = grpo.update(policy, grpo.make_optimizer(policy, cfg), samples, cfg)
     assert metrics["kl"] < 1e-9 and not any(module.training for module in policy.model.modules())
 
 
@@ -310,8 +333,8 @@ def test_a_model_that_draws_random_numbers_is_refused():
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, out: out + 1e-3 * torch.randn_like(out)
     )
-    with pytest.raises(ValueError, match="two forwards of this model differ"):
-        FastPolicy(model, 1.0)
+    with pytest.raises(ConfigError, match="two forwards of this model differ"):
+        grpo.make_policy(model, Config())
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -324,7 +347,7 @@ def test_attention_by_products_is_attention(masked):
     bias = torch.where(seen, 0.0, -torch.inf).to(F64) if masked else None
     layer = types.SimpleNamespace(num_key_value_groups=3, is_causal=True)
     inputs, outs, grads = [x.requires_grad_() for x in (q, k, v)], [], []
-    for attend in (harness.kernels.attention_by_products, sdpa_attention_forward):
+    for attend in (harness.packing.attention_by_products, sdpa_attention_forward):
         outs.append(attend(layer, *inputs, bias, scaling=0.3)[0])
         grads.append(
             torch.cat([x.flatten() for x in torch.autograd.grad(outs[-1].square().sum(), inputs)])
@@ -333,7 +356,7 @@ def test_attention_by_products_is_attention(masked):
 
 
 def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
-    honest = harness.kernels.packed_masks
+    honest = harness.packing.packed_masks
 
     def wrong(blocks, mask_function, **options):
         *before, (q_from, k_from, real, mask) = honest(blocks, mask_function, **options)
@@ -343,11 +366,11 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
 
     for scale in (0.02, 0.1):
         model = tiny_model("llama", initializer_range=scale)
-        assert FastPolicy(model, 1.0).packs
+        assert grpo.make_policy(model, Config()).packs
         with monkeypatch.context() as patch:
-            patch.setattr(harness.kernels, "packed_masks", wrong)
-            assert not FastPolicy(model, 1.0).packs
-        assert FastPolicy(model, 1.0).packs
+            patch.setattr(harness.packing, "packed_masks", wrong)
+            assert not grpo.make_policy(model, Config()).packs
+        assert grpo.make_policy(model, Config()).packs
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 5])
@@ -379,7 +402,7 @@ def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks):
 def test_the_tiles_change_nothing(tied, monkeypatch):
     """Against the model's own logits, in several micro-batches: a tied weight has a gradient as the embedding, too."""
     samples, cfg = random_samples(9, 3), Config(beta=0.1, micro_batch_tokens=30)
-    policy = FastPolicy(tiny_model(tie_word_embeddings=tied), 1.0)
+    policy = fast_policy(tiny_model(tie_word_embeddings=tied), 1.0)
     policy.plain_head = False
     expected, metrics = update_gradient(cfg, samples, policy=policy)
     policy.plain_head = True
@@ -399,10 +422,10 @@ def test_the_plain_policy_has_the_same_gradient(kind, options, packs):
         Config(beta=0.1, micro_batch_tokens=40, temperature=0.7, max_grad_norm=0),
     )
     fast, plain = (
-        FastPolicy(tiny_model(kind, **options), 0.7),
+        fast_policy(tiny_model(kind, **options), 0.7),
         grpo.Policy(tiny_model(kind, **options), 0.7),
     )
-    harness.check.choose_attention(plain)
+    harness.check.choose_attention(plain.model)
     expected, metrics = update_gradient(cfg, samples, policy=plain)
     found, same = update_gradient(cfg, samples, policy=fast, packs=packs)
     assert relative(found, expected) < 1e-5
@@ -416,7 +439,7 @@ def test_the_plain_policy_has_the_same_gradient_in_float64():
         Config(beta=0.1, micro_batch_tokens=40, max_grad_norm=0),
     )
     expected, _ = update_gradient(cfg, samples, policy=grpo.Policy(tiny_model(dtype=F64), 1.0))
-    found, _ = update_gradient(cfg, samples, policy=FastPolicy(tiny_model(dtype=F64), 1.0))
+    found, _ = update_gradient(cfg, samples, policy=fast_policy(tiny_model(dtype=F64), 1.0))
     assert relative(found, expected) < 1e-12
 
 
@@ -427,7 +450,7 @@ def cosine(a, b):
 @pytest.mark.parametrize("how", ["plain", "packed", "checkpointed", "own logits"])
 def test_backward_asks_no_global_for_its_dtype(how, monkeypatch):
     """It runs after the autocast block, where CUDA's answer is float16: a gradient of 1/n_tokens underflows there."""
-    policy, samples, weights = FastPolicy(tiny_model(), 1.0), random_samples(40, 4), []
+    policy, samples, weights = fast_policy(tiny_model(), 1.0), random_samples(40, 4), []
     policy.plain_head = how != "own logits"
     if how == "checkpointed":
         policy.model.gradient_checkpointing_enable(
@@ -451,7 +474,7 @@ def test_the_entropy_is_computed_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(30, 64), torch.randn(5000, 64) * 0.3
     with torch.autocast("cpu", torch.bfloat16):
-        _, entropy = harness.kernels.HeadLogps.apply(
+        _, entropy = harness.head.HeadLogps.apply(
             hidden, weight, None, torch.zeros(30, dtype=torch.long), 1.0
         )
         logits = torch.nn.functional.linear(hidden, weight)
@@ -470,7 +493,7 @@ def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    graphs, policy, samples = [], FastPolicy(tiny_model(), 1.0), random_samples(6, 3)
+    graphs, policy, samples = [], fast_policy(tiny_model(), 1.0), random_samples(6, 3)
     plain, _ = logps_of(policy, samples)
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(

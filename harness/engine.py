@@ -1,0 +1,48 @@
+"""Which sampler a run takes: vLLM if it can sample here, else Hugging Face's generate."""
+
+import os
+
+import torch
+
+from harness.flags import ConfigError
+
+
+def vllm_problem(cfg, device: torch.device) -> str:
+    """Why vLLM cannot sample for this run; "" if it can."""
+    requirements = "-r requirements.txt"
+    if device.type == "cpu":
+        requirements = "--no-deps -r requirements-cpu.txt"
+    if cfg.dtype == "float64":
+        return "vLLM has no float64"
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        return f"vllm cannot be imported: {error}; pip install {requirements}"
+    if device.type != current_platform.device_type:
+        return f"the installed vllm has no {device.type} build; pip install {requirements}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
+        return "vllm has no kernels for cards below compute capability 7.5; --rollout hf needs none"
+    return ""
+
+
+def prepare_vllm(cfg, device: torch.device) -> None:
+    """Sets what vLLM reads while it is imported and while it starts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
+    if cfg.dtype == "float32":  # else its attention multiplies in TF32, and the gap is 1e-3
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+
+
+def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
+    """ "vllm" or "hf", and why."""
+    if cfg.rollout == "hf":
+        return "hf", "asked for"
+    if cfg.rollout == "auto" and small:
+        return "hf", "vLLM would take longer to start than it saves on a model this small"
+    prepare_vllm(cfg, device)
+    problem = vllm_problem(cfg, device)
+    if problem and cfg.rollout == "vllm":
+        raise ConfigError(f"--rollout vllm: {problem}")
+    if problem:
+        return "hf", problem
+    return "vllm", "asked for" if cfg.rollout == "vllm" else "installed"
