@@ -18,7 +18,6 @@ Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md name
 import contextlib
 import dataclasses
 import inspect
-import json
 import math
 import os
 import re
@@ -250,14 +249,6 @@ BUNDLED = dict(
     eval_every=5,
 )
 
-# What --report_to needs installed.
-DASHBOARDS = {
-    "none": (),
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb", "pandas"),
-    "trackio": ("trackio", "pandas"),
-}
-
 
 def parse_args(argv=None) -> Config:
     return prepare(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__)))
@@ -282,21 +273,14 @@ def prepare(cfg: Config) -> Config:
 def validate(cfg: Config) -> None:
     """ConfigError, which names the flag, for values that cannot be meant."""
     flags.check_flags(cfg)
+    rows.check_template_kwargs(cfg)
     need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    packages = DASHBOARDS[cfg.report_to]
-    installed = all(log.installed(package) for package in packages)
-    need(installed, cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
-
+    log.check_dashboard(cfg)
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there"
         need(cfg.kl_estimator == "k1", cfg, "kl_in", why)
-
-    options = None
-    with contextlib.suppress(ValueError):
-        options = json.loads(cfg.chat_template_kwargs or "{}")
-    need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
 
 
 def autocast(cfg: Config, device: torch.device):
@@ -532,9 +516,17 @@ class VLLMSampler:
     def close(self):
         self.llm.llm_engine.engine_core.shutdown()
 
-    def generate(self, prompts, n: int, seeds: list[int], temperature: float, limits=None):
-        """n completions for each prompt of ids; temperature 0 is greedy. limits: most tokens of a
-        completion, for each prompt. vLLM seeds completion i with seed + i (32 bits on a CPU)."""
+    def generate(
+        self,
+        prompts: list[np.ndarray],
+        n: int,
+        seeds: list[int],
+        temperature: float,
+        limits: list[int] | None = None,
+    ) -> list[list[Completion]]:
+        """n completions for each prompt of ids; temperature 0 is greedy. limits: tokens of a
+        completion at most, for each prompt. vLLM seeds completion i with seed + i (32 bits on a
+        CPU)."""
         if limits is None:
             limits = [self.max_completion_length] * len(prompts)
         params = [
@@ -606,7 +598,15 @@ def has_alibi(model) -> bool:
     return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
 
 
-def make_sampler(kind: str, policy, eos_ids, pad_id, longest_text: int, cfg: Config, world: World):
+def make_sampler(
+    kind: str,
+    policy,
+    eos_ids: list[int],
+    pad_id: int,
+    longest_text: int,
+    cfg: Config,
+    world: World,
+):
     if kind == "hf":
         return HFSampler(policy.model, eos_ids, pad_id, cfg)
     say("vLLM starts")
@@ -619,9 +619,15 @@ def make_sampler(kind: str, policy, eos_ids, pad_id, longest_text: int, cfg: Con
         raise TrainingError(why) from error
 
 
-def sample(sampler, prompts, seeds, cfg: Config, world: World, greedy=False) -> list[Sample]:
-    """This rank's share: num_generations samples for every world.size-th prompt, or one that is
-    greedy. seeds: one for each prompt."""
+def sample(
+    sampler,
+    prompts: list[Prompt],
+    seeds: list[int],  # one for each prompt
+    cfg: Config,
+    world: World,
+    greedy: bool = False,
+) -> list[Sample]:
+    """This rank's share: num_generations samples for every world.size-th prompt, or one greedy."""
     n = 1 if greedy else cfg.num_generations
     temperature = 0.0 if greedy else cfg.temperature
     share = range(world.rank, len(prompts), world.size)
@@ -632,6 +638,11 @@ def sample(sampler, prompts, seeds, cfg: Config, world: World, greedy=False) -> 
         for c in completions:
             samples.append(Sample(i, prompts[i], c.ids, c.logps, c.finish_reason))
     return samples
+
+
+def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
+    """One for each prompt, the same for every number of ranks."""
+    return [seed_of(*stream(cfg.seed, purpose, step, i)) for i in range(n_prompts)]
 
 
 def add_texts(samples: list[Sample], tokenizer) -> None:
@@ -786,7 +797,15 @@ def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
     return advantages - cfg.beta * k1.flip(1).cumsum(1).flip(1)  # reverse cumulative sum
 
 
-def token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg: Config):
+def token_loss(
+    logps,  # [N, T], as all of these
+    old_logps,
+    ref_logps,  # None: no KL term
+    sampler_logps,  # None: no correction
+    advantages,
+    sampled,  # the tokens that the policy drew; the others are 0 in all of these
+    cfg: Config,
+):
     """The loss of every token before any reduction, [N, T]: clipped surrogate and KL term."""
     advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
     ratio = policy_ratio(logps, old_logps, sampled, cfg)
@@ -840,8 +859,14 @@ def grpo_loss(
     if sampler_logps is not None:
         sampler_logps = zero_elsewhere(sampler_logps)
     per_token = token_loss(
-        logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg
-    )  # [N, T]
+        logps,
+        old_logps,
+        ref_logps,
+        sampler_logps,
+        advantages,
+        sampled,
+        cfg,
+    )
 
     if cfg.loss_reduction == "token":
         weight = 1 / n_tokens  # every token of the step counts the same (DAPO, arXiv 2503.14476)
@@ -946,9 +971,15 @@ def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> di
 
 
 @torch.no_grad()
-def compute_logps(policy, samples: list[Sample], name: str, cfg: Config, world: World) -> None:
-    """Log-probabilities of the samples under `policy`, computed in shares by the ranks, and stored
-    as `name` in each sample on every rank."""
+def compute_logps(
+    policy,
+    samples: list[Sample],
+    name: str,  # the field of Sample that holds them
+    cfg: Config,
+    world: World,
+) -> None:
+    """Log-probabilities of the samples under `policy`: each rank computes a share, and then every
+    rank stores all of them."""
     index = {id(s): i for i, s in enumerate(samples)}
     results = []
     for micro_batch in plan(samples, policy.packs, cfg, world)[world.rank]:
@@ -1028,14 +1059,12 @@ def update(
         ddp = policy
     if world is None:
         world = World(0, 1, policy.model.device)
-    parts = []
-    losses = []
-    norms = []
-    sampler_metrics = {}
-    steps_taken = 0
-    not_taken = dict.fromkeys(("not_finite", *NO_GRADIENT), 0)  # optimizer steps, by cause
     # With DDP gradients stay in its buckets: freed, they would exist twice.
     free_gradients = world.size == 1
+    parts = []  # sums for the log, of each optimizer step
+    norms = []
+    sampler_metrics = {}
+    outcomes = []  # of each optimizer step: "" if it was taken, else why not
 
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
         learning_rate = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
@@ -1043,7 +1072,6 @@ def update(
             group["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=free_gradients)
         sums = add_up(world.gather([backward(policy, ddp, minibatch, cfg, world)]))
-        losses.append(sums.pop("loss"))
         if not sampler_metrics and sums["tokens"] > 0:  # may stop the run before anything changes
             sampler_metrics = sampler_gap.sampler_metrics(sums, cfg)
         parts.append(sums)
@@ -1051,29 +1079,43 @@ def update(
         max_norm = cfg.max_grad_norm if cfg.max_grad_norm > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()  # before clipping
         norms.append(norm)
-        causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
-        if not math.isfinite(norm):  # the reduced gradient is the same on all ranks: all skip
-            not_taken["not_finite"] += 1
-        elif all(causes):  # only momentum would move the weights
-            not_taken[max(NO_GRADIENT, key=causes.count)] += 1
-        else:
+        outcome = why_no_step(norm, minibatch, cfg, at_reference)
+        outcomes.append(outcome)
+        if outcome == "":
             optimizer.step()
-            steps_taken += 1
             at_reference = False
     optimizer.zero_grad(set_to_none=free_gradients)
 
-    totals = add_up(parts)
-    metrics = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+    metrics = update_metrics(add_up(parts), norms, outcomes)
+    metrics["learning_rate"] = learning_rate
+    metrics["frac_no_gradient"] = np.mean([why_no_gradient(s, cfg) != "" for s in samples]).item()
+    metrics.update(sampler_metrics)
+    return metrics
+
+
+def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference: bool) -> str:
+    """Why the optimizer must not step, "" if it must. The same on all ranks, as the norm is."""
+    if not math.isfinite(norm):
+        return "not_finite"
+    causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
+    if all(causes):  # only momentum would move the weights
+        return max(NO_GRADIENT, key=causes.count)
+    return ""
+
+
+def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dict:
+    """totals: sums over all tokens of the step; norms and outcomes: of each optimizer step."""
+    metrics = {
+        "loss": totals["loss"] / len(norms),
+        "grad_norm": float(np.mean(norms)),
+        "optimizer_steps": outcomes.count(""),
+        "skipped_steps": outcomes.count("not_finite"),
+    }
     for name in ("entropy", "clip_ratio/region_mean", "kl", "kl_k1"):
         if name in totals:
             metrics[name] = totals[name] / max(1, totals["tokens"])
-    metrics["learning_rate"] = learning_rate
-    metrics["frac_no_gradient"] = np.mean([why_no_gradient(s, cfg) != "" for s in samples]).item()
-    metrics["optimizer_steps"] = steps_taken
-    for cause, count in not_taken.items():
-        metrics[f"skipped_steps/{cause}"] = count
-    metrics["skipped_steps"] = not_taken["not_finite"]
-    metrics.update(sampler_metrics)
+    for cause in ("not_finite", *NO_GRADIENT):
+        metrics[f"skipped_steps/{cause}"] = outcomes.count(cause)
     return metrics
 
 
@@ -1086,47 +1128,52 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     if not trained:  # at least one pass: DDP waits for a backward on every rank
         trained = (in_loss or minibatch)[:1]
     shares = plan(trained, policy.packs, cfg, world)
+    share = shares[world.rank]
     n_rounds = max(len(share) for share in shares)
+    # A rank with fewer micro-batches repeats a sample with weight 0, so that no collective hangs.
+    idle_rounds = [trained[:1]] * (n_rounds - len(share))
 
     parts = []  # stats stay on the device until the last micro-batch: no pass waits for them
-    for i in range(n_rounds):
-        is_idle = i >= len(shares[world.rank])  # this rank repeats a sample with weight 0, so that
-        micro_batch = trained[:1] if is_idle else shares[world.rank][i]  # no collective hangs
+    for i, micro_batch in enumerate(share + idle_rounds):
         batch = collate(micro_batch, world.device, policy.rows)
-        mask = batch["mask"]
-        if is_idle:
-            mask = torch.zeros_like(mask)
-
+        batch["mask"] &= i < len(share)
         # DDP averages gradients over the ranks in the last backward only.
         ddp.require_backward_grad_sync = i == n_rounds - 1
         with autocast(cfg, world.device):
             logps, entropy = ddp(batch)  # [N, T]
-        if "old_logps" in batch:  # several updates per rollout: the ratio is to before the first
-            old_logps = batch["old_logps"]
-        else:  # one update per rollout: the policy before the update is this one, the ratio is 1
-            old_logps = logps.detach()
-        loss, stats = grpo_loss(
-            logps,
-            old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            mask,
-            cfg,
-            n_tokens,
-            n_sequences,
-            sampled=batch["sampled"],
-        )
+        loss, stats = batch_loss(logps, batch, cfg, n_tokens, n_sequences)
         # * ranks, because DDP takes the mean, and the weights already hold global counts
         (loss * world.size).backward()
-
         stats["loss"] = loss.detach()
-        stats["entropy"] = torch.where(mask, entropy, 0).sum()
-        stats.update(sampler_gap.sampler_stats(old_logps, batch["sampler_logps"], mask, cfg))
+        stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
         parts.append(stats)
+
     table = torch.stack([torch.stack(list(stats.values())) for stats in parts])
-    rows = table.tolist()  # [micro-batches, stats], one device sync
-    return add_up([dict(zip(stats, row, strict=True)) for row in rows])
+    values = table.tolist()  # [micro-batches, stats], one device sync
+    return add_up([dict(zip(stats, row, strict=True)) for row in values])
+
+
+def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int) -> tuple:
+    """grpo_loss of one micro-batch, and its sums for the log."""
+    if "old_logps" in batch:  # several updates per rollout: the policy before the first of them
+        old_logps = batch["old_logps"]
+    else:  # one update per rollout: the policy before it is this one, and the ratio is 1
+        old_logps = logps.detach()
+    loss, stats = grpo_loss(
+        logps,
+        old_logps,
+        batch.get("ref_logps"),
+        batch["sampler_logps"],
+        batch["advantages"],
+        batch["mask"],
+        cfg,
+        n_tokens,
+        n_sequences,
+        sampled=batch["sampled"],
+    )
+    gap = sampler_gap.sampler_stats(old_logps, batch["sampler_logps"], batch["mask"], cfg)
+    stats.update(gap)
+    return loss, stats
 
 
 def add_up(parts: list[dict]) -> dict:
@@ -1150,36 +1197,23 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
     of an advantage."""
     in_loss = [s for s in samples if s.in_loss.any()]
     n_tokens = max(1, sum(int(s.trains.sum()) for s in in_loss))
-    [all_micro_batches] = plan(
-        log.samples_to_note(samples, cfg), policy.packs, cfg, World(0, 1, world.device)
-    )
-    for micro_batch in all_micro_batches:
+    one_rank = World(0, 1, world.device)
+    [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, one_rank)
+    for micro_batch in share:
         batch = collate(micro_batch, world.device, policy.rows)
         with torch.no_grad(), autocast(cfg, world.device):
             logps, entropy = policy(batch)  # [N, T]
-        logps.requires_grad_()  # a leaf: the loss without the model
-        old_logps = batch.get("old_logps", logps.detach())
-        loss, _ = grpo_loss(
-            logps,
-            old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            batch["mask"],
-            cfg,
-            n_tokens,
-            len(in_loss),
-            sampled=batch["sampled"],
-        )
-        [slope] = torch.autograd.grad(loss, logps)
-        notes = dict(
-            logp=logps.detach(),
-            gap=old_logps - batch["sampler_logps"],
-            entropy=entropy,
-            push=-slope * n_tokens,
-        )
+        leaf = logps.clone().requires_grad_()  # the loss without the model
+        loss, _ = batch_loss(leaf, batch, cfg, n_tokens, len(in_loss))
+        slope = torch.autograd.grad(loss, leaf)[0]
+        notes = {
+            "logp": logps,
+            "entropy": entropy,
+            "gap": logps - batch["sampler_logps"],
+            "push": -slope * n_tokens,
+        }
         if "ref_logps" in batch:
-            notes["kl"] = logps.detach() - batch["ref_logps"]
+            notes["kl"] = logps - batch["ref_logps"]
         for name, values in notes.items():
             values = torch.where(batch["mask"], values, 0).cpu().numpy()
             for s, row in zip(micro_batch, values, strict=True):
@@ -1190,9 +1224,18 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
 # Eval
 
 
-def evaluate(sampler, prompts, tokenizer, scorer, step: int, cfg: Config, world: World) -> dict:
+def evaluate(
+    sampler,
+    prompts: list[Prompt],
+    tokenizer,
+    scorer,
+    step: int,
+    cfg: Config,
+    world: World,
+) -> dict:
     """Greedy accuracy (the first reward) on held-out prompts, and pass@k with --eval_samples."""
-    values, length = eval_rewards(sampler, prompts, tokenizer, scorer, step, cfg, world, True)
+    task = (sampler, prompts, tokenizer, scorer, step)
+    values, length = eval_rewards(*task, cfg, world, greedy=True)
     values = values[~np.isnan(values)]  # a reward is NaN for rows to which it does not apply
     metrics = {"eval_accuracy": math.nan, "eval_stderr": 0.0, "eval_length": length}
     if len(values) > 0:
@@ -1203,7 +1246,7 @@ def evaluate(sampler, prompts, tokenizer, scorer, step: int, cfg: Config, world:
     k = cfg.eval_samples
     if k > 0:
         cfg = dataclasses.replace(cfg, num_generations=k)
-        values, _ = eval_rewards(sampler, prompts, tokenizer, scorer, step, cfg, world, False)
+        values, _ = eval_rewards(*task, cfg, world, greedy=False)
         values = values[~np.isnan(values).any(1)]  # [prompts, k]
         if len(values) > 0:
             metrics["eval_pass@1"] = float((values > 0.5).mean())
@@ -1211,9 +1254,18 @@ def evaluate(sampler, prompts, tokenizer, scorer, step: int, cfg: Config, world:
     return metrics
 
 
-def eval_rewards(sampler, prompts, tokenizer, scorer, step, cfg, world, greedy) -> tuple:
+def eval_rewards(
+    sampler,
+    prompts: list[Prompt],
+    tokenizer,
+    scorer,
+    step: int,
+    cfg: Config,
+    world: World,
+    greedy: bool,
+) -> tuple:
     """The first reward of each sample [prompts, samples], and the mean length, over all ranks."""
-    seeds = [seed_of(*stream(cfg.seed, EVAL, step, i)) for i in range(len(prompts))]
+    seeds = seeds_of(EVAL, step, len(prompts), cfg)
     samples = sample(sampler, prompts, seeds, cfg, world, greedy)
     add_texts(samples, tokenizer)
     scores = world.gather([score(samples, scorer, step, cfg)])
@@ -1364,7 +1416,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
         for step in run.steps():
             with run.clock("rollout"):
                 prompts = prompts_of_step(parts.train_prompts, step, cfg)
-                seeds = [seed_of(*stream(cfg.seed, SAMPLING, step, i)) for i in range(len(prompts))]
+                seeds = seeds_of(SAMPLING, step, len(prompts), cfg)
                 samples = sample(parts.sampler, prompts, seeds, cfg, world)
                 parts.sampler.sleep()
             with run.clock("reward"):

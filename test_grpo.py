@@ -33,6 +33,7 @@ from tests.common import (
     HERE,
     MODELS,
     REDUCTIONS,
+    Recorder,
     fast_policy,
     ids_of,
     in_bfloat16,
@@ -41,6 +42,7 @@ from tests.common import (
     random_samples,
     read,
     relative,
+    run,
     small_run,
     tiny_model,
     update_gradient,
@@ -650,6 +652,29 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+def test_without_the_fast_room_the_script_trains_with_the_same_gradient(tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    ignored = shutil.ignore_patterns(".git", "fast.py", "head.py", "packing.py", "out*", ".ci-venv")
+    for name in ("grpo.py", "reward.py", "view.py", "harness", "sample_data"):
+        source = os.path.join(HERE, name)
+        if os.path.isdir(source):
+            shutil.copytree(source, copy / name, ignore=ignored)
+        else:
+            shutil.copy(source, copy / name)
+    assert not (copy / "harness" / "fast.py").exists()
+    flags = "--num_prompts 6 --num_generations 4 --max_steps 2 --save_every 0 --eval_data".split()
+    without = run(str(copy / "grpo.py"), *flags, "", "--out_dir", str(tmp_path / "without"))
+    assert "harness/fast.py is not there" in without.stdout
+    run(*flags, "", "--fast", "false", "--out_dir", str(tmp_path / "plain"))
+    run(*flags, "", "--out_dir", str(tmp_path / "fast"))
+    runs = [lines(tmp_path / name / "metrics.jsonl") for name in ("without", "plain", "fast")]
+    for absent, plain, fast in zip(*runs, strict=True):
+        assert absent["grad_norm"] == plain["grad_norm"] != 0
+        assert plain["grad_norm"] == pytest.approx(fast["grad_norm"], rel=1e-5)
+        assert plain["reward"] == fast["reward"] and plain["tokens"] == fast["tokens"]
+
+
 def test_end_and_padding_tokens_from_everywhere():
     tokenizer = types.SimpleNamespace(eos_token_id=2, pad_token_id=None)
     model = tiny_model()
@@ -797,6 +822,91 @@ def test_a_teacher_pulls_where_no_advantage_does():
         and metrics["kl"] > 0
     )
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_an_update_starts_from_no_gradient():
+    """Else it would clip the sum of its own gradient and of whatever the caller left."""
+    cfg, samples = Config(beta=0.1), random_samples(6, 3)
+    clean, _ = update_gradient(cfg, samples)
+    policy = fast_policy(tiny_model(), 1.0)
+    logps, _ = logps_of(policy, samples)
+    logps.sum().backward()
+    recorder = Recorder(policy)
+    grpo.update(
+        policy,
+        recorder,
+        samples,
+        dataclasses.replace(cfg, max_sampler_gap=1e9, micro_batch_tokens=2048),
+    )
+    left_over, after_a_backward = recorder.grads
+    assert not torch.equal(clean, left_over) and torch.equal(clean, after_a_backward)
+
+
+def test_samples_of_which_some_have_old_log_probabilities_are_refused():
+    samples = random_samples(4, 2)
+    samples[1].old_logps = samples[1].sampler_logps
+    with pytest.raises(ValueError, match="3 of 4 samples have no old_logps"):
+        grpo.collate(samples, CPU.device)
+
+
+def test_a_sample_equals_itself_only():
+    a, b = random_samples(1, 1) + random_samples(1, 1)
+    assert a == a and a != b and [b, a].index(a) == 1
+
+
+def test_float64_stays_float64():
+    """Advantages that differ in the tenth digit give gradients that differ there, too."""
+    cfg, gradients = Config(beta=0, max_grad_norm=0), []
+    for change in (0.0, 1e-10):
+        samples = random_samples(6, 3, np.float64)
+        samples[0].advantages = samples[0].advantages + change
+        gradients.append(update_gradient(cfg, samples, F64)[0])
+    assert 1e-13 < relative(*gradients) < 1e-8
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_loss_of_tokens_can_be_had_before_it_is_summed(reduction):
+    torch.manual_seed(0)
+    logps, old, ref, sampler, advantages = (torch.randn(5, 3, 4, dtype=F64) - 1).unbind()
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    cfg = Config(loss_reduction=reduction, beta=0.1, max_completion_length=50)
+    tokens = grpo.token_loss(logps, old, ref, sampler, advantages, mask, cfg)
+    loss, _ = grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, 12, 3)
+    assert tokens.shape == (3, 4)
+    divisor = dict(token=12, sequence=4 * 3, constant=50 * 3)[reduction]
+    assert loss.item() == pytest.approx((tokens.sum() / divisor).item())
+
+
+def test_a_token_out_of_the_loss_still_counts_in_its_sequence():
+    """Of an entropy mask, say: GSPO's ratio is the mean over all tokens that were sampled."""
+    torch.manual_seed(0)
+    logps, old = (torch.randn(2, 1, 4, dtype=F64) * 0.1).unbind()
+    sampled = torch.tensor([[True, True, True, False]])
+    mask = torch.tensor([[True, False, True, False]])
+    cfg = Config(ratio_level="sequence", beta=0, clip_low=1, clip_high=100)
+    loss, stats = grpo_loss(
+        logps, old, None, None, torch.ones(1, dtype=F64), mask, cfg, 2, 1, sampled=sampled
+    )
+    ratio = (logps - old)[0, :3].mean().exp()
+    assert loss.item() == pytest.approx(-ratio.item()) and stats["tokens"] == 2
+
+
+def test_flags_that_somebody_set_win_over_the_bundled_task(tmp_path):
+    cfg = Config(eval_data="")
+    cfg.max_steps = 1
+    cfg.learning_rate = 1e-6  # the default
+    prepared = grpo.prepare(cfg)
+    assert (prepared.max_steps, prepared.learning_rate, prepared.eval_data) == (1, 1e-6, "")
+    assert prepared.max_completion_length == grpo.BUNDLED["max_completion_length"]
+    again = grpo.prepare(dataclasses.replace(cfg, seed=5))
+    assert dataclasses.replace(prepared, seed=5) == again
+    assert grpo.prepare(dataclasses.replace(Config(), seed=5)).max_steps == 20
+    with pytest.raises(TypeError, match="no flag sede"):
+        Config(sede=1)
+    cfg.num_prompts = cfg.num_generations = 2
+    cfg.out_dir = str(tmp_path / "out")
+    [step] = grpo.train(cfg)
+    assert step["step"] == 1 and step["learning_rate"] == 1e-6
 
 
 def test_steps_that_are_not_taken_are_counted_by_cause():

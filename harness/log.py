@@ -14,7 +14,7 @@ import numpy as np
 
 import view
 from harness.advice import Advice
-from harness.flags import ConfigError, first_line, say
+from harness.flags import ConfigError, first_line, need, say
 from harness.rows import pieces
 
 LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
@@ -263,6 +263,21 @@ def finite(values):
 
 def accuracy(metrics: dict) -> str:
     return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
+
+
+# What --report_to needs installed.
+DASHBOARDS = {
+    "none": (),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb", "pandas"),
+    "trackio": ("trackio", "pandas"),
+}
+
+
+def check_dashboard(cfg) -> None:
+    packages = DASHBOARDS[cfg.report_to]
+    is_installed = all(installed(package) for package in packages)
+    need(is_installed, cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
 
 
 def installed(package: str) -> bool:

@@ -164,6 +164,13 @@ def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
     return kept
 
 
+def check_template_kwargs(cfg) -> None:
+    options = None
+    with contextlib.suppress(ValueError):
+        options = json.loads(cfg.chat_template_kwargs or "{}")
+    need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
+
+
 def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     """`prompt`, or what --prompt_template makes, is a string, taken as it is, or a chat, written by the template."""
     template = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell

@@ -1,5 +1,5 @@
-"""What the studies share: a lean training loop made of grpo's own functions (nothing is written to disk), several
-runs at once in processes, confidence intervals, and saving of the figure and the table."""
+"""The code that the studies share: a short training loop made of grpo's own functions (it writes
+nothing to disk), runs in parallel processes, confidence intervals, figures and tables."""
 
 import argparse
 import functools
@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: one core a run, `--jobs` runs at a time
+# before torch is imported: each run gets one core, and `--jobs` runs go on at a time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
@@ -36,78 +35,91 @@ from harness.ranks import World
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-plt.rcParams |= {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False}
-plt.rcParams |= {
-    "axes.spines.right": False,
-    "savefig.dpi": 110,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
-plt.rcParams |= {
-    "axes.prop_cycle": plt.cycler(color=view.COLORS),
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-}
-plt.rcParams |= {"figure.constrained_layout.w_pad": 0.06, "figure.constrained_layout.h_pad": 0.06}
-plt.rcParams |= {
-    "figure.labelsize": 9
-}  # supxlabel, the line below a figure: what its bands and whiskers are
+plt.rcParams.update(
+    {
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.prop_cycle": plt.cycler(color=view.COLORS),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlesize": 11,
+        "figure.constrained_layout.h_pad": 0.06,
+        "figure.constrained_layout.w_pad": 0.06,
+        "figure.labelsize": 9,  # of supxlabel, which explains bands and whiskers below a figure
+        "font.size": 10,
+        "grid.alpha": 0.3,
+        "legend.fontsize": 9,
+        "legend.frameon": False,
+        "savefig.dpi": 110,
+    }
+)
+FIGURES = os.path.join(HERE, "figures")
 CPU = World(0, 1, torch.device("cpu"))
 
 
-def arguments(doc: str, options=None):
-    """--quick writes its figure to a temporary directory: the published one comes from the full run only. options: adds
-    a study's own."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="seconds instead of minutes: does it still run and hold?",
+def arguments(doc: str, add_options=None, quick: bool = True):
+    """The study's arguments, with the start time, the number of processes and the directory of
+    its figure. `--quick` writes to a temporary directory, so that the published figures come from
+    full runs only. `add_options(parser)` adds options of one study."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if quick:
+        parser.add_argument(
+            "--quick", action="store_true", help="seconds instead of minutes: does it run and hold?"
+        )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    if options:
-        options(parser)
+    if add_options:
+        add_options(parser)
     args = parser.parse_args()
     args.started = time.monotonic()
-    args.jobs = 1 if args.quick else args.jobs
-    args.out = (
-        os.path.join(tempfile.gettempdir(), "studies_quick")
-        if args.quick
-        else os.path.join(HERE, "figures")
-    )
-    os.makedirs(args.out, exist_ok=True)
+    args.out = FIGURES
+    if quick and args.quick:
+        args.jobs = 1
+        args.out = quick_folder()
     return args
 
 
+def quick_folder() -> str:
+    """The directory for the figures and tables of `--quick`."""
+    folder = os.path.join(tempfile.gettempdir(), "studies_quick")
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
 def save(args, name: str, figure, *tables: list) -> None:
-    """The figure, if there is one, and one markdown file with the tables, whose first row is the header."""
+    """Writes NAME.png, unless `figure` is None, and NAME.md with the tables. The first row of a
+    table is a string, its column names with " | " between them; the others are lists."""
     if figure:
         figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
     lines = []
     for header, *rows in tables:
-        cells = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-        lines += [
-            "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *cells]
-        ] + [""]
+        lines.append(f"| {header} |")
+        lines.append("| " + " | ".join(["---"] * (header.count(" | ") + 1)) + " |")
+        for row in rows:
+            lines.append("| " + " | ".join(cell_text(x) for x in row) + " |")
+        lines.append("")
     with open(os.path.join(args.out, name + ".md"), "w") as file:
         file.write("\n".join(lines[:-1]) + "\n")
     print("\n".join(lines))
-    print(
-        f"{name}: {(time.monotonic() - args.started) / 60:.1f} minutes, {args.jobs} processes -> {args.out}"
-    )
+    minutes = (time.monotonic() - args.started) / 60
+    print(f"{name}: {minutes:.1f} minutes, {args.jobs} processes -> {args.out}")
 
 
-# ----------------------------------------------------------------------------------------------------------------
+def cell_text(x) -> str:
+    """A number of a table to three digits, anything else as it is."""
+    if isinstance(x, float):
+        return f"{x:.3g}"
+    return str(x)
+
+
+# --------------------------------------------------------------------------------------------------
 # One training run
 
 
-def fast_policy(model, temperature: float):
-    """The policy with rows without padding and the head in tiles, which a run takes by itself."""
-    return FastPolicy(grpo.Policy(model, temperature))
-
-
 class Run:
-    """Everything a run needs, on one CPU core. The settings are the bundled ones but for 8 prompts a step."""
+    """All objects of a training run on one CPU core. The settings are those of the bundled task,
+    but with 8 prompts a step; `options` change them."""
 
     def __init__(self, **options):
         lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
@@ -116,38 +128,29 @@ class Run:
             cfg.model, cfg.train_data, cfg.eval_data
         )
         self.model = grpo.load_model(cfg.model, cfg)
-        self.policy = fast_policy(self.model, cfg.temperature)
-        self.reference = fast_policy(
+        self.policy = FastPolicy(self.model, cfg.temperature)
+        self.reference = FastPolicy(
             grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature
         )
-        self.sampler = grpo.HFSampler(
-            self.model, *harness.models.special_ids(self.model, self.tokenizer, cfg), cfg
-        )
+        eos_ids, pad_id = harness.models.special_ids(self.model, self.tokenizer, cfg)
+        self.sampler = grpo.HFSampler(self.model, eos_ids, pad_id, cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
 
-    def rollout(self, step: int, prompts=None) -> list:
-        """Scored samples with advantages, groups consecutive."""
+    def rollout(self, step: int) -> list:
+        """Samples with rewards and advantages; the samples of a group are consecutive."""
         cfg = self.cfg
-        prompts = prompts or grpo.prompts_of_step(self.train_prompts, step, cfg)
+        prompts = grpo.prompts_of_step(self.train_prompts, step, cfg)
         samples = grpo.sample(
-            *(
-                self.sampler,
-                prompts,
-                cfg.num_generations,
-                cfg.temperature,
-                0,
-                step,
-                self.tokenizer,
-                cfg,
-                CPU,
-            )
-        )
+            self.sampler, prompts, cfg.num_generations, cfg.temperature, 0, step,
+            self.tokenizer, cfg, CPU,
+        )  # fmt: skip
         grpo.score(samples, self.scorer, step, cfg)
         self.no_signal = grpo.assign_advantages(samples, step, cfg)
         return samples
 
     def update(self, samples: list, step: int) -> dict:
+        """All optimiser steps of one rollout; returns their metrics."""
         if self.cfg.updates_per_step > 1:
             grpo.compute_logps(self.policy, samples, "old_logps", self.cfg, CPU)
         if self.cfg.beta > 0:
@@ -155,25 +158,36 @@ class Run:
         return grpo.update(self.policy, self.optimizer, samples, self.cfg, step=step)
 
     def evaluate(self, n: int, step: int) -> dict:
-        """Greedy, on the first n held-out prompts."""
+        """Greedy accuracy on the first n held-out prompts."""
         cfg = self.cfg
         return grpo.evaluate(
             self.sampler, self.eval_prompts[:n], self.tokenizer, self.scorer, step, cfg, CPU
         )
 
     def exact_kl(self, samples: list) -> float:
-        """KL(policy || reference) in nats per completion: at every position of the samples the exact KL of the
-        next-token distributions, over the full vocabulary."""
-        batch = grpo.collate(samples, CPU.device, self.policy.rows)
+        """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL
+        of the next-token distributions, summed over the samples' positions."""
+        batch = grpo.collate(samples, self.policy, CPU.device)
         with torch.no_grad():
-            p, q = (next_tokens(m, batch) for m in (self.policy, self.reference))  # [n, V]
+            p = next_tokens(self.policy, batch)  # [n, V]
+            q = next_tokens(self.reference, batch)
         return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
 def next_tokens(policy, batch: dict):
-    """[n, V]: all log-probabilities at the place of each real completion token."""
+    """[n, V]: the log-probabilities of all words at each of the n completion tokens."""
     logits = policy.model.get_output_embeddings()(policy.hidden(batch))
     return (logits.double() / policy.temperature).log_softmax(-1)
+
+
+def advantage_of(sample) -> float:
+    """The advantage that all tokens of a sample share."""
+    return float(sample.advantages[0])
+
+
+def lengths_of(samples: list) -> np.ndarray:
+    """[N] completion tokens."""
+    return np.array([len(s.completion_ids) for s in samples])
 
 
 @functools.cache
@@ -182,18 +196,23 @@ def data(model: str, train_data: str, eval_data: str):
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
-    """A run's metrics, a dict a step. Hooks: before(run, step, samples) and after(run, step, samples), around the
-    update, may change the samples and return metrics; stop(history) ends the run; `evals` are steps with an eval."""
-    run, history = Run(**options), []
+    """A run's metrics, a dict for each step. before(run, step, samples) and
+    after(run, step, samples) are called around the update: they may change the samples, and may
+    return metrics. stop(history) ends the run. `evals` lists the steps with an evaluation."""
+    run = Run(**options)
+    history = []
     for step in range(1, run.cfg.max_steps + 1):
         samples = run.rollout(step)
-        metrics = dict(step=step) | (before(run, step, samples) or {} if before else {})
-        metrics |= dict(frac_reward_zero_std=run.no_signal) | grpo.sample_metrics(samples, run.cfg)
-        metrics |= run.update(samples, step)
+        metrics = dict(step=step)
+        if before:
+            metrics.update(before(run, step, samples) or {})
+        metrics.update(frac_reward_zero_std=run.no_signal)
+        metrics.update(grpo.sample_metrics(samples, run.cfg))
+        metrics.update(run.update(samples, step))
         if after:
-            metrics |= after(run, step, samples)
+            metrics.update(after(run, step, samples) or {})
         if step in evals:
-            metrics |= run.evaluate(n_eval, step)
+            metrics.update(run.evaluate(n_eval, step))
         history.append(metrics)
         if stop and stop(history):
             break
@@ -201,10 +220,11 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
 
 
 class Recorder:
-    """Stands in for the optimiser: keeps the gradient that grpo.update computed."""
+    """Takes the optimiser's place and keeps the gradient that grpo.update computed."""
 
     def __init__(self, policy):
-        self.policy, self.param_groups = policy, [{"lr": 0.0}]
+        self.policy = policy
+        self.param_groups = [{"lr": 0.0}]
 
     def step(self):
         pass
@@ -216,81 +236,119 @@ class Recorder:
 
 
 def update_gradient(run: Run, samples: list, **options):
-    """The gradient [P] of one optimiser step, unclipped, through grpo.update itself."""
+    """The gradient [P] of one optimiser step, before clipping, computed by grpo.update."""
     recorder = Recorder(run.policy)
-    free = dict(
+    bare = dict(
         beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048
     )
-    cfg = Config(**(grpo.BUNDLED | free | options))
+    cfg = Config(**(grpo.BUNDLED | bare | options))
     grpo.update(run.policy, recorder, samples, cfg)
     return recorder.gradient
 
 
 def scan(function, settings: list[tuple], jobs: int) -> dict:
-    """{setting: function(*setting)}, `jobs` at a time. Results do not depend on how many or in which order."""
+    """{setting: function(*setting)}, computed by `jobs` processes. The results depend neither on
+    the number of processes nor on the order."""
     if jobs == 1:
         return {setting: function(*setting) for setting in settings}
     with multiprocessing.get_context("fork").Pool(min(jobs, len(settings))) as pool:
-        return dict(zip(settings, pool.starmap(function, settings, chunksize=1), strict=True))
+        results = pool.starmap(function, settings, chunksize=1)
+    return dict(zip(settings, results, strict=True))
 
 
 def grid(*axes) -> list[tuple]:
     return list(itertools.product(*axes))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Statistics and curves
+# --------------------------------------------------------------------------------------------------
+# Statistics
 
 
 def steps_to(threshold: float, history: list[dict], window: int = 3) -> float:
-    """The first step at which the mean reward of the last `window` steps has reached the threshold; inf: never."""
+    """The first step at which the mean reward of the last `window` steps reaches the threshold;
+    inf if none does."""
     rewards = [m["reward"] for m in history]
-    reached = (
-        n for n in range(window, len(rewards) + 1) if np.mean(rewards[n - window : n]) >= threshold
-    )
-    return next(reached, np.inf)
+    for n in range(window, len(rewards) + 1):
+        if np.mean(rewards[n - window : n]) >= threshold:
+            return n
+    return np.inf
 
 
 def interval(values, n: int = 10_000) -> tuple[float, float, float]:
-    """Mean and its 95 % bootstrap interval."""
+    """The mean and its 95 % bootstrap interval."""
     values = np.asarray(values, float)
     means = np.random.default_rng(0).choice(values, (n, len(values))).mean(1)
-    return float(values.mean()), *(float(q) for q in np.quantile(means, (0.025, 0.975)))
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
+
+
+def span(values, digits: int = 3) -> str:
+    """The mean and its interval as text: 0.66 (0.61 to 0.70)."""
+    mean, low, high = interval(values)
+    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def permutation_test(a, b, n: int = 20_000) -> float:
-    """Two-sided p of the difference of the means, if it did not matter which runs belong to a and which to b."""
-    both, rng = np.concatenate([a, b]).astype(float), np.random.default_rng(0)
-    shuffled = rng.permuted(np.tile(both, (n, 1)), axis=1)  # [n, A + B]
-    found = np.abs(shuffled[:, : len(a)].mean(1) - shuffled[:, len(a) :].mean(1))
-    return float((1 + (found >= abs(np.mean(a) - np.mean(b)) - 1e-12).sum()) / (1 + n))
+    """Two-sided p of the difference of the means: how often is it as large if the runs are
+    assigned to a and b at random?"""
+    both = np.concatenate([a, b]).astype(float)
+    shuffled = np.random.default_rng(0).permuted(np.tile(both, (n, 1)), axis=1)  # [n, A + B]
+    differences = np.abs(shuffled[:, : len(a)].mean(1) - shuffled[:, len(a) :].mean(1))
+    measured = abs(np.mean(a) - np.mean(b))
+    return float((1 + (differences >= measured - 1e-12).sum()) / (1 + n))
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures
 
 
 def ordered(n: int):
-    """n colours of an ordered scale, dark to light; like view.COLORS, the colour-blind can tell them apart."""
+    """n colours from dark to light. Colour-blind readers can tell them apart, as view.COLORS."""
     return plt.cm.viridis(np.linspace(0, 0.8, n))
 
 
 def legend(figure, axis, ncols: int, **style) -> None:
-    """The axis's legend above all panels, where no curve can be."""
+    """Puts the axis's legend above all panels, away from the curves."""
     figure.legend(
         *axis.get_legend_handles_labels(), loc="outside upper center", ncols=ncols, **style
     )
 
 
+def mean_with_whiskers(axis, x, values, **style) -> None:
+    """A dot at the mean of the values, with its 95 % bootstrap interval."""
+    mean, low, high = interval(values)
+    axis.errorbar(x, mean, [[mean - low], [high - mean]], **style)
+
+
 def band(axis, histories: list, key: str, **style) -> None:
-    """Mean over runs against the step, with the standard error as a band; few steps are marked."""
-    there = [m["step"] for m in histories[0] if key in m]
+    """The mean over runs by step, with its standard error as a band. Curves of less than five
+    points have markers."""
+    steps = [m["step"] for m in histories[0] if key in m]
     values = np.array([[m[key] for m in h if key in m] for h in histories])  # [runs, steps]
-    mean, error = np.nanmean(values, 0), np.nanstd(values, 0) / np.sqrt(max(1, len(values) - 1))
-    (line,) = axis.plot(there, mean, marker="o" if len(there) < 5 else None, ms=4, **style)
-    axis.fill_between(there, mean - error, mean + error, color=line.get_color(), alpha=0.2, lw=0)
+    mean = np.nanmean(values, 0)
+    error = np.nanstd(values, 0) / np.sqrt(max(1, len(values) - 1))
+    if len(steps) < 5:
+        style["marker"] = "o"
+    (line,) = axis.plot(steps, mean, ms=4, **style)
+    axis.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.2, lw=0)
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def bands(axes, panels: dict, runs: list[tuple], xlabel: str) -> None:
-    """A panel for each {key: (title, y label)}, with a band for each (histories, style) of `runs`."""
+    """Draws a panel for each {key: (title, y label)}, with a band for each (histories, style)."""
     for axis, (key, (title, ylabel)) in zip(axes.flat, panels.items(), strict=True):
         for histories, style in runs:
             band(axis, histories, key, **style)
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
+
+
+def until_one_stops(histories: list) -> list:
+    """The histories, cut where the first run stopped."""
+    shortest = min(len(h) for h in histories)
+    return [h[:shortest] for h in histories]
+
+
+def draw_steps_to_reward(axis, x, steps, colour, scatter_at) -> None:
+    """The mean of the steps that the seeds needed, with whiskers, and a small dot for each seed."""
+    mean_with_whiskers(axis, x, steps, fmt="o", capsize=4, color=colour, zorder=3)
+    axis.scatter(scatter_at, steps, s=12, alpha=0.4, color=colour)

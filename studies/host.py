@@ -1,9 +1,10 @@
-"""What the host does in a step, while no model runs, on 1 to 64 ranks.   python studies/host.py [--quick]
+"""How much work does the host do in a step, on 1 to 64 ranks?   python studies/host.py [--quick]
 
-CPU seconds of one rank, one thread: grpo.py's own functions in the order of its step, on made-up samples. One process
-stands for rank r of W. The collectives are played: what the others send is what grpo.py would send there, to the byte,
-and stands in the receive buffer when the collective returns. Left out: the wire itself, sampling, the model, the loss,
-notes of tokens, the optimiser. Of the first and the last rank the slower one counts, of three steps the median.
+CPU seconds of one rank, on one thread, while no model runs: grpo.py's own functions, in the order
+of its step, on made-up samples. One process takes the place of rank r of W. When a collective
+returns, its receive buffer holds what the other ranks would send there, to the byte. Left out are
+the transfer itself, sampling, the model, the loss, the notes of tokens and the optimiser. The table
+has the slower one of the first and the last rank, and the median of three steps.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import grpo
+import harness.kernels
 import harness.log
 import harness.run
 import harness.workers
@@ -31,12 +33,8 @@ from grpo import Completion, Config, Sample
 from harness.ranks import World
 from harness.rows import Prompt
 
-G, PROMPT, COMPLETION, LONGEST = (
-    8,
-    150,
-    2300,
-    8192,
-)  # samples of a prompt; tokens, on average and at most
+G = 8  # samples of a prompt
+PROMPT, COMPLETION, LONGEST = 150, 2300, 8192  # tokens: on average, and of the longest completion
 WORDS = 150_000  # of the tokenizer, as large ones have today
 PARTS = ("score", "exchange", "plan", "collate", "log-probabilities", "gap", "metrics, log", "rest")
 SETTINGS = {
@@ -48,25 +46,27 @@ CPU = torch.device("cpu")
 
 
 class Meter:
-    """CPU seconds by part. A part within another one counts for itself only."""
+    """CPU seconds by part. While one part runs inside another, only the inner one counts."""
 
     def __init__(self):
-        self.seconds, self.parts, self.last = Counter(), ["left out"], time.process_time()
+        self.seconds = Counter()
+        self.stack = ["left out"]
+        self.last = time.process_time()
 
     def mark(self) -> None:
         now = time.process_time()
-        self.seconds[self.parts[-1]] += now - self.last
+        self.seconds[self.stack[-1]] += now - self.last
         self.last = now
 
     @contextlib.contextmanager
     def __call__(self, part: str):
         self.mark()
-        self.parts.append(part)
+        self.stack.append(part)
         try:
             yield
         finally:
             self.mark()
-            self.parts.pop()
+            self.stack.pop()
 
     def wrap(self, part: str, function):
         def timed(*args, **options):
@@ -86,55 +86,63 @@ def replaced(module, **attributes):
         vars(module).update(saved)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Ranks that are not there
+# --------------------------------------------------------------------------------------------------
+# Ranks that do not exist
 
 
 class Sent(Exception):
-    """What a rank was about to send."""
+    """Carries the items that a rank was about to send."""
 
 
 @contextlib.contextmanager
 def collectives(all_gather, rank: int, size: int):
-    """torch.distributed on rank `rank` of `size`, with this function in place of the wire."""
+    """torch.distributed as on rank `rank` of `size`, with this function in place of the network."""
     stand_ins = dict(
-        all_gather=all_gather, get_world_size=lambda *_, **__: size, get_rank=lambda *_, **__: rank
+        all_gather=all_gather,
+        get_world_size=lambda *_, **__: size,
+        get_rank=lambda *_, **__: rank,
     )
-    inner = dict(_rank_not_in_group=lambda *_: False, _get_object_coll_device=lambda *_: CPU)
-    with replaced(dist, **stand_ins), replaced(dist.distributed_c10d, **stand_ins, **inner):
+    private = dict(
+        _rank_not_in_group=lambda *_: False,
+        _get_object_coll_device=lambda *_: CPU,
+    )
+    with replaced(dist, **stand_ins), replaced(dist.distributed_c10d, **stand_ins, **private):
         yield
 
 
 class Rank(World):
-    """Rank r of W. In the gather called `phase` the others send peers[phase][rank], tensor by tensor; where that is
-    not known, what this rank sends."""
+    """Rank `rank` of `size`. In the gather of phase p the other ranks send peers[p][rank], tensor
+    by tensor. If `peers` has no such phase, they send the same as this rank."""
 
     def __init__(self, rank: int, size: int, peers: dict, meter: Meter):
         super().__init__(rank, size, CPU)
-        self.meter, self.peers, self.phase, self.received = meter, peers, "", Counter()
+        self.meter, self.peers = meter, peers
+        self.phase = ""
+        self.received = Counter()  # bytes by phase
 
     def gather(self, items):
-        number = 0
+        number = 0  # of the tensor: World.gather sends sizes first, then the items
 
         def all_gather(outputs, tensor, *_, **__):
             nonlocal number
             with self.meter("left out"):
-                own = tensor.clone()  # it may be one of the outputs
+                tensor = tensor.clone()  # it may be one of the outputs
                 for rank, output in enumerate(outputs):
-                    sent = self.peers[self.phase][rank][number] if self.phase in self.peers else own
+                    sent = tensor
+                    if self.phase in self.peers:
+                        sent = self.peers[self.phase][rank][number]
                     output[: len(sent)] = sent
-                    self.received[self.phase] += output.nbytes if rank != self.rank else 0
+                    if rank != self.rank:
+                        self.received[self.phase] += output.nbytes
                 number += 1
 
-        with (
-            self.meter(self.phase if self.phase in PARTS else "rest"),
-            collectives(all_gather, self.rank, self.size),
-        ):
+        part = self.phase if self.phase in PARTS else "rest"
+        with self.meter(part), collectives(all_gather, self.rank, self.size):
             return super().gather(items)
 
 
 def sent_by(rank: int, size: int, items: list) -> list:
-    """The tensors that World.gather hands to the wire for these items; the last one is the payload."""
+    """The tensors that World.gather would send for these items; the last one holds the items."""
     sent = []
 
     def all_gather(outputs, tensor, *_, **__):
@@ -149,25 +157,29 @@ def sent_by(rank: int, size: int, items: list) -> list:
     return sent
 
 
-class Asked(World):
-    """A rank that is asked what it would gather."""
+class SendingWorld(World):
+    """A rank whose gather() stops with the items that it would send."""
 
     def gather(self, items):
         raise Sent(items)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A rollout without a model
 
 
 class NoPolicy(nn.Module):
-    """Log-probabilities of 0; stands in for the optimiser, too."""
+    """All its log-probabilities are 0. Takes the optimiser's place, too."""
 
-    packs, moved, param_groups = True, False, [{}]
+    packs, at_reference, param_groups = True, False, [{}]
 
     def __init__(self, meter: Meter):
         super().__init__()
-        self.meter, self.one = meter, nn.Parameter(torch.zeros(1))
+        self.meter = meter
+        self.parameter = nn.Parameter(torch.zeros(1))
+
+    def rows(self, samples):
+        return harness.kernels.rows_of(samples, self.packs)
 
     def forward(self, batch):
         with self.meter("left out"):
@@ -185,84 +197,123 @@ class NoPolicy(nn.Module):
 
 
 def tokenizer_of(words: int):
-    """Decodes words of 1 to 7 letters: none that is downloaded, and as large as today's."""
-    rng, letters = np.random.default_rng(0), np.array(list("abcdefghijklmnopqrstuvwxyzĠ"))
+    """A tokenizer as large as today's that needs no download. Its words have 1 to 7 letters."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyzĠ"))
     vocabulary = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     while len(vocabulary) < words:
-        drawn = rng.choice(letters, (words, 7))
-        vocabulary |= dict.fromkeys(
-            "".join(w[:n]) for w, n in zip(drawn, rng.integers(2, 8, words), strict=True)
-        )
-    tokenizer = Tokenizer(
-        models.BPE(vocab={w: i for i, w in enumerate(list(vocabulary)[:words])}, merges=[])
-    )
+        spellings = rng.choice(letters, (words, 7))
+        lengths = rng.integers(2, 8, words)
+        for spelling, length in zip(spellings, lengths, strict=True):
+            vocabulary["".join(spelling[:length])] = None
+    ids = {word: i for i, word in enumerate(list(vocabulary)[:words])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def rollout(tokens: int, words: int) -> tuple[list, list]:
-    """Prompts, and of each G completions of lognormal lengths: as many as make about this number of tokens."""
-    rng, count = np.random.default_rng(0), max(1, round(tokens / G / (PROMPT + COMPLETION)))
+    """Prompts, and a group of G completions for each. Lengths are lognormal, and there are as many
+    groups as make about this number of tokens."""
+    rng = np.random.default_rng(0)
+    count = max(1, round(tokens / G / (PROMPT + COMPLETION)))
     lengths = rng.lognormal(0, 0.6, (count, G))
     lengths = np.clip(lengths * COMPLETION / lengths.mean(), 1, LONGEST).astype(int)
     prompts, groups = [], []
-    for number, row in enumerate(lengths):
-        ids, text = (
-            rng.integers(0, words, rng.integers(PROMPT // 2, 3 * PROMPT // 2)),
-            f"question {number} " * 40,
-        )
-        messages = [dict(role="user", content=text)]
-        prompts.append(
-            Prompt(ids.astype(np.int32), text, dict(prompt=text, answer=str(number)), messages)
-        )
-        drawn = [
-            (rng.integers(0, words, n).astype(np.int32), rng.normal(-1, 1e-5, n).astype(np.float32))
-            for n in row
-        ]
-        groups.append([Completion(*c, "length" if len(c[0]) == LONGEST else "stop") for c in drawn])
+    for number in range(count):
+        ids = rng.integers(0, words, rng.integers(PROMPT // 2, 3 * PROMPT // 2)).astype(np.int32)
+        text = f"question {number} " * 40
+        row = dict(prompt=text, answer=str(number))
+        prompts.append(Prompt(ids, text, row, [dict(role="user", content=text)]))
+        group = []
+        for n in lengths[number]:
+            ids = rng.integers(0, words, n).astype(np.int32)
+            logps = rng.normal(-1, 1e-5, n).astype(np.float32)
+            group.append(Completion(ids, logps, "length" if n == LONGEST else "stop"))
+        groups.append(group)
     return prompts, groups
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # One step
 
 
 class Host:
-    """The host's part of grpo.train's step."""
+    """The host's part of a step of grpo.train."""
 
     def __init__(self, tokens: int, tokenizer, folder: str):
         prompts, groups = rollout(tokens, len(tokenizer))
         self.cfg = Config(
-            model="none", train_data="none", num_prompts=len(prompts), num_generations=G, max_sampler_gap=1e9,
-            max_completion_length=LONGEST, micro_batch_tokens=16384, log_tokens=0, out_dir=folder,
-        )  # fmt: skip
-        self.samples, self.decode = [], []  # CPU seconds of each group's decode
-        for g, group in enumerate(groups):
+            model="none",
+            train_data="none",
+            num_prompts=len(prompts),
+            num_generations=G,
+            max_sampler_gap=1e9,
+            max_completion_length=LONGEST,
+            micro_batch_tokens=16384,
+            log_tokens=0,
+            out_dir=folder,
+        )
+        self.samples = []
+        self.decode_seconds = []  # CPU seconds of each group
+        for number, group in enumerate(groups):
             started = time.process_time()
             texts = [grpo.decode(tokenizer, c.ids) for c in group]
-            self.decode.append(time.process_time() - started)
+            self.decode_seconds.append(time.process_time() - started)
             for c, text in zip(group, texts, strict=True):
-                self.samples.append(Sample(g, prompts[g], c.ids, c.logps, c.finish_reason, text))
-        self.tokens, self.tokenizer = sum(s.n_tokens for s in self.samples), tokenizer
+                self.samples.append(
+                    Sample(number, prompts[number], c.ids, c.logps, c.finish_reason, text)
+                )
+        self.tokens = sum(s.n_tokens for s in self.samples)
+        self.tokenizer = tokenizer
         self.scorer = harness.workers.Scorer(reward.load_rewards(self.cfg.reward))
         grpo.score(self.samples, self.scorer, 1, self.cfg)
 
     def peers(self, size: int) -> dict:
-        """What the ranks send, by phase and rank."""
-        policy, found = NoPolicy(Meter()), {"exchange": [], "log-probabilities": []}
-        planned = grpo.plan(self.samples, policy.packs, self.cfg, World(0, size, CPU))
-        for rank in range(size) if size > 1 else []:
-            found["exchange"].append(
-                sent_by(rank, size, [s for s in self.samples if s.group % size == rank])
-            )
-            with replaced(grpo, plan=lambda *_: planned):
+        """The tensors that the ranks send, by phase and rank."""
+        if size == 1:
+            return {}
+        policy = NoPolicy(Meter())
+        sent = {"exchange": [], "log-probabilities": []}
+        micro_batches = grpo.plan(self.samples, policy.packs, self.cfg, World(0, size, CPU))
+        for rank in range(size):
+            share = [s for s in self.samples if s.group % size == rank]
+            sent["exchange"].append(sent_by(rank, size, share))
+            world = SendingWorld(rank, size, CPU)
+            with replaced(grpo, plan=lambda *_: micro_batches):
                 try:
-                    grpo.compute_logps(
-                        policy, self.samples, "ref_logps", self.cfg, Asked(rank, size, CPU)
-                    )
-                except Sent as sent:
-                    found["log-probabilities"].append(sent_by(rank, size, sent.args[0]))
-        return found if size > 1 else {}
+                    grpo.compute_logps(policy, self.samples, "ref_logps", self.cfg, world)
+                except Sent as stop:
+                    sent["log-probabilities"].append(sent_by(rank, size, stop.args[0]))
+        return sent
+
+    def timed_functions(self, world: Rank, policy: NoPolicy) -> dict:
+        """The functions of grpo with the meter around them; the loss does nothing."""
+        meter, collate = world.meter, grpo.collate
+
+        def no_loss(logps, *_, **__):
+            with meter("left out"):
+                return policy.parameter.sum() * 0, dict(tokens=torch.tensor(logps.numel()))
+
+        def timed_collate(samples, *rest):
+            with meter("collate"):
+                batch = collate(samples, *rest)
+            if world.phase == "sums":  # the device does the rest of the update: give it one sample
+                T = len(samples[0].completion_ids)
+                batch["shape"] = (1, T)
+                for name in batch:
+                    if name in ("mask", "advantages") or name.endswith("_logps"):
+                        batch[name] = batch[name][:1, :T]
+            return batch
+
+        return dict(
+            grpo_loss=no_loss,
+            collate=timed_collate,
+            score=meter.wrap("score", grpo.score),
+            plan=meter.wrap("plan", grpo.plan),
+            sample_metrics=meter.wrap("metrics, log", grpo.sample_metrics),
+            completion_rows=meter.wrap("metrics, log", grpo.completion_rows),
+        )
 
     def step(self, rank: int, size: int, peers: dict, flags: dict) -> tuple[Counter, Counter]:
         """CPU seconds of a rank by part, and the bytes that it received by phase."""
@@ -270,36 +321,11 @@ class Host:
         world, policy = Rank(rank, size, peers, meter), NoPolicy(meter)
         log = harness.log.Log(cfg, 0, 0.0, rank == 0)
         samples = [dataclasses.replace(s) for s in self.samples if s.group % size == rank]
-        meter.seconds["decode"] = sum(self.decode[rank::size])
-
-        def loss(logps, *_, **__):
-            with meter("left out"):
-                return policy.one.sum() * 0, dict(tokens=torch.tensor(logps.numel()))
-
-        def collate(samples, *rest, collate=grpo.collate):
-            with meter("collate"):
-                batch = collate(samples, *rest)
-            if world.phase != "sums":
-                return batch
-            T = len(
-                samples[0].completion_ids
-            )  # what follows is the device's work: it gets one sample
-            cut = {k: x[:1, :T] for k, x in batch.items() if k == "mask" or k.endswith("_logps")}
-            return batch | cut | dict(shape=(1, T))
-
-        def timed(part, module, *names):
-            return {name: meter.wrap(part, getattr(module, name)) for name in names}
-
-        ours = (
-            dict(collate=collate, grpo_loss=loss)
-            | timed("score", grpo, "score")
-            | timed("plan", grpo, "plan")
-        )
-        ours |= timed("metrics, log", grpo, "sample_metrics", "completion_rows")
-        gaps = timed("gap", harness.log, "gap_metrics")
+        meter.seconds["decode"] = sum(self.decode_seconds[rank::size])
+        gap_metrics = meter.wrap("gap", harness.log.gap_metrics)
         with (
-            replaced(grpo, **ours),
-            replaced(harness.log, **gaps),
+            replaced(grpo, **self.timed_functions(world, policy)),
+            replaced(harness.log, gap_metrics=gap_metrics),
             contextlib.redirect_stdout(io.StringIO()),
             meter("rest"),
         ):
@@ -307,53 +333,57 @@ class Host:
             scores = world.gather([grpo.score(samples, self.scorer, 1, cfg)])
             world.phase = "exchange"
             samples = sorted(world.gather(samples), key=lambda s: s.group)
-            failures = harness.run.Run.failures(
-                SimpleNamespace(said=set()), scores, 1, len(samples)
-            )
+            run = SimpleNamespace(said=set())
+            failures = harness.run.Run.failures(run, scores, 1, len(samples))
             no_signal = grpo.assign_advantages(samples, 1, cfg)
-            counted = [s for s in samples if s.in_loss.any()] or samples
+            counted = [s for s in samples if s.in_loss] or samples
+
             world.phase = "log-probabilities"
-            for name in ["ref_logps"] if cfg.updates_per_step == 1 else ["old_logps", "ref_logps"]:
-                grpo.compute_logps(policy, counted, name, cfg, world)
+            if cfg.updates_per_step > 1:
+                grpo.compute_logps(policy, counted, "old_logps", cfg, world)
+            grpo.compute_logps(policy, counted, "ref_logps", cfg, world)
+
             world.phase = "sums"
             metrics = grpo.update(policy, policy, samples, cfg, world=world)
-            metrics |= (
-                dict(frac_reward_zero_std=no_signal) | grpo.sample_metrics(samples, cfg) | failures
-            )
+            metrics.update(frac_reward_zero_std=no_signal, **grpo.sample_metrics(samples, cfg))
+            metrics.update(failures)
             rows = grpo.completion_rows(samples, 1, self.tokenizer)
             with meter("metrics, log"):
                 log.step(dict(step=1, tokens_per_s=0.0) | metrics, rows)
-        for a, b in zip(samples, self.samples, strict=True):
-            assert (
-                a.text == b.text
-                and (a.completion_ids == b.completion_ids).all()
-                and (a.ref_logps == 0).all()
-            )
+        self.check(samples)
         return meter.seconds, world.received
+
+    def check(self, samples: list) -> None:
+        """Every rank must get all samples, with all their log-probabilities."""
+        for received, original in zip(samples, self.samples, strict=True):
+            assert received.text == original.text
+            assert (received.completion_ids == original.completion_ids).all()
+            assert (received.ref_logps == 0).all()
 
 
 def total(step: tuple) -> float:
     return sum(step[0][part] for part in PARTS)
 
 
-def slowest_rank(
-    host: Host, size: int, peers: dict, flags: dict, repeats: int
-) -> tuple[Counter, Counter]:
-    """Of the first and the last rank, by the median of its steps, which is returned."""
-    steps = []
+def slowest_rank(host: Host, size: int, peers: dict, flags: dict, repeats: int) -> tuple:
+    """The median step of the first or the last rank, whichever takes longer."""
+    medians = []
     for rank in {0, size - 1}:
-        found = sorted([host.step(rank, size, peers, flags) for _ in range(repeats)], key=total)
-        steps.append(found[repeats // 2])
-    return max(steps, key=total)
+        steps = [host.step(rank, size, peers, flags) for _ in range(repeats)]
+        medians.append(sorted(steps, key=total)[repeats // 2])
+    return max(medians, key=total)
 
 
 def main() -> None:
     args = arguments(__doc__)
     args.jobs = 1
-    sizes, ranks, repeats = ((20_000,), (1, 4), 1) if args.quick else (SIZES, RANKS, 3)
-    head = ["tokens", "samples", "ranks", *PARTS, "all of these", "decode", "MB received"]
-    tables = {name: [[name, *head[1:]]] for name in SETTINGS}
-    tokenizer = tokenizer_of(2000 if args.quick else WORDS)
+    sizes, ranks, repeats, words = SIZES, RANKS, 3, WORDS
+    if args.quick:
+        sizes, ranks, repeats, words = (20_000,), (1, 4), 1, 2000
+
+    names = ["samples", "ranks", *PARTS, "all of these", "decode", "MB received"]
+    tables = {name: [" | ".join([name, *names])] for name in SETTINGS}
+    tokenizer = tokenizer_of(words)
     with tempfile.TemporaryDirectory() as folder:
         for tokens in sizes:
             host = Host(tokens, tokenizer, folder)
@@ -361,15 +391,14 @@ def main() -> None:
                 peers = host.peers(size)
                 for name, flags in SETTINGS.items():
                     step = slowest_rank(host, size, peers, flags, repeats)
-                    seconds = [*(step[0][part] for part in PARTS), total(step), step[0]["decode"]]
-                    row = [
-                        f"{host.tokens / 1e6:.2f} M",
-                        len(host.samples),
-                        size,
-                        *(f"{x:.2f}" for x in seconds),
-                    ]
-                    tables[name].append([*row, f"{sum(step[1].values()) / 1e6:.0f}"])
-                    print(*tables[name][-1], flush=True)
+                    part_seconds, received = step
+                    seconds = [part_seconds[part] for part in PARTS]
+                    seconds += [total(step), part_seconds["decode"]]
+                    row = [f"{host.tokens / 1e6:.2f} M", len(host.samples), size]
+                    row += [f"{x:.2f}" for x in seconds]
+                    row.append(f"{sum(received.values()) / 1e6:.0f}")
+                    tables[name].append(row)
+                    print(*row, flush=True)
     save(args, "host", None, *tables.values())
 
 

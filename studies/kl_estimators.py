@@ -1,9 +1,11 @@
 """Which KL estimator controls the KL?   python studies/kl_estimators.py
 
-(a) A toy with every sequence of 3 tokens over 4 words: expectations are sums, so the bias and the noise of each
-    estimator's gradient are exact, with the samples of the policy itself and with those of an older policy.
-(b) The bundled task, every estimator x beta x seed, two updates per rollout: KL to the reference (exact over the
-    vocabulary): does a larger beta give a smaller one? (c) The same runs as a Pareto front: accuracy against KL.
+(a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over the sequences, so
+    bias and noise of each estimator's gradient are exact: on the policy's own samples, and on those
+    of an older policy.
+(b) The bundled task with each estimator, beta and seed, and two updates per rollout. Does a larger
+    beta give a smaller KL to the reference? The KL is exact over the vocabulary.
+(c) The same runs as a Pareto front: accuracy against KL.
 """
 
 import itertools
@@ -21,232 +23,245 @@ from common import (
     plt,
     save,
     scan,
+    span,
     train,
 )
 
 from grpo import Config, grpo_loss, kl_estimate
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "wk3")
+ALL = (*ESTIMATORS, "k1 in reward")
 BETAS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-FROM = 6  # first rollout of the mean KL: the steep start is over
-V, T = 4, 3
+DISTANCES = {"near": 0.15, "mid": 0.6, "far": 1.5}  # how far the toy policy is from the reference
+FIRST_ROLLOUT = 6  # the mean KL begins here: the steep start is over
+
+V, T = 4, 3  # words, tokens
 SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
 PLACES = torch.tensor([V ** (T - 1 - t) for t in range(T)])
 
 
 class Toy:
-    """Each next-token distribution is a free table."""
+    """A policy whose next-token distributions are free tables, one row for each prefix."""
 
     def __init__(self, seed, scale, base=None):
         g = torch.Generator().manual_seed(seed)
-        tables = [torch.randn(V**t, V, generator=g, dtype=torch.float64) * scale for t in range(T)]
-        start = [table.detach() for table in base.tables] if base else [0] * T
-        self.tables = [(a + b).requires_grad_() for a, b in zip(tables, start, strict=True)]
+        self.tables = []
+        for t in range(T):
+            table = torch.randn(V**t, V, generator=g, dtype=torch.float64) * scale
+            if base:
+                table += base.tables[t].detach()
+            self.tables.append(table.requires_grad_())
 
-    def conditionals(self):  # T x [V^T, V]
-        prefix = (
-            (SEQUENCES * PLACES).cumsum(1) // PLACES // V
-        )  # [V^T, T]: the number of the prefix before t
+    def conditionals(self):
+        """T x [V^T, V]: for each sequence, the log-probabilities of all words at position t."""
+        prefix = (SEQUENCES * PLACES).cumsum(1) // PLACES // V  # [V^T, T]: number of the prefix
         return [table.log_softmax(-1)[prefix[:, t]] for t, table in enumerate(self.tables)]
 
-    def logps(self):  # [V^T, T]
-        return torch.stack(
-            [c.gather(1, SEQUENCES[:, t, None])[:, 0] for t, c in enumerate(self.conditionals())], 1
+    def logps(self):
+        """[V^T, T]: the log-probability of each token of each sequence."""
+        tokens = []
+        for t, conditional in enumerate(self.conditionals()):
+            tokens.append(conditional.gather(1, SEQUENCES[:, t, None])[:, 0])
+        return torch.stack(tokens, 1)
+
+    def gradient(self, value):
+        """[P]"""
+        gradients = torch.autograd.grad(
+            value, self.tables, retain_graph=True, materialize_grads=True
         )
-
-    def gradient(self, value):  # [P]
-        parts = torch.autograd.grad(value, self.tables, retain_graph=True, materialize_grads=True)
-        return torch.cat([part.flatten() for part in parts])
+        return torch.cat([g.flatten() for g in gradients])
 
 
-def k1_in_reward(lp, old, ref):
-    """Through grpo_loss, sequence by sequence, advantages 0 and no clipping. All [V^T, T] -> [V^T]"""
-    cfg = Config(
-        beta=1.0,
-        kl_in="reward",
-        kl_estimator="k1",
-        loss_reduction="constant",
-        max_completion_length=1,
-    )
+def k1_in_reward(logps, old_logps, ref_logps):
+    """[V^T]: the loss of each sequence with k1 in its reward, advantages 0 and no clipping."""
+    cfg = Config(beta=1.0, kl_in="reward", kl_estimator="k1")
+    cfg.loss_reduction, cfg.max_completion_length = "constant", 1
     cfg.clip_low, cfg.clip_high = 1.0, 1e9
-    rest = (None, torch.zeros(1), torch.ones(1, T), cfg, T, 1)
-    return [
-        grpo_loss(*row, *rest)[0]
-        for row in zip(lp.split(1), old.split(1), ref.split(1), strict=True)
-    ]
+    losses = []
+    for i in range(len(logps)):
+        row = [x[i : i + 1] for x in (logps, old_logps, ref_logps)]
+        loss, _ = grpo_loss(
+            *row, None, torch.zeros(1), torch.ones(1, T), cfg, n_tokens=T, n_sequences=1
+        )
+        losses.append(loss)
+    return losses
 
 
 def exact_gradients() -> list[dict]:
-    """Of each estimator: error of the expected gradient, and its standard deviation, over the true gradient's norm.
-    True: of the next-token KL, summed over positions, at the sampler's prefixes; in the reward: of the sequence KL."""
+    """For each estimator: the error of the expected gradient, its length along the true gradient,
+    and its standard deviation, all relative to the true gradient. The true gradient of a loss term
+    is that of the next-token KL, summed over the positions of the samples; of a term in the reward,
+    that of the KL between whole sequences."""
     rows, reference = [], Toy(0, 1.0)
-    for distance, scale in (("near", 0.15), ("mid", 0.6), ("far", 1.5)):
+    for distance, scale in DISTANCES.items():
         policy = Toy(1, scale, reference)
-        lp, ref = policy.logps(), reference.logps().detach()
+        logps, ref_logps = policy.logps(), reference.logps().detach()
         for sampling, sampler in (("on-policy", policy), ("off-policy", Toy(2, 0.3, policy))):
-            old = sampler.logps().detach()
-            q = old.sum(1).exp()  # [V^T]
+            old_logps = sampler.logps().detach()
+            q = old_logps.sum(1).exp()[:, None]  # [V^T, 1]: how often a sequence is sampled
+
             pairs = zip(policy.conditionals(), reference.conditionals(), strict=True)
-            local = torch.stack(
-                [(a.exp() * (a - b.detach())).sum(1) for a, b in pairs], 1
-            )  # [V^T, T]
-            per_token = policy.gradient((q[:, None] * local).sum())
-            kl = (lp.sum(1).exp() * (lp - ref).sum(1)).sum()
-            for name in (*ESTIMATORS, "k1 in reward"):
-                in_loss = name in ESTIMATORS
-                values = (
-                    kl_estimate(lp, ref, old, name).sum(1)
-                    if in_loss
-                    else k1_in_reward(lp, old, ref)
-                )  # [V^T]
+            local = [(a.exp() * (a - b.detach())).sum(1) for a, b in pairs]  # T x [V^T]
+            true_in_loss = policy.gradient((q * torch.stack(local, 1)).sum())
+            kl = (logps.sum(1).exp() * (logps - ref_logps).sum(1)).sum()
+            true_in_reward = policy.gradient(kl)
+
+            for name in ALL:
+                if name in ESTIMATORS:
+                    values = kl_estimate(logps, ref_logps, old_logps, name).sum(1)  # [V^T]
+                    true = true_in_loss
+                else:
+                    values = k1_in_reward(logps, old_logps, ref_logps)
+                    true = true_in_reward
                 g = torch.stack([policy.gradient(value) for value in values])  # [V^T, P]
-                true = per_token if in_loss else policy.gradient(kl)
-                mean = (q[:, None] * g).sum(0)
-                row = dict(
-                    kl=kl,
-                    bias=(mean - true).norm() / true.norm(),
-                    along=mean @ true / true.square().sum(),
-                )
-                row |= dict(noise=((q[:, None] * (g - mean).square()).sum()).sqrt() / true.norm())
+                mean = (q * g).sum(0)
+                noise = (q * (g - mean).square()).sum().sqrt()
                 rows.append(
-                    dict(name=name, distance=distance, sampling=sampling)
-                    | {k: row[k].item() for k in row}
+                    dict(
+                        name=name,
+                        distance=distance,
+                        sampling=sampling,
+                        kl=kl.item(),
+                        bias=((mean - true).norm() / true.norm()).item(),
+                        along=(mean @ true / true.square().sum()).item(),
+                        noise=(noise / true.norm()).item(),
+                    )
                 )
     return rows
 
 
 def check(rows):
-    found = {(r["name"], r["distance"], r["sampling"]): r for r in rows}
-    for distance in ("near", "mid", "far"):
-        on = {name: found[name, distance, "on-policy"] for name in (*ESTIMATORS, "k1 in reward")}
-        assert all(on[name]["bias"] < 1e-10 for name in ("k2", "k4", "wk3", "k1 in reward"))
+    """The claims of part (a)."""
+    by_key = {(r["name"], r["distance"], r["sampling"]): r for r in rows}
+    for distance in DISTANCES:
+        on = {name: by_key[name, distance, "on-policy"] for name in ALL}
+        off = {name: by_key[name, distance, "off-policy"] for name in ALL}
+        for name in ("k2", "k4", "wk3", "k1 in reward"):
+            assert on[name]["bias"] < 1e-10, f"{name} must be exact on-policy"
+        for name in ("k4", "wk3"):
+            assert off[name]["bias"] < 1e-10, f"{name} must be exact off-policy"
+        for name in ("k1", "k2", "k3"):
+            assert off[name]["bias"] > 1e-3, f"{name} must not be exact off-policy"
         assert abs(on["k1"]["bias"] - 1) < 1e-10, "k1's gradient must vanish on average"
-        assert all(found[name, distance, "off-policy"]["bias"] < 1e-10 for name in ("k4", "wk3"))
-        assert all(
-            found[name, distance, "off-policy"]["bias"] > 1e-3 for name in ("k1", "k2", "k3")
-        )
-        assert on["wk3"]["noise"] < on["k4"]["noise"]
-    k3 = [found["k3", distance, "on-policy"]["bias"] for distance in ("near", "mid", "far")]
+        assert on["wk3"]["noise"] < on["k4"]["noise"], "wk3 must be less noisy than k4"
+    k3 = [by_key["k3", distance, "on-policy"]["bias"] for distance in DISTANCES]
     assert 0.01 < k3[0] < k3[1] < k3[2], "k3's bias must grow with the distance"
 
 
 def run(estimator, beta, seed, steps, n_eval):
+    """(b) A training run that notes the KL at the beginning of each step."""
+
+    def before(run, step, samples):
+        return dict(kl=run.exact_kl(samples))
+
     options = dict(kl_estimator=estimator, beta=beta, seed=seed, max_steps=steps, num_minibatches=2)
-    return train(
-        lambda run, _, samples: dict(kl=run.exact_kl(samples)),
-        evals=(steps,),
-        n_eval=n_eval,
-        **options,
-    )
+    return train(before, evals=(steps,), n_eval=n_eval, **options)
+
+
+def draw_exact(figure, rows):
+    """(a) Bars for each estimator: near, mid and far, on-policy and, paler, off-policy."""
+    titles = {
+        "bias": "(a) error of the expected gradient; no bar: exact",
+        "noise": "(a) noise of the gradient, standard deviation",
+    }
+    lowest = {"bias": 1e-3, "noise": 1}
+    colours = []
+    for colour in ordered(3):
+        colours += [colour, 1 - 0.45 * (1 - colour)]
+    axes = figure.subplots(1, 2)
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for i, name in enumerate(ALL):
+            of_name = [r for r in rows if r["name"] == name]
+            for j, (r, colour) in enumerate(zip(of_name, colours, strict=True)):
+                label = f"{r['distance']}, {r['sampling']}" if i == 0 else None
+                x = i + (j - 2.5) * 0.13
+                axis.bar(x, max(r[key], 1e-3), 0.12, color=colour, label=label)
+        axis.set(yscale="log", ylim=(lowest[key], 50), title=title)
+        axis.set_ylabel("relative to the true gradient")
+        axis.set_xticks(range(len(ALL)), (*ESTIMATORS, "k1 in\nreward"))
+    legend(figure, axes[0], 3, title="the policy's distance from the reference, and whose samples")
+
+
+def draw_curves(figure, runs, names, betas):
+    """(b) The KL by rollout, a panel for each estimator."""
+    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axis, name in zip(axes, names, strict=True):
+        for beta, colour in zip(betas, ordered(len(betas)), strict=True):
+            band(axis, runs[name, beta], "kl", label=f"beta {beta:g}", color=colour)
+        axis.set(title=f"(b) {name}", xlabel="rollout")
+    axes[0].set_ylabel("KL to the reference,\nnats per completion")
+    legend(figure, axes[0], len(betas))
+
+
+def draw_trained(figure, runs, names, betas, steps, n_eval) -> list:
+    """(b) KL against beta, (c) accuracy against KL, and their table."""
+    left, right = figure.subplots(1, 2)
+    table = [
+        "estimator | beta | KL, nats per completion (95 %) | p (beta 0) | "
+        "accuracy +- std over seeds"
+    ]
+    first = min(FIRST_ROLLOUT, steps)
+    for i, name in enumerate(names):
+        kl, accuracy = {}, {}
+        for beta in betas:
+            histories = runs[name, beta]
+            kl[beta] = [np.mean([m["kl"] for m in h if m["step"] >= first]) for h in histories]
+            accuracy[beta] = np.array([h[-1]["eval_accuracy"] for h in histories])
+            p = f"{permutation_test(kl[beta], kl[0.0]):.3f}" if beta else ""
+            accurate = f"{accuracy[beta].mean():.3f} +- {accuracy[beta].std():.3f}"
+            table.append([name, beta, span(kl[beta], 2), p, accurate])
+        mean, low, high = np.array([interval(kl[beta]) for beta in betas]).T  # [betas] each
+        mean_accuracy = [accuracy[beta].mean() for beta in betas]
+        x = np.arange(len(betas)) + (i - 2) * 0.06
+        left.errorbar(x, mean, [mean - low, high - mean], fmt="o-", lw=1, ms=4, label=name)
+        right.plot(mean, mean_accuracy, "-", lw=0.7, alpha=0.6)
+        sizes = range(12, 12 + 16 * len(betas), 16)
+        right.scatter(mean, mean_accuracy, sizes, color=f"C{i}")
+    left.set(title=f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}", xlabel="beta")
+    left.set_ylabel("nats per completion")
+    left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
+    right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion")
+    right.set_ylabel(f"greedy accuracy on {n_eval} prompts")
+    legend(figure, left, len(names))
+    return table
 
 
 def main():
     args = arguments(__doc__)
-    check(rows := exact_gradients())
-    seeds, steps, betas, n_eval = (
-        (range(1), 2, (0.0, 0.3), 16) if args.quick else (range(5), 15, BETAS, 200)
-    )
-    names = ("wk3",) if args.quick else ESTIMATORS
-    settings = grid(["wk3"], [0.0], seeds, [steps], [n_eval]) + grid(
-        names, betas[1:], seeds, [steps], [n_eval]
-    )
-    found = {setting[:3]: history for setting, history in scan(run, settings, args.jobs).items()}
-    runs = {
-        (n, b): [found["wk3" if b == 0 else n, b, s] for s in seeds] for n in names for b in betas
-    }
+    rows = exact_gradients()
+    check(rows)
+    seeds, steps, n_eval = range(5), 15, 200
+    betas, names = BETAS, ESTIMATORS
+    if args.quick:
+        seeds, steps, n_eval = range(1), 2, 16
+        betas, names = (0.0, 0.3), ("wk3",)
+
+    # with beta 0 all estimators are the same run
+    settings = grid(["wk3"], [0.0], seeds, [steps], [n_eval])
+    settings += grid(names, betas[1:], seeds, [steps], [n_eval])
+    results = scan(run, settings, args.jobs)
+    runs = {}
+    for name, beta in grid(names, betas):
+        estimator = name if beta else "wk3"
+        runs[name, beta] = [results[estimator, beta, seed, steps, n_eval] for seed in seeds]
 
     figure = plt.figure(figsize=(10, 11), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1)
-    axes, (left, right) = top.subplots(1, 2), bottom.subplots(1, 2)
-    titles = (
-        "(a) error of the expected gradient; no bar: exact",
-        "(a) noise of the gradient, standard deviation",
+    draw_exact(top, rows)
+    draw_curves(middle, runs, names, betas)
+    trained = draw_trained(bottom, runs, names, betas, steps, n_eval)
+    figure.supxlabel(
+        f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  bands: ± 1 standard error;  "
+        "whiskers: 95 % bootstrap interval of the mean"
     )
-    colours = [
-        c for colour in ordered(3) for c in (colour, 1 - 0.45 * (1 - colour))
-    ]  # off-policy: paler
-    for axis, key, title in zip(axes, ("bias", "noise"), titles, strict=True):
-        for i, name in enumerate((*ESTIMATORS, "k1 in reward")):
-            for j, r in enumerate(r for r in rows if r["name"] == name):  # near, mid, far x on, off
-                label = f"{r['distance']}, {r['sampling']}" if i == 0 else None
-                axis.bar(
-                    i + (j - 2.5) * 0.13, max(r[key], 1e-3), 0.12, color=colours[j], label=label
-                )
-        axis.set(yscale="log", ylim=(1e-3 if key == "bias" else 1, 50), title=title)
-        axis.set_ylabel("relative to the true gradient")
-        axis.set_xticks(range(len(ESTIMATORS) + 1), (*ESTIMATORS, "k1 in\nreward"))
-    legend(top, axes[0], 3, title="the policy's distance from the reference, and whose samples")
-    for axis, name in zip(
-        middle.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True
-    ):
-        for beta, colour in zip(betas, ordered(len(betas)), strict=True):
-            band(axis, runs[name, beta], "kl", label=f"beta {beta:g}", color=colour)
-        axis.set(title=f"(b) {name}", xlabel="rollout")
-    middle.axes[0].set_ylabel("KL to the reference,\nnats per completion")
-    legend(middle, middle.axes[0], len(betas))
-    table = [
-        [
-            "estimator",
-            "beta",
-            "KL, nats per completion (95 %)",
-            "p (beta 0)",
-            "accuracy +- std over seeds",
-        ]
-    ]
-    for i, name in enumerate(names):
-        kl = {
-            b: [
-                np.mean([m["kl"] for m in h if m["step"] >= min(FROM, steps)])
-                for h in runs[name, b]
-            ]
-            for b in betas
-        }
-        accuracy = np.array(
-            [[h[-1]["eval_accuracy"] for h in runs[name, b]] for b in betas]
-        )  # [betas, seeds]
-        spans = np.array([interval(kl[b]) for b in betas])  # [betas, 3]
-        error = np.abs(spans[:, 1:] - spans[:, :1]).T  # [2, betas]: below and above the mean
-        left.errorbar(
-            np.arange(len(betas)) + (i - 2) * 0.06,
-            spans[:, 0],
-            error,
-            fmt="o-",
-            lw=1,
-            ms=4,
-            label=name,
-        )
-        right.plot(spans[:, 0], accuracy.mean(1), "-", lw=0.7, alpha=0.6)
-        right.scatter(
-            spans[:, 0], accuracy.mean(1), range(12, 12 + 16 * len(betas), 16), color=f"C{i}"
-        )
-        for b, (mean, low, high), values in zip(betas, spans, accuracy, strict=True):
-            p = f"{permutation_test(kl[b], kl[0.0]):.3f}" if b else ""
-            accurate = f"{values.mean():.3f} +- {values.std():.3f}"
-            table.append([name, b, f"{mean:.2f} ({low:.2f} to {high:.2f})", p, accurate])
-    left.set(
-        title=f"(b) KL, mean of rollouts {FROM} to {steps}",
-        xlabel="beta",
-        ylabel="nats per completion",
-    )
-    left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
-    right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion")
-    right.set_ylabel(f"greedy accuracy on {n_eval} prompts")
-    legend(bottom, left, len(names))
-    text = "bands: ± 1 standard error;  whiskers: 95 % bootstrap interval of the mean"
-    figure.supxlabel(f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  {text}")
     exact = [
-        [
-            "gradient of",
-            "distance",
-            "samples",
-            "exact KL",
-            "error of the mean",
-            "along the true one",
-            "noise",
-        ]
+        "gradient of | distance | samples | exact KL | error of the mean | "
+        "along the true one | noise"
     ]
-    exact += [[round(x, 3) if isinstance(x, float) else x for x in r.values()] for r in rows]
-    save(args, "kl_estimators", figure, exact, table)
+    for r in rows:
+        numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
+        exact.append([r["name"], r["distance"], r["sampling"], *numbers])
+    save(args, "kl_estimators", figure, exact, trained)
 
 
 if __name__ == "__main__":

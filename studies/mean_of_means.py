@@ -1,8 +1,12 @@
 """Mean of means: how wrong is averaging per micro-batch and per rank?   python studies/mean_of_means.py
 
-A token mean taken per micro-batch, then averaged over micro-batches and ranks, gives sample i the weight
-n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch) instead of 1. So with each sample's own
-gradient known, every split's gradient is a weighted sum. On-policy the same weights on the advantages train with it.
+The mean over the tokens of each micro-batch, then averaged over micro-batches and ranks, gives
+sample i the weight
+
+    n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)
+
+instead of 1. So once the gradient of each single sample is known, the gradient of any split is a
+weighted sum. With one update per rollout, the same weights on the advantages train with that error.
 """
 
 import copy
@@ -15,6 +19,7 @@ from common import (
     band,
     grid,
     legend,
+    lengths_of,
     ordered,
     plt,
     save,
@@ -24,6 +29,7 @@ from common import (
 )
 
 SIZES, RANKS = (1, 2, 4, 8, 16, "all"), (1, 2, 3, 8)  # "all": one mean per rank
+LENGTHS = ("bundled", "skewed")
 TRAINING = {  # name: micro-batch size, ranks, sorted by length first
     "exact (token)": None,
     "micro-batch 4, 2 ranks": (4, 2, False),
@@ -33,156 +39,179 @@ TRAINING = {  # name: micro-batch size, ranks, sorted by length first
 
 
 def weights(lengths, size, ranks, order):
-    """What averaging per micro-batch and per rank multiplies each sample's gradient with. lengths [N] -> [N]"""
+    """[N]: the factor that averaging per micro-batch and per rank puts on each sample's gradient.
+    lengths [N] are tokens, and `order` [N] is the order in which samples go to ranks."""
     w = np.zeros(len(lengths))
     for share in np.array_split(order, ranks):
         step = len(share) if size == "all" else size
-        micros = [share[i : i + step] for i in range(0, len(share), step)]
-        for micro in micros:
-            w[micro] = lengths.sum() / (ranks * len(micros) * lengths[micro].sum())
+        micro_batches = [share[i : i + step] for i in range(0, len(share), step)]
+        for micro in micro_batches:
+            w[micro] = lengths.sum() / (ranks * len(micro_batches) * lengths[micro].sum())
     return w
 
 
+def plant(samples, size, ranks, order):
+    """Multiplies the advantages, so that the update makes the error of this split."""
+    factors = weights(lengths_of(samples), size, ranks, order)
+    for sample, factor in zip(samples, factors, strict=True):
+        sample.advantages = sample.advantages * factor
+
+
 def skewed(samples, seed):
-    """The same prompts and advantages; random tokens, lognormal lengths: many short, a few very long."""
-    rng, samples = np.random.default_rng(seed), copy.deepcopy(samples)
+    """The same prompts and advantages with random tokens: most completions are short, a few very
+    long (lognormal)."""
+    rng = np.random.default_rng(seed)
+    samples = copy.deepcopy(samples)
     for s in samples:
         n = int(np.clip(rng.lognormal(np.log(20), 1.0), 1, 240))
-        s.completion_ids, s.sampler_logps = rng.integers(5, 18, n), np.zeros(n, np.float32)
+        s.completion_ids = rng.integers(5, 18, n)
+        s.sampler_logps = np.zeros(n, np.float32)
+        s.sampled = np.ones(n, bool)
+        s.advantages = np.full(n, s.advantages[0])
     return samples
 
 
-def compare(lengths_of, seed, n_prompts):
-    """(size, ranks) -> angle in degrees and length relative to the exact gradient; and grpo.update's own errors."""
+def relative_error(gradient, exact) -> float:
+    return ((gradient - exact).norm() / exact.norm()).item()
+
+
+def compare(lengths_kind, seed, n_prompts):
+    """{(size, ranks): angle in degrees to the exact gradient, length relative to it}; and the
+    relative errors of grpo.update and of micro-batches of one sample, which must be 0."""
     run = Run(seed=seed, num_prompts=n_prompts)
     samples = run.rollout(1)
-    if lengths_of == "skewed":
+    if lengths_kind == "skewed":
         samples = skewed(samples, seed)
-    lengths = np.array([len(s.completion_ids) for s in samples])
-    # one sample alone, times its own token count: the sum over its tokens
-    each = torch.stack(
-        [update_gradient(run, [s]) * len(s.completion_ids) for s in samples]
+    lengths = lengths_of(samples)
+    # alone in its update a sample gives the mean over its tokens: times their number, the sum
+    single = torch.stack(
+        [update_gradient(run, [s]) * n for s, n in zip(samples, lengths, strict=True)]
     )  # [N, P]
-    exact, products = (
-        each.sum(0) / lengths.sum(),
-        (each @ each.T).double().numpy() / lengths.sum() ** 2,
-    )  # [P], [N, N]
-    ones, order, found = (
-        np.ones(len(samples)),
-        np.random.default_rng(seed).permutation(len(samples)),
-        {},
-    )
+    exact = single.sum(0) / lengths.sum()  # [P]
+    products = (single @ single.T).double().numpy() / lengths.sum() ** 2  # [N, N]
+    ones = np.ones(len(samples))
+    exact_norm = np.sqrt(ones @ products @ ones)
+    order = np.random.default_rng(seed).permutation(len(samples))
+
+    results = {}
     for size, ranks in grid(SIZES, RANKS):
         w = weights(lengths, size, ranks, order)
-        norm, norm_exact = np.sqrt(w @ products @ w), np.sqrt(ones @ products @ ones)
-        cosine = np.clip(w @ products @ ones / norm / norm_exact, -1, 1)
-        found[size, ranks] = np.degrees(np.arccos(cosine)), norm / norm_exact
+        norm = np.sqrt(w @ products @ w)
+        cosine = np.clip(w @ products @ ones / norm / exact_norm, -1, 1)
+        results[size, ranks] = np.degrees(np.arccos(cosine)), norm / exact_norm
+
+    by_sample = torch.tensor(weights(lengths, 1, 1, order), dtype=single.dtype)
+    by_sample = by_sample @ single / lengths.sum()
     sequence = update_gradient(run, samples, loss_reduction="sequence")
-    alone = torch.tensor(weights(lengths, 1, 1, order), dtype=each.dtype) @ each / lengths.sum()
-    found["sequence"] = ((alone - sequence).norm() / sequence.norm()).item()
-    budgets = [update_gradient(run, samples, micro_batch_tokens=b) for b in (64, 512, 4096, 10**6)]
-    found["grpo"] = max(((g - exact).norm() / exact.norm()).item() for g in budgets)
-    return found
+    results["sequence"] = relative_error(by_sample, sequence)
+    results["grpo"] = 0.0
+    for budget in (64, 512, 4096, 10**6):
+        gradient = update_gradient(run, samples, micro_batch_tokens=budget)
+        results["grpo"] = max(results["grpo"], relative_error(gradient, exact))
+    return results
+
+
+def check(results, n_prompts, seeds):
+    for (kind, *_), errors in results.items():
+        assert errors["grpo"] < 1e-4, f"{kind}: grpo.update depends on the micro-batch"
+        assert errors["sequence"] < 1e-4, "micro-batches of one are not the sequence reduction"
+        assert abs(errors["all", 1][1] - 1) < 1e-6, "one mean over all must be exact"
+        assert abs(errors["all", 8][1] - 1) > 1e-6, "one mean per rank must not be exact"
+    for kind in LENGTHS:
+        angle = {}
+        for size in SIZES:
+            angle[size] = np.mean([results[kind, s, n_prompts][size, 1][0] for s in seeds])
+        assert angle[1] > 5, f"{kind}: averaging means is right? {angle}"
+        assert angle[1] > angle[16] > angle["all"], f"{kind}: averaging means is right? {angle}"
 
 
 def learn(name, seed, steps):
     def before(run, step, samples):
-        lengths = np.array([len(s.completion_ids) for s in samples])
-        if TRAINING[name]:
-            size, ranks, by_length = TRAINING[name]
-            order = np.random.default_rng((seed, step)).permutation(len(samples))
-            order = np.argsort(lengths, kind="stable") if by_length else order
-            for s, w in zip(samples, weights(lengths, size, ranks, order), strict=True):
-                s.advantage *= w
+        if not TRAINING[name]:
+            return
+        size, ranks, by_length = TRAINING[name]
+        order = np.random.default_rng((seed, step)).permutation(len(samples))
+        if by_length:
+            order = np.argsort(lengths_of(samples), kind="stable")
+        plant(samples, size, ranks, order)
 
     return train(before, seed=seed, max_steps=steps, evals=(5, 10, 15, 20))
 
 
+def rank_names() -> list[str]:
+    return [f"{n} rank" if n == 1 else f"{n} ranks" for n in RANKS]
+
+
+def draw_errors(axes, kind, mean, spread):
+    """Two panels. mean, spread: [sizes, ranks, (angle, length)]."""
+    titles = ("angle to the exact gradient", "norm of the gradient")
+    ylabels = ("degrees", "relative to the exact one's")
+    for column, axis in enumerate(axes):
+        for r, (name, colour) in enumerate(zip(rank_names(), ordered(len(RANKS)), strict=True)):
+            x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: they often agree
+            style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colour, label=name)
+            axis.errorbar(x, mean[:, r, column], spread[:, r, column], **style)
+        axis.set(title=f"{kind} lengths: {titles[column]}", ylabel=ylabels[column])
+        axis.set_xlabel("samples per micro-batch (all: a rank's)")
+        axis.set_xticks(range(len(SIZES)), SIZES)
+
+
 def main():
     args = arguments(__doc__)
-    seeds, n_prompts = (range(1), 3) if args.quick else (range(5), 16)
-    found = scan(compare, grid(("bundled", "skewed"), seeds, [n_prompts]), args.jobs)
-    for (lengths_of, *_), f in found.items():
-        assert f["grpo"] < 1e-4, (
-            f"{lengths_of}: grpo.update depends on the micro-batch by {f['grpo']:.1e}"
-        )
-        assert f["sequence"] < 1e-4, "micro-batches of one are not the sequence reduction"
-        assert abs(f["all", 1][1] - 1) < 1e-6 < abs(f["all", 8][1] - 1), (
-            "one mean is exact, one per rank is not"
-        )
-    for lengths_of in ("bundled", "skewed"):
-        angle = {
-            m: np.mean([found[lengths_of, s, n_prompts][m, 1][0] for s in seeds]) for m in SIZES
-        }
-        assert angle[1] > 5 and angle[1] > angle[16] > angle["all"], (
-            f"{lengths_of}: averaging means is right? {angle}"
-        )
-    names = ("exact (token)",) if args.quick else TRAINING
-    runs = scan(learn, grid(names, seeds, [1 if args.quick else 20]), args.jobs)
+    seeds, n_prompts, names, steps = range(5), 16, tuple(TRAINING), 20
+    if args.quick:
+        seeds, n_prompts, names, steps = range(1), 3, ("exact (token)",), 1
+
+    results = scan(compare, grid(LENGTHS, seeds, [n_prompts]), args.jobs)
+    check(results, n_prompts, seeds)
+    runs = scan(learn, grid(names, seeds, [steps]), args.jobs)
 
     figure = plt.figure(figsize=(10, 9.5), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
-    axes, (left, right) = top.subplots(2, 2), bottom.subplots(1, 2)
-    table = [["lengths", "samples per micro-batch", *(f"{r} rank{'s' * (r > 1)}" for r in RANKS)]]
-    for row, lengths_of in enumerate(("bundled", "skewed")):
-        errors = [
-            [[found[lengths_of, s, n_prompts][m, r] for r in RANKS] for m in SIZES] for s in seeds
-        ]
-        mean, spread = np.mean(errors, 0), np.std(errors, 0)  # [sizes, ranks, (angle, length)]
-        titles = (
-            ("angle to the exact gradient", "degrees"),
-            ("norm of the gradient", "relative to the exact one's"),
-        )
-        for column, (title, ylabel) in enumerate(titles):
-            for r, (ranks, colour) in enumerate(zip(RANKS, ordered(len(RANKS)), strict=True)):
-                style = dict(
-                    fmt="o-",
-                    ms=4,
-                    lw=1,
-                    capsize=2,
-                    color=colour,
-                    label=f"{ranks} rank{'s' * (ranks > 1)}",
-                )
-                x = (
-                    np.arange(len(SIZES)) + (r - 1.5) * 0.12
-                )  # side by side: 1, 2 and 8 ranks often agree
-                axes[row, column].errorbar(x, mean[:, r, column], spread[:, r, column], **style)
-            axes[row, column].set(title=f"{lengths_of} lengths: {title}", ylabel=ylabel)
-            axes[row, column].set_xlabel("samples per micro-batch (all: a rank's)")
-            axes[row, column].set_xticks(range(len(SIZES)), SIZES)
-        for m, size in enumerate(SIZES):
-            cells = [
-                f"{a:.1f} +- {da:.1f}, {n:.2f}"
-                for (a, n), (da, _) in zip(mean[m], spread[m], strict=True)
+    axes = top.subplots(2, 2)
+    left, right = bottom.subplots(1, 2)
+    errors_table = [" | ".join(["lengths", "samples per micro-batch", *rank_names()])]
+    for row, kind in enumerate(LENGTHS):
+        errors = np.array(
+            [
+                [[results[kind, s, n_prompts][size, r] for r in RANKS] for size in SIZES]
+                for s in seeds
             ]
-            table.append([f"{lengths_of}: angle in degrees, length / exact", size, *cells])
-    error = max(f["grpo"] for f in found.values())
-    table.append(
+        )  # [seeds, sizes, ranks, (angle, length)]
+        mean, spread = errors.mean(0), errors.std(0)
+        draw_errors(axes[row], kind, mean, spread)
+        for m, size in enumerate(SIZES):
+            cells = [f"{kind}: angle in degrees, length / exact", size]
+            for r in range(len(RANKS)):
+                angle, length = mean[m, r]
+                cells.append(f"{angle:.1f} +- {spread[m, r, 0]:.1f}, {length:.2f}")
+            errors_table.append(cells)
+    error = max(errors["grpo"] for errors in results.values())
+    errors_table.append(
         ["both: grpo.update", "any", f"relative error {error:.0e}", *["as 1 (by test)"] * 3]
     )
     legend(top, axes[0, 0], len(RANKS))
-    after = [
-        [
-            "trained with",
-            "accuracy at the last step +- std",
-            "sampled reward, last 3 steps",
-            "completion tokens",
-        ]
+
+    training_table = [
+        "trained with | accuracy at the last step +- std | sampled reward, last 3 steps | "
+        "completion tokens"
     ]
     for name in names:
-        histories = [runs[name, s, 1 if args.quick else 20] for s in seeds]
+        histories = [runs[name, seed, steps] for seed in seeds]
         band(left, histories, "reward", label=name)
         band(right, histories, "completions/mean_length", label=name)
-        ends = [np.array([h[-1].get("eval_accuracy", np.nan) for h in histories])]
+        ends = [[h[-1].get("eval_accuracy", np.nan) for h in histories]]
         for key in ("reward", "completions/mean_length"):
-            ends.append(np.array([np.mean([m[key] for m in h[-3:]]) for h in histories]))
-        after.append([name, *(f"{x.mean():.3f} +- {x.std():.3f}" for x in ends)])
+            ends.append([np.mean([m[key] for m in h[-3:]]) for h in histories])
+        training_table.append([name, *(f"{np.mean(x):.3f} +- {np.std(x):.3f}" for x in ends)])
     left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
     right.set(title="training: completion length", xlabel="step", ylabel="tokens")
     legend(bottom, left, 2)
-    text = "whiskers: ± 1 standard deviation over seeds;  bands: ± 1 standard error"
-    figure.supxlabel(f"means of {len(seeds)} seeds;  {text}")
-    save(args, "mean_of_means", figure, table, after)
+    figure.supxlabel(
+        f"means of {len(seeds)} seeds;  "
+        "whiskers: ± 1 standard deviation over seeds;  bands: ± 1 standard error"
+    )
+    save(args, "mean_of_means", figure, errors_table, training_table)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""How much memory does an update take, and which line of code owns its peak? Counted without a GPU.
+"""How much memory does an update take, and which line of code owns the peak? Counted without a GPU.
 
     python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: four minutes on one CPU core
     python studies/memory.py --quick  # 0.5B, 2,048 tokens
 
-grpo.update() itself runs on the stand-in of a CUDA device of the tests: tensors that have sizes and no values, autocast
-and autograd as on CUDA, attention as the kernel that CUDA would choose, and a count of the bytes that live at once, by
-the line that asked for them. Not counted: CUDA's context (0.5 GB), workspaces of its kernels, what the allocator cannot
-use because it lies in pieces. No GPU has run this.
+grpo.update() itself runs on the tests' stand-in for a CUDA device: its tensors have sizes and no
+values, autocast and autograd work as on CUDA, attention uses the kernel that CUDA would choose, and
+the stand-in counts the bytes that are in use at a time, by the line of code that allocated them.
+Not counted are CUDA's context (0.5 GB), the workspaces of its kernels, and the memory that the
+allocator cannot use because it is fragmented. This has not run on a GPU.
 """
 
 import os
@@ -16,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.append(os.path.join(os.path.dirname(HERE), "tests"))
 import cuda_standin
 
-cuda_standin.be_cuda(values=False)  # before anything asks for a device
+cuda_standin.be_cuda(values=False)  # before any module asks which device there is
 
 import collections
 import ctypes
@@ -26,40 +27,40 @@ import warnings
 
 import numpy as np
 import torch
-from common import arguments, fast_policy, save
+from common import arguments, save
 
 import grpo
 import harness.models
 from grpo import Config, Sample
+from harness.fast import FastPolicy
 from harness.flags import ConfigError
 from harness.ranks import World
 from harness.rows import Prompt
 
-# hidden, MLP, layers, heads, key-value heads; embeddings of 151,936 tokens, tied but for 7B
-SHAPES = {
+SHAPES = {  # hidden, MLP, layers, heads, key-value heads; embeddings are tied, but not those of 7B
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),
     "3B": (2048, 11008, 36, 16, 2),
+    "7B": (3584, 18944, 28, 28, 4),
 }
-SHAPES |= {"7B": (3584, 18944, 28, 28, 4)}
-CARDS = {
+CARDS = {  # compute capability, bytes
     "16 GB (T4)": ((7, 5), 15.8e9),
     "24 GB (3090, 4090, L4)": ((8, 6), 25.2e9),
     "40 GB (A100)": ((8, 0), 42.3e9),
+    "80 GB (A100, H100)": ((9, 0), 85.0e9),
+    "141 GB (H200)": ((9, 0), 150.0e9),
 }
-CARDS |= {"80 GB (A100, H100)": ((9, 0), 85.0e9), "141 GB (H200)": ((9, 0), 150.0e9)}
 TOKENS = (2048, 8192, 16384)
 WORLD = World(0, 1, torch.device("cuda", 0))
-PROMPT, COMPLETION = 256, 256
+PROMPT, COMPLETION, GROUP = 256, 256, 8
 AUTOGRAD = "autograd: gradients, and what is computed again"
-labels = collections.defaultdict(
-    lambda: len(labels) + 1
-)  # line of code -> number; 0: before anybody asked
+# the number of each line of code; 0 stands for allocations before the first call of label_of
+labels = collections.defaultdict(lambda: len(labels) + 1)
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 def label_of(_bytes: int) -> int:
-    """Whose allocation it is: the innermost line of the trainer or of the model."""
+    """The number of the line that allocates: the innermost one of the trainer or of the model."""
     if threading.current_thread() is not threading.main_thread():
         return labels[AUTOGRAD]
     frame = sys._getframe()
@@ -69,9 +70,7 @@ def label_of(_bytes: int) -> int:
             return labels["the weights, float32"]
         if "_init_group" in name:
             return labels["Adam's moments"]
-        if "/models/" in path or path.endswith(
-            ("grpo.py", "head.py", "packing.py", "sdpa_attention.py")
-        ):
+        if "/models/" in path or path.endswith(("grpo.py", "kernels.py", "sdpa_attention.py")):
             line = linecache.getline(path, frame.f_lineno).strip()
             return labels[f"{os.path.basename(path)} {name}: `{line}`"]
         frame = frame.f_back
@@ -81,27 +80,28 @@ def label_of(_bytes: int) -> int:
 def model_of(size: str):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
+    hidden, mlp, layers, heads, key_value_heads = SHAPES[size]
     tied = size != "7B"
-    sizes = dict(zip(names, SHAPES[size], strict=True)) | dict(
-        vocab_size=151936 if tied else 152064
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=151936 if tied else 152064,
+        tie_word_embeddings=tied,
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, tie_word_embeddings=tied))
+        model = AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device="cuda").eval()
     model.tie_weights()
     return model
 
 
 def reference_bytes(size: str) -> int:
-    """The frozen model of the KL term, as load_reference() casts it."""
-    before, model = torch.cuda.memory_allocated(), model_of(size)
+    """Bytes of the KL term's frozen model, cast as load_reference() does."""
+    before = torch.cuda.memory_allocated()
+    model = model_of(size)
     tied = model.get_input_embeddings().weight
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module.weight is not tied:
@@ -110,56 +110,65 @@ def reference_bytes(size: str) -> int:
 
 
 def samples_of(tokens: int) -> list[Sample]:
-    """Groups of 8 of equal lengths: some micro-batches of this many tokens."""
+    """Groups of equal lengths that fill a few micro-batches of this many tokens."""
     rng, samples = np.random.default_rng(0), []
     while len(samples) * COMPLETION < 1.5 * tokens:
         prompt = Prompt(rng.integers(0, 1000, PROMPT).astype(np.int32), "", {})
-        for _ in range(8):
+        for _ in range(GROUP):
             ids = rng.integers(0, 1000, COMPLETION).astype(np.int32)
-            sample = Sample(
-                len(samples) // 8,
-                prompt,
-                ids,
-                np.zeros(COMPLETION, np.float32),
-                "stop",
-                advantages=np.ones(COMPLETION),
-            )
-            sample.ref_logps = np.zeros(COMPLETION, np.float32)
+            zeros = np.zeros(COMPLETION, np.float32)
+            sample = Sample(len(samples) // GROUP, prompt, ids, zeros, "stop")
+            sample.advantages[:] = 1.0
+            sample.ref_logps = zeros
             samples.append(sample)
     return samples
 
 
 class Counted:
-    """A policy of one size: its updates, and the bytes at the peak of each, by line."""
+    """A policy of one size, the bytes that it holds between updates (`stays`), those of its
+    reference, and the peak of each kind of update."""
 
     def __init__(self, size: str):
-        self.size, self.model, self.found = size, model_of(size), {}
-        self.policy = fast_policy(self.model, 1.0)
+        self.size = size
+        self.model = model_of(size)
+        self.policy = FastPolicy(self.model, 1.0)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
-        self.peak(TOKENS[0], True)  # makes the moments
-        self.found.clear()
-        self.stays, self.reference = torch.cuda.memory_allocated(), reference_bytes(size)
+        self.peaks = {}
+        self.peak(TOKENS[0], True)  # makes Adam's moments
+        self.peaks.clear()
+        self.stays = torch.cuda.memory_allocated()
+        self.reference = reference_bytes(size)
 
     def peak(self, tokens: int, recompute: bool, dtype="bfloat16") -> tuple[int, dict]:
-        """Without the reference."""
-        if (tokens, recompute, dtype) not in self.found:
-            self.model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs=dict(use_reentrant=False)
-            )
-            if not recompute:
-                self.model.gradient_checkpointing_disable()
-            cfg = Config(micro_batch_tokens=tokens, dtype=dtype, max_sampler_gap=1e9, log_tokens=0)
-            torch.cuda.reset_peak_memory_stats()
-            grpo.update(self.policy, self.optimizer, samples_of(tokens), cfg, world=WORLD)
-            lines = {
-                line: cuda_standin.native.standin_at_peak(number) for line, number in labels.items()
-            }
-            self.found[tokens, recompute, dtype] = torch.cuda.max_memory_allocated(), lines
-        return self.found[tokens, recompute, dtype]
+        """The most bytes in use during an update, without the reference, and their share by line of
+        code."""
+        key = tokens, recompute, dtype
+        if key not in self.peaks:
+            self.peaks[key] = self.measure(*key)
+        return self.peaks[key]
+
+    def measure(self, tokens: int, recompute: bool, dtype: str) -> tuple[int, dict]:
+        if recompute:
+            options = dict(use_reentrant=False)
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        else:
+            self.model.gradient_checkpointing_disable()
+        cfg = Config(micro_batch_tokens=tokens, dtype=dtype, max_sampler_gap=1e9, log_tokens=0)
+        torch.cuda.reset_peak_memory_stats()
+        grpo.update(self.policy, self.optimizer, samples_of(tokens), cfg, world=WORLD)
+        lines = {}
+        for line, number in labels.items():
+            lines[line] = cuda_standin.native.standin_at_peak(number)
+        return torch.cuda.max_memory_allocated(), lines
 
 
-def show(count: float) -> str:
+def gigabytes(count: float) -> str:
+    """As text; empty if it is too little to matter."""
     return f"{count / 1e9:.1f}" if count > 5e7 else ""
+
+
+def yes_no(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def be_card(name: str) -> None:
@@ -167,68 +176,56 @@ def be_card(name: str) -> None:
     cuda_standin.listen(label_of)
 
 
-def chosen(card: str, counted: Counted) -> list:
-    """What harness/models.py chooses for a card, and what that takes."""
+def chosen_row(card: str, counted: Counted) -> list:
+    """The micro-batch that harness/models.py chooses for a card, and the memory that it takes."""
     be_card(card)
-    model, dtype = counted.model, "bfloat16" if CARDS[card][0] >= (8, 0) else "float32"
+    capability, card_bytes = CARDS[card]
+    dtype = "bfloat16" if capability >= (8, 0) else "float32"
     try:
-        cfg = harness.models.fit_micro_batch(Config(dtype=dtype), model, WORLD.device)
+        cfg = harness.models.fit_micro_batch(Config(dtype=dtype), counted.model, WORLD.device)
     except ConfigError:
         return [card, counted.size, dtype, "refused", "", "", ""]
-    peak = (
-        counted.peak(cfg.micro_batch_tokens, cfg.gradient_checkpointing, dtype)[0]
-        + counted.reference
-    )
-    recompute = "yes" if cfg.gradient_checkpointing else "no"
-    fits = "yes" if peak < CARDS[card][1] else "NO"
-    return [card, counted.size, dtype, f"{cfg.micro_batch_tokens:,}", recompute, show(peak), fits]
+    tokens, recompute = cfg.micro_batch_tokens, cfg.gradient_checkpointing
+    peak = counted.peak(tokens, recompute, dtype)[0] + counted.reference
+    fits = "yes" if peak < card_bytes else "NO"
+    return [card, counted.size, dtype, f"{tokens:,}", yes_no(recompute), gigabytes(peak), fits]
 
 
 def main() -> None:
     args = arguments(__doc__)
     warnings.simplefilter("ignore")  # means over samples without values
-    tokens = TOKENS[:1] if args.quick else TOKENS
-    table = [
-        [
-            "model",
-            "recomputed",
-            "weights, moments",
-            "reference",
-            *(f"update, {t:,} tokens" for t in tokens),
-        ]
-    ]
+    tokens, sizes, cards = TOKENS, list(SHAPES), list(CARDS)
+    if args.quick:
+        tokens, sizes, cards = TOKENS[:1], sizes[:1], cards[1:2]
+
+    columns = [f"update, {t:,} tokens" for t in tokens]
+    table = [" | ".join(["model", "recomputed", "weights, moments", "reference", *columns])]
     fits = [
-        [
-            "card",
-            "model",
-            "dtype",
-            "micro-batch",
-            "recomputed",
-            "GB of the update, with reference",
-            "fits",
-        ]
+        "card | model | dtype | micro-batch | recomputed | GB of the update, with reference | fits"
     ]
-    columns = []
-    for size in list(SHAPES)[: 1 if args.quick else None]:
+    owners = {}  # of each model: {line of code: bytes at the peak}
+    for size in sizes:
         be_card("80 GB (A100, H100)")
         counted = Counted(size)
         for recompute in (False, True):
             peaks = [counted.peak(t, recompute) for t in tokens]
-            columns.append((f"{size}{', recomputed' * recompute}", peaks[-1][1]))
-            shown = [
-                show(counted.stays),
-                show(counted.reference),
-                *(show(peak) for peak, _ in peaks),
-            ]
-            table.append([size, "yes" if recompute else "no", *shown])
-        fits += [chosen(card, counted) for card in (list(CARDS)[1:2] if args.quick else CARDS)]
+            name = f"{size}, recomputed" if recompute else size
+            owners[name] = peaks[-1][1]
+            counts = [counted.stays, counted.reference, *(peak for peak, _ in peaks)]
+            table.append([size, yes_no(recompute), *map(gigabytes, counts)])
+        for card in cards:
+            fits.append(chosen_row(card, counted))
         del counted
-    total = {line: sum(lines[line] for _, lines in columns if line in lines) for line in labels}
-    owners = [[f"GB at the peak, {tokens[-1]:,} tokens, of", *(name for name, _ in columns)]]
-    for line in sorted(total, key=total.get, reverse=True)[:12]:
-        owners.append([line, *(show(lines.get(line, 0)) for _, lines in columns)])
-    save(args, "memory", None, table, fits, owners)
-    assert not any(row[-1] == "NO" for row in fits), "a micro-batch that was chosen does not fit"
+
+    totals = {}
+    for line in labels:
+        totals[line] = sum(lines.get(line, 0) for lines in owners.values())
+    owner_table = [" | ".join([f"GB at the peak, {tokens[-1]:,} tokens, of", *owners])]
+    for line in sorted(totals, key=totals.get, reverse=True)[:12]:
+        cells = [gigabytes(lines.get(line, 0)) for lines in owners.values()]
+        owner_table.append([line, *cells])
+    save(args, "memory", None, table, fits, owner_table)
+    assert not any(row[-1] == "NO" for row in fits[1:]), "a chosen micro-batch does not fit"
 
 
 if __name__ == "__main__":

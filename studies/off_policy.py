@@ -1,8 +1,9 @@
-"""Off-policy: many updates per rollout, and a sampler that is not the policy.   python studies/off_policy.py
+"""Many updates per rollout, and a sampler that is not the policy.   python studies/off_policy.py
 
-(a) 1, 2, 4, 8 passes over each rollout, with clipping (0.2 / 0.28) and without: clip fraction, ratio, reward.
-(b) One pass, but the samples come from bf16 arithmetic or from weights that are k steps old, with and without
-    truncated importance weights (cap 2) for the difference.
+(a) 1, 2, 4 and 8 passes over each rollout, with clipping (0.2 / 0.28) and without it: clip
+    fraction, ratio, reward.
+(b) One pass, but the samples come from bfloat16 arithmetic or from weights that are k steps old,
+    with and without truncated importance weights (cap 2) to correct for that.
 """
 
 import copy
@@ -14,13 +15,14 @@ from common import (
     arguments,
     band,
     grid,
-    interval,
     legend,
+    mean_with_whiskers,
     ordered,
     permutation_test,
     plt,
     save,
     scan,
+    span,
     train,
 )
 
@@ -28,149 +30,162 @@ import grpo
 
 EPOCHS = (1, 2, 4, 8)
 SAMPLERS = ("same", "bf16", "4 steps old")
+PANELS = {  # of part (a): title, y label
+    "clip_ratio/region_mean": ("clip fraction", "share of the tokens"),
+    "log_ratio": ("ratio after the updates", "mean |log ratio|, nats per token"),
+    "reward": ("reward", "mean of the samples"),
+}
+SUMMARY = (
+    "reward, mean of all steps (95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | "
+    "p of the first"
+)
 
 
 def reuse(epochs, clip, seed, steps):
+    """(a) `epochs` updates on each rollout."""
+
     def after(run, step, samples):
         grpo.compute_logps(run.policy, samples, "new_logps", run.cfg, CPU)
-        if (
-            epochs == 1
-        ):  # there update() keeps no old log-probabilities: the sampler's are the same but for rounding
-            log_ratio = np.concatenate([s.new_logps - s.sampler_logps for s in samples])
-        else:
-            log_ratio = np.concatenate([s.new_logps - s.old_logps for s in samples])
-        return dict(
-            log_ratio=float(np.abs(log_ratio).mean()),
-            ratio_q99=float(np.exp(np.quantile(log_ratio, 0.99))),
-        )
+        log_ratio = []
+        for s in samples:
+            # with one epoch the update needs no old_logps: but for rounding they are the sampler's
+            old_logps = s.sampler_logps if epochs == 1 else s.old_logps
+            log_ratio.append(s.new_logps - old_logps)
+        log_ratio = np.concatenate(log_ratio)
+        ratio_q99 = float(np.exp(np.quantile(log_ratio, 0.99)))
+        return dict(log_ratio=float(np.abs(log_ratio).mean()), ratio_q99=ratio_q99)
 
-    options = {} if clip else dict(clip_low=1.0, clip_high=1e6)
-    return train(
-        after=after, evals=(steps,), num_epochs=epochs, seed=seed, max_steps=steps, **options
-    )
+    options = dict(num_epochs=epochs, seed=seed, max_steps=steps)
+    if not clip:
+        options.update(clip_low=1.0, clip_high=1e6)
+    return train(after=after, evals=(steps,), **options)
 
 
 def mismatch(sampler, cap, seed, steps):
+    """(b) Rollouts by another sampler than the policy."""
     weights = []  # before step 1, 2, ...
+
+    def use_sampler(run, model, cfg):
+        run.sampler = grpo.HFSampler(model, run.sampler.eos_ids, run.sampler.pad_id, cfg)
 
     def before(run, step, samples):
         if step == 1 and sampler == "bf16":
-            cfg = dataclasses.replace(run.cfg, dtype="bfloat16")
-            run.sampler = grpo.HFSampler(run.model, run.sampler.eos_ids, run.sampler.pad_id, cfg)
-        elif step == 1 and sampler != "same":
-            stale = copy.deepcopy(run.model)
-            run.sampler = grpo.HFSampler(stale, run.sampler.eos_ids, run.sampler.pad_id, run.cfg)
+            use_sampler(run, run.model, dataclasses.replace(run.cfg, dtype="bfloat16"))
+        if step == 1 and "old" in sampler:
+            use_sampler(run, copy.deepcopy(run.model), run.cfg)
         weights.append(copy.deepcopy(run.model.state_dict()))
 
     def after(run, step, samples):
         if "old" in sampler:
             delay = int(sampler.split()[0])
-            weights[: -delay - 1] = []
+            del weights[: -delay - 1]
             run.sampler.model.load_state_dict(weights[max(0, len(weights) - delay)])
         if step == steps:  # the policy itself is evaluated
-            run.sampler = grpo.HFSampler(
-                run.model, run.sampler.eos_ids, run.sampler.pad_id, run.cfg
-            )
-        return {}
+            use_sampler(run, run.model, run.cfg)
 
     return train(before, after, evals=(steps,), tis_cap=cap, seed=seed, max_steps=steps)
 
 
-def summary(histories):
-    """Reward over all steps, at the end, and accuracy, each with its interval."""
-    rewards = np.array([[m["reward"] for m in h] for h in histories])  # [seeds, steps]
-    values = rewards.mean(1), rewards[:, -3:].mean(1), [h[-1]["eval_accuracy"] for h in histories]
-    return rewards.mean(1), ["{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in values]
+def mean_rewards(histories) -> list:
+    """The mean reward of each run, over all steps."""
+    return [np.mean([m["reward"] for m in h]) for h in histories]
+
+
+def summary(histories) -> list[str]:
+    """The cells of SUMMARY but the p."""
+    ends = [np.mean([m["reward"] for m in h[-3:]]) for h in histories]
+    accuracies = [h[-1]["eval_accuracy"] for h in histories]
+    return [span(mean_rewards(histories)), span(ends), span(accuracies)]
+
+
+def draw_reuse(figure, runs: dict) -> list:
+    """Part (a): a row of panels, and the table. runs: {(epochs, clipping): histories}."""
+    axes = figure.subplots(1, 3)
+    numbers = list(dict.fromkeys(epochs for epochs, _ in runs))
+    colours = dict(zip(numbers, ordered(len(numbers)), strict=True))
+    table = [
+        "updates per rollout | clipping | clip fraction | mean abs(log ratio) | "
+        f"ratio, 99 % quantile | {SUMMARY}"
+    ]
+    for (epochs, clip), histories in runs.items():
+        if clip:
+            style = dict(color=colours[epochs], ls="-", label=f"{epochs}")
+        else:
+            style = dict(color=colours[epochs], ls=":", label=f"{epochs}, no clipping")
+        for axis, key in zip(axes, PANELS, strict=True):
+            if clip or key != "clip_ratio/region_mean":
+                band(axis, histories, key, **style)
+        cells = [epochs, "yes" if clip else "no"]
+        for key in ("clip_ratio/region_mean", "log_ratio", "ratio_q99"):
+            cells.append(f"{np.mean([[m[key] for m in h] for h in histories]):.3f}")
+        p = ""
+        if not clip:
+            clipped = mean_rewards(runs[epochs, True])
+            p = f"{permutation_test(clipped, mean_rewards(histories)):.2f}"
+        table.append([*cells, *summary(histories), p])
+    for axis, (title, ylabel) in zip(axes, PANELS.values(), strict=True):
+        axis.set(title=f"(a) {title}", xlabel="rollout", ylabel=ylabel)
+    legend(figure, axes[2], 4, title="updates per rollout")
+    return table
+
+
+def draw_mismatch(figure, runs: dict) -> list:
+    """Part (b): a row of panels, and the table. runs: {(sampler, cap): histories}."""
+    axes = figure.subplots(1, 3)
+    samplers = list(dict.fromkeys(sampler for sampler, _ in runs))
+    table = [f"sampler | importance weights | mean abs(log-probability gap) | {SUMMARY}"]
+    for (sampler, cap), histories in runs.items():
+        i = samplers.index(sampler)
+        rewards = mean_rewards(histories)
+        gap = np.mean([[m["sampler_gap"] for m in h] for h in histories])
+        if cap:
+            axis, name = axes[1], f"cap {cap:g}"
+            p = f"{permutation_test(mean_rewards(runs[sampler, 0.0]), rewards):.2f}"
+            dot = dict(fmt="o")
+        else:
+            axis, name, p = axes[0], "none", ""
+            dot = dict(fmt="s", mfc="white")
+        band(axis, histories, "reward", color=f"C{i}", label=sampler)
+        x = i + (0.12 if cap else -0.12)
+        mean_with_whiskers(axes[2], x, rewards, capsize=3, color=f"C{i}", **dot)
+        table.append([sampler, name, f"{gap:.1e}", *summary(histories), p])
+    titles = ("(b) no importance weights", "(b) truncated importance weights")
+    for axis, title in zip(axes, titles, strict=False):
+        axis.set(title=title, xlabel="rollout", ylabel="reward, mean of the samples", ylim=(0, 1))
+    legend(figure, axes[0], 3, title="the sampler's weights")
+    axes[2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers])
+    axes[2].set(title="(b) hollow: no importance weights", ylabel="reward, mean of all rollouts")
+    return table
 
 
 def main():
     args = arguments(__doc__)
-    seeds, steps, late, epochs_, samplers = range(5), 9, 14, EPOCHS, SAMPLERS
+    seeds, epochs, steps = range(5), EPOCHS, 9
+    samplers, mismatch_steps = SAMPLERS, 14
     if args.quick:
-        seeds, steps, late, epochs_, samplers = range(1), 1, 3, (2,), ("4 steps old",)
-    reused = scan(reuse, grid(epochs_, (True, False), seeds, [steps]), args.jobs)
-    stale = scan(mismatch, grid(samplers, (0.0, 2.0), seeds, [late]), args.jobs)
-    assert all(
-        m["sampler_gap"] > 1e-4 for (name, *_), h in stale.items() if "old" in name for m in h[1:]
-    )
+        seeds, epochs, steps = range(1), (2,), 1
+        samplers, mismatch_steps = ("4 steps old",), 3
+
+    results = scan(reuse, grid(epochs, (True, False), seeds, [steps]), args.jobs)
+    reused = {}
+    for key in grid(epochs, (True, False)):
+        reused[key] = [results[*key, seed, steps] for seed in seeds]
+    results = scan(mismatch, grid(samplers, (0.0, 2.0), seeds, [mismatch_steps]), args.jobs)
+    mismatched = {}
+    for key in grid(samplers, (0.0, 2.0)):
+        mismatched[key] = [results[*key, seed, mismatch_steps] for seed in seeds]
+        if "old" in key[0]:
+            for history in mismatched[key]:
+                assert all(m["sampler_gap"] > 1e-4 for m in history[1:]), "the weights are not old"
 
     figure = plt.figure(figsize=(10, 8), layout="constrained")
     top, bottom = figure.subfigures(2, 1)
-    axes = np.array([top.subplots(1, 3), bottom.subplots(1, 3)])
-    head = [
-        "reward, mean of all steps (95 %)",
-        "reward, last 3 steps (95 %)",
-        "accuracy (95 %)",
-        "p of the first",
-    ]
-    first = [
-        [
-            "updates per rollout",
-            "clipping",
-            "clip fraction",
-            "mean abs(log ratio)",
-            "ratio, 99 % quantile",
-            *head,
-        ]
-    ]
-    for epochs, colour in zip(epochs_, ordered(len(epochs_)), strict=True):
-        areas = {}
-        for clip in (True, False):
-            histories = [reused[epochs, clip, s, steps] for s in seeds]
-            style = dict(
-                color=colour,
-                ls="-" if clip else ":",
-                label=f"{epochs}" + ("" if clip else ", no clipping"),
-            )
-            for axis, key in zip(
-                axes[0], ("clip_ratio/region_mean", "log_ratio", "reward"), strict=True
-            ):
-                if key != "clip_ratio/region_mean" or clip:
-                    band(axis, histories, key, **style)
-            areas[clip], text = summary(histories)
-            keys = ("clip_ratio/region_mean", "log_ratio", "ratio_q99")
-            means = [f"{np.mean([[m[k] for m in h] for h in histories]):.3f}" for k in keys]
-            p = "" if clip else f"{permutation_test(areas[True], areas[False]):.2f}"
-            first.append([epochs, "yes" if clip else "no", *means, *text, p])
-    titles = (
-        ("clip fraction", "share of the tokens"),
-        ("ratio after the updates", "mean |log ratio|, nats per token"),
-    )
-    for axis, (title, ylabel) in zip(
-        axes[0], (*titles, ("reward", "mean of the samples")), strict=True
-    ):
-        axis.set(title=f"(a) {title}", xlabel="rollout", ylabel=ylabel)
-    legend(top, axes[0, 2], 4, title="updates per rollout")
-    second = [["sampler", "importance weights", "mean abs(log-probability gap)", *head]]
-    for i, sampler in enumerate(samplers):
-        areas = {}
-        for cap, axis in ((0.0, axes[1, 0]), (2.0, axes[1, 1])):
-            histories = [stale[sampler, cap, s, late] for s in seeds]
-            band(axis, histories, "reward", color=f"C{i}", label=sampler)
-            axis.set(
-                title=f"(b) {'truncated' if cap else 'no'} importance weights",
-                xlabel="rollout",
-                ylim=(0, 1),
-            )
-            axis.set_ylabel("reward, mean of the samples")
-            areas[cap], text = summary(histories)
-            gap = np.mean([[m["sampler_gap"] for m in h] for h in histories])
-            p = f"{permutation_test(areas[0.0], areas[2.0]):.2f}" if cap else ""
-            second.append([sampler, "cap 2" if cap else "none", f"{gap:.1e}", *text, p])
-            mean, low, high = interval(areas[cap])
-            style = dict(
-                fmt="o" if cap else "s", mfc=None if cap else "white", capsize=3, color=f"C{i}"
-            )
-            axes[1, 2].errorbar(
-                i + (0.12 if cap else -0.12), mean, [[mean - low], [high - mean]], **style
-            )
-    legend(bottom, axes[1, 0], 3, title="the sampler's weights")
-    axes[1, 2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers])
-    axes[1, 2].set(title="(b) hollow: no importance weights", ylabel="reward, mean of all rollouts")
+    tables = draw_reuse(top, reused), draw_mismatch(bottom, mismatched)
     figure.supxlabel(
-        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval"
+        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  "
+        "whiskers: 95 % bootstrap interval"
     )
-    save(args, "off_policy", figure, first, second)
+    save(args, "off_policy", figure, *tables)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """The disputed claims, trained on a real model.   python studies/on_a_real_model.py FOLDER
 
-The other studies train a model of 0.5 M parameters. Here SmolLM2-135M-Instruct learns sums of one-digit numbers after
-one example, with one change a side (real_model.py says which packages it needs). Every side with the same seed has the
-same prompts and random numbers: all begin with the same samples, and differences are taken by pairs.
+The other studies train a model of 0.5 M parameters. Here SmolLM2-135M-Instruct learns sums of
+one-digit numbers after one example, with one change a side (real_model.py says which packages are
+needed). All sides of one seed have the same prompts and random numbers, so they begin with the same
+samples, and differences are taken between runs of the same seed.
 
-FOLDER gets the model, and a file for each run. A run that has its file is not run again, and all sides have their first
-seed before one has its second, so it can be stopped at any time. With --draw it runs nothing: it adds what is there to
-figures/on_a_real_model.jsonl and draws that; without FOLDER it only draws. A doubter runs one row alone, in minutes,
-and the figures stay as they are:
+FOLDER gets the model, and a file for each run. A run whose file exists is not repeated, and all
+sides get their first seed before any gets its second, so the study can be stopped at any time.
+--draw runs nothing: it adds the runs in FOLDER to figures/on_a_real_model.jsonl and draws that
+file. Without FOLDER it only draws. To check a single row, which takes minutes and leaves the
+figures alone:
 
     python studies/on_a_real_model.py FOLDER --side "noise 0.1" --seed 0
 """
@@ -24,7 +26,7 @@ import numpy as np
 import torch
 from common import (
     CPU,
-    HERE,
+    FIGURES,
     Run,
     arguments,
     band,
@@ -33,15 +35,16 @@ from common import (
     permutation_test,
     plt,
     save,
+    span,
     steps_to,
 )
-from mean_of_means import weights
+from mean_of_means import plant
 from real_model import make_model
 
 import grpo
 import harness.models
 
-FREE = dict(clip_low=1.0, clip_high=1e6)
+NO_CLIPPING = dict(clip_low=1.0, clip_high=1e6)
 SIDES = {  # the most disputed first
     "base": {},
     "noise 0.1": dict(advantage_noise=0.1),
@@ -53,22 +56,32 @@ SIDES = {  # the most disputed first
     "sequence": dict(loss_reduction="sequence"),
     "no std": dict(scale_rewards="none"),
     "4 updates": dict(num_minibatches=4),
-    "4 updates, no clipping": dict(num_minibatches=4, **FREE),
-    "mean of means": {},  # see plant
+    "4 updates, no clipping": dict(num_minibatches=4, **NO_CLIPPING),
+    "mean of means": {},  # learn() changes its advantages
     "noise 0.01": dict(advantage_noise=0.01),
     "warmup 5": dict(warmup_steps=5),
-    "constant": dict(loss_reduction="constant"),  # base, wherever the gradient's norm is clipped
+    "constant": dict(loss_reduction="constant"),  # the same as base if the gradient is clipped
     "wk3, beta 0.04": dict(beta=0.04, kl_estimator="wk3"),
     "k3, beta 0.04": dict(beta=0.04, kl_estimator="k3"),
     "k1, beta 0.04": dict(beta=0.04, kl_estimator="k1"),
     "k1 in reward, beta 0.04": dict(beta=0.04, kl_estimator="k1", kl_in="reward"),
     "2 updates": dict(num_minibatches=2),
-    "2 updates, no clipping": dict(num_minibatches=2, **FREE),
-    "bfloat16": dict(
-        dtype="bfloat16"
-    ),  # last: a machine without bfloat16 arithmetic emulates it, slowly
+    "2 updates, no clipping": dict(num_minibatches=2, **NO_CLIPPING),
+    # last: a machine without bfloat16 arithmetic emulates it, slowly
+    "bfloat16": dict(dtype="bfloat16"),
 }
-AGAINST = {f"{n} updates, no clipping": f"{n} updates" for n in (2, 4)}  # the others: base
+QUICK_SIDES = (
+    "base",
+    "noise 0.1",
+    "k1 in reward, beta 0.3",
+    "4 updates",
+    "4 updates, no clipping",
+    "mean of means",
+)
+AGAINST = {  # the side that a side is compared with; the others: base
+    "4 updates, no clipping": "4 updates",
+    "2 updates, no clipping": "2 updates",
+}
 BASE = dict(
     num_prompts=4,
     num_generations=8,
@@ -76,48 +89,70 @@ BASE = dict(
     learning_rate=1e-5,
     beta=0.0,
     dtype="float32",
+    max_steps=12,
+    micro_batch_tokens=2048,
+    log_tokens=0,
 )
-BASE |= dict(max_steps=12, micro_batch_tokens=2048, log_tokens=0)
-SEEDS, FIRST, LEVELS = (
-    5,
-    14,
-    (0.5, 0.7),
-)  # FIRST: so many sides get all their seeds before the others begin
-RUNS = os.path.join(HERE, "figures", "on_a_real_model.jsonl")
-VALUES = {  # what is tested: (value of a run, digits)
-    "reward, mean of all steps": (lambda row: mean(row, "reward"), 3),
-    "KL at the end, nats a completion": (lambda row: row["kl"], 2),
-    "held-out accuracy": (lambda row: row["eval_accuracy"], 3),
+SEEDS = 5
+FIRST = 14  # so many sides get all their seeds before the other sides begin
+LEVELS = (0.5, 0.7)  # of the reward, for steps and seconds to it
+RUNS = os.path.join(FIGURES, "on_a_real_model.jsonl")
+
+
+def mean_over_steps(row: dict, name: str) -> float:
+    return float(np.mean([point[name] for point in row["history"]]))
+
+
+def mean_reward(row: dict) -> float:
+    return mean_over_steps(row, "reward")
+
+
+def final_kl(row: dict) -> float:
+    return row["kl"]
+
+
+def final_accuracy(row: dict) -> float:
+    return row["eval_accuracy"]
+
+
+TESTED = {  # name: value of a run, digits
+    "reward, mean of all steps": (mean_reward, 3),
+    "KL at the end, nats a completion": (final_kl, 2),
+    "held-out accuracy": (final_accuracy, 3),
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The task, and the sampler
 
 
 def questions(evaluation: bool) -> list[dict]:
-    """With 3+8 also 8+3 is held out."""
+    """If 3+8 is held out, so is 8+3."""
     pairs = [(a, b) for a in range(1, 10) for b in range(a, 10)]
     pairs = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))]
-    chosen = pairs[:22] if evaluation else pairs[22:]
-    both_ways = [question for a, b in chosen for question in sorted({(a, b), (b, a)})]
-    return [dict(prompt=f"6+7=13\n{a}+{b}=", answer=str(a + b)) for a, b in both_ways]
+    rows = []
+    for pair in pairs[:22] if evaluation else pairs[22:]:
+        for a, b in sorted({pair, pair[::-1]}):
+            rows.append(dict(prompt=f"6+7=13\n{a}+{b}=", answer=str(a + b)))
+    return rows
 
 
-training_rows, held_out_rows = (
-    functools.partial(questions, evaluation) for evaluation in (False, True)
-)
+def training_rows():
+    return questions(evaluation=False)
+
+
+def held_out_rows():
+    return questions(evaluation=True)
 
 
 def once_per_prompt(model, generate, input_ids, attention_mask, **options):
-    """HF generate, for groups: a prompt is computed once, and its cache repeated for all that have it."""
+    """HF generate for groups: computes each prompt once, and repeats its cache for the group."""
     rows = torch.stack((input_ids, attention_mask), 1)  # [N, 2, P]
     prompts, numbers = torch.unique(rows, dim=0, return_inverse=True)
     ids, mask = prompts[:, 0, :-1], prompts[:, 1, :-1]  # generate itself computes the last token
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
-    ).past_key_values
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+    cache = output.past_key_values
     cache.batch_select_indices(numbers)
     return generate(
         input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **options
@@ -125,11 +160,17 @@ def once_per_prompt(model, generate, input_ids, attention_mask, **options):
 
 
 def make_run(model: str, quick: bool) -> Run:
-    """What all runs begin with. A newline ends a completion, too: the answer is a line."""
+    """The state in which all runs begin. A newline ends a completion, too: an answer is a line.
+    quick: the bundled model."""
     harness.models.keep_freed_memory(CPU.device)
-    here = os.path.abspath(__file__)
-    real = dict(model=model, train_data=f"{here}:training_rows", eval_data=f"{here}:held_out_rows")
-    run = Run(**BASE | (dict(max_steps=2, max_completion_length=16) if quick else real))
+    options = dict(BASE)
+    if quick:
+        options.update(max_steps=2, max_completion_length=16)
+    else:
+        here = os.path.abspath(__file__)
+        options.update(model=model, train_data=f"{here}:training_rows")
+        options.update(eval_data=f"{here}:held_out_rows")
+    run = Run(**options)
     newline = [i for i in run.tokenizer("\n").input_ids if run.tokenizer.decode([i]) == "\n"]
     run.sampler = grpo.HFSampler(
         run.model, run.sampler.eos_ids + newline, run.sampler.pad_id, run.cfg
@@ -139,72 +180,72 @@ def make_run(model: str, quick: bool) -> Run:
     return run
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The runs
 
 
-def plant(samples: list, step: int, seed: int) -> None:
-    """A mean per micro-batch of 4 samples and per rank of 2 instead of the exact gradient, as factors of advantages."""
-    order = np.random.default_rng((seed, step)).permutation(len(samples))
-    lengths = np.array([len(s.completion_ids) for s in samples])
-    for sample, factor in zip(samples, weights(lengths, 4, 2, order), strict=True):
-        sample.advantage *= factor
-
-
 def divergence(run: Run, samples: list) -> dict:
-    """KL to the reference: exact over the vocabulary, per completion; estimated from the sampled tokens, per token."""
-    logps = []
-    for name, policy in (("old_logps", run.policy), ("ref_logps", run.reference)):
-        grpo.compute_logps(policy, samples, name, run.cfg, CPU)
-        logps.append(torch.from_numpy(np.concatenate([getattr(s, name) for s in samples])))
-    estimates = {
-        name: grpo.kl_estimate(*logps, logps[0], name).mean().item() for name in ("k3", "k1")
-    }
-    return dict(kl=run.exact_kl(samples)) | estimates
+    """KL to the reference: `kl` per completion, exact over the vocabulary; k1 and k3 per token,
+    estimated from the sampled tokens."""
+    grpo.compute_logps(run.policy, samples, "old_logps", run.cfg, CPU)
+    grpo.compute_logps(run.reference, samples, "ref_logps", run.cfg, CPU)
+    logps = torch.from_numpy(np.concatenate([s.old_logps for s in samples]))
+    ref_logps = torch.from_numpy(np.concatenate([s.ref_logps for s in samples]))
+    result = dict(kl=run.exact_kl(samples))
+    for name in ("k3", "k1"):
+        result[name] = grpo.kl_estimate(logps, ref_logps, logps, name).mean().item()
+    return result
+
+
+def rounded(values: dict, digits: int) -> dict:
+    return {name: float(f"{x:.{digits}g}") for name, x in values.items()}
 
 
 def learn(run: Run, side: str, seed: int) -> dict:
-    """One run. It changes the weights of `run`."""
+    """One run, which changes the weights of `run`."""
     run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **SIDES[side])
     run.optimizer = grpo.make_optimizer(run.policy, run.cfg)
-    history, started, samples = [], time.process_time(), run.rollout(1)
+    history, started = [], time.process_time()
+    samples = run.rollout(1)
     for step in range(1, run.cfg.max_steps + 1):
         if side == "mean of means":
-            plant(samples, step, seed)
-        m = grpo.sample_metrics(samples, run.cfg) | run.update(samples, step)
+            order = np.random.default_rng((seed, step)).permutation(len(samples))
+            plant(samples, 4, 2, order)  # micro-batches of 4 samples on 2 ranks
+        m = grpo.sample_metrics(samples, run.cfg)
+        m.update(run.update(samples, step))
         point = dict(
             reward=m["reward"],
             seconds=time.process_time() - started,
             length=m["completions/mean_length"],
+            norm=m["grad_norm"],
+            clipped=m["clip_ratio/region_mean"],
+            gap=m["sampler_gap"],
         )
-        point |= dict(
-            norm=m["grad_norm"], clipped=m["clip_ratio/region_mean"], gap=m["sampler_gap"]
-        )
-        history.append(dict(step=step) | {name: float(f"{x:.3g}") for name, x in point.items()})
-        samples = run.rollout(step + 1)  # the last time: what the trained policy writes
-    end = dict(
-        eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"]
-    ) | divergence(run, samples)
-    end = {name: float(f"{x:.4g}") for name, x in end.items()}
-    return dict(side=side, seed=seed) | end | dict(history=history)
+        history.append(dict(step=step, **rounded(point, 3)))
+        samples = run.rollout(step + 1)  # after the last step: samples of the trained policy
+    end = dict(eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"])
+    end.update(divergence(run, samples))
+    return dict(side=side, seed=seed, **rounded(end, 4), history=history)
 
 
 def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]:
-    """Each in a fork of this process, which never trains. No run: those that are there."""
+    """The runs of all (seed, side), each in a fork of this process, which itself never trains.
+    Without `run`: those whose file exists."""
     os.makedirs(folder, exist_ok=True)
     rows = []
     for seed, side in settings:
         path = os.path.join(folder, f"{side}_{seed}.json")
         if not os.path.exists(path):
-            if not run:
+            if run is None:
                 continue
             if os.fork() == 0:
                 row = learn(run, side, seed)
                 with open(path + ".part", "w") as file:
                     json.dump(row, file)
-                os.replace(path + ".part", path)  # whole, or not there
+                os.replace(path + ".part", path)  # so that a file is always complete
                 sys.exit()
-            if os.wait()[1]:
+            _, status = os.wait()
+            if status:
                 sys.exit(f"on_a_real_model.py: {side}, seed {seed} failed")
         with open(path) as file:
             rows.append(json.load(file))
@@ -213,183 +254,198 @@ def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]
 
 
 def summary(row: dict) -> str:
-    values = [f"{name} {value(row):.{digits}f}" for name, (value, digits) in VALUES.items()]
-    return f"{row['side']}, seed {row['seed']}: {'; '.join(values)}; {row['history'][-1]['seconds']:.0f} CPU seconds"
+    values = [f"{name} {value(row):.{digits}f}" for name, (value, digits) in TESTED.items()]
+    seconds = row["history"][-1]["seconds"]
+    return f"{row['side']}, seed {row['seed']}: {'; '.join(values)}; {seconds:.0f} CPU seconds"
 
 
-def keep(new: list[dict]) -> list[dict]:
-    """With the new runs, all those of the figures: one a line."""
-    rows = {}
-    if os.path.exists(RUNS):
-        with open(RUNS) as file:
-            rows = {(row["side"], row["seed"]): row for row in map(json.loads, file)}
-    rows |= {(row["side"], row["seed"]): row for row in new}
-    rows = [rows[key] for key in sorted(rows, key=lambda key: (list(SIDES).index(key[0]), key[1]))]
-    if new:
-        with open(RUNS, "w") as file:
-            file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+def read_runs() -> list[dict]:
+    """The runs that the published figures show."""
+    if not os.path.exists(RUNS):
+        return []
+    with open(RUNS) as file:
+        return [json.loads(line) for line in file]
+
+
+def add_runs(new: list[dict]) -> list[dict]:
+    """Adds the new runs to the published ones, or replaces them; returns all."""
+    rows = {(row["side"], row["seed"]): row for row in read_runs() + new}
+    order = list(SIDES)
+    rows = [rows[key] for key in sorted(rows, key=lambda key: (order.index(key[0]), key[1]))]
+    with open(RUNS, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
     return rows
 
 
-def mean(row: dict, name: str) -> float:
-    return float(np.mean([point[name] for point in row["history"]]))
-
-
 def check(rows: list[dict]) -> None:
-    """What must be so whatever the answer is: else the sides are not what they are called."""
+    """Assertions that hold for any answer; if one fails, a side is not what its name says."""
     base = {row["seed"]: row["history"] for row in rows if row["side"] == "base"}
     for row in rows:
-        name, history, twin = (
-            f"{row['side']}, seed {row['seed']}",
-            row["history"],
-            base[row["seed"]],
-        )
-        rounded, norms = (
-            row["side"] == "bfloat16",
-            [[point["norm"] for point in h] for h in (history, twin)],
-        )
+        side, history = row["side"], row["history"]
+        same_seed = base[row["seed"]]
+        name = f"{side}, seed {row['seed']}"
         gap = max(point["gap"] for point in history)
-        assert gap < (0.1 if rounded else 1e-4), f"{name}: sampled by another model than the policy"
-        assert rounded or history[0]["reward"] == twin[0]["reward"], (
-            f"{name}: begins with other samples than base"
-        )
-        assert row["side"] == "base" or norms[0] != norms[1], f"{name}: the same gradients as base"
-        assert "no clipping" not in row["side"] or mean(row, "clipped") == 0, f"{name}: it clips"
+        if side == "bfloat16":
+            assert gap < 0.1, f"{name}: the sampler is not the policy"
+        else:
+            assert gap < 1e-4, f"{name}: the sampler is not the policy"
+            first_rewards = history[0]["reward"], same_seed[0]["reward"]
+            assert first_rewards[0] == first_rewards[1], f"{name}: other samples than base"
+        if side != "base":
+            norms = [[point["norm"] for point in h] for h in (history, same_seed)]
+            assert norms[0] != norms[1], f"{name}: the same gradients as base"
+        if "no clipping" in side:
+            assert mean_over_steps(row, "clipped") == 0, f"{name}: it clips"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Tables and picture
+# --------------------------------------------------------------------------------------------------
+# Tables and picture. runs: {side: {seed: row}}
 
 
-def versus(runs: dict, side: str, value) -> tuple:
-    """What a side changes, by pairs of the same seed; p, which does not use the pairs: with 5 it could not be small."""
+def differences(runs: dict, side: str, value) -> tuple:
+    """The change that a side makes, for each seed; and the p of a test that ignores the pairs, as
+    with 5 pairs it could not be small."""
     other = runs[AGAINST.get(side, "base")]
     seeds = sorted(runs[side].keys() & other.keys())
-    ours, theirs = ([value(rows[seed]) for seed in seeds] for rows in (runs[side], other))
+    ours = [value(runs[side][seed]) for seed in seeds]
+    theirs = [value(other[seed]) for seed in seeds]
     return np.subtract(ours, theirs), permutation_test(ours, theirs)
 
 
-def span(values, digits: int) -> str:
-    return "{:.{d}f} ({:.{d}f} to {:.{d}f})".format(*interval(values), d=digits)
-
-
-def tables(runs: dict) -> list[list]:
-    tested, speed = [["side", "seeds"]], [["side"]]
-    for name in VALUES:
-        tested[0] += [f"{name} (95 %)", "minus base, by pairs (95 %)", f"p ({len(runs) - 1} tests)"]
-    speed[0] += [*(f"steps to {level} (95 %)" for level in LEVELS), f"never at {LEVELS[-1]}"]
-    speed[0] += [*(f"CPU seconds to {level} (95 %)" for level in LEVELS), "CPU seconds in all"]
-    speed[0] += ["k3 at the end, a token", "k1", "tokens", "clipped"]
+def test_table(runs: dict) -> list:
+    header = "side | seeds"
+    for name in TESTED:
+        header += f" | {name} (95 %) | minus base, by pairs (95 %) | p ({len(runs) - 1} tests)"
+    table = [header]
     for side, by_seed in runs.items():
-        rows = list(by_seed.values())
-        tested.append([f"{side} (minus: {AGAINST[side]})" if side in AGAINST else side, len(rows)])
-        for value, digits in VALUES.values():
-            shifts, p = versus(runs, side, value)
-            tested[-1] += [span([value(row) for row in rows], digits)]
-            tested[-1] += ["", ""] if side == "base" else [span(shifts, digits), f"{p:.3f}"]
-        steps = [
-            [steps_to(level, row["history"]) for row in rows] for level in LEVELS
-        ]  # [levels, seeds]; inf: never
-        ends = [[int(min(n, len(rows[0]["history"]))) for n in ns] for ns in steps]
-        spent = [
-            [row["history"][n - 1]["seconds"] for row, n in zip(rows, ns, strict=True)]
-            for ns in ends
-        ]
-        speed.append(
-            [
-                side,
-                *(span(ns, 1) for ns in ends),
-                sum(map(np.isinf, steps[-1])),
-                *(span(x, 0) for x in spent),
-            ]
-        )
-        speed[-1] += [span([row["history"][-1]["seconds"] for row in rows], 0)]
-        speed[-1] += [float(np.mean([row[key] for row in rows])) for key in ("k3", "k1")]
-        speed[-1] += [
-            float(np.mean([mean(row, key) for row in rows])) for key in ("length", "clipped")
-        ]
-    return [tested, speed]
+        name = f"{side} (minus: {AGAINST[side]})" if side in AGAINST else side
+        cells = [name, len(by_seed)]
+        for value, digits in TESTED.values():
+            cells.append(span([value(row) for row in by_seed.values()], digits))
+            if side == "base":
+                cells += ["", ""]
+            else:
+                shifts, p = differences(runs, side, value)
+                cells += [span(shifts, digits), f"{p:.3f}"]
+        table.append(cells)
+    return table
+
+
+def speed_table(runs: dict) -> list:
+    """A run that never reaches a level counts with its last step."""
+    steps_names = [f"steps to {level} (95 %)" for level in LEVELS]
+    seconds_names = [f"CPU seconds to {level} (95 %)" for level in LEVELS]
+    names = ["side", *steps_names, f"never at {LEVELS[-1]}", *seconds_names, "CPU seconds in all"]
+    names += ["k3 at the end, a token", "k1", "tokens", "clipped"]
+    table = [" | ".join(names)]
+    for side, by_seed in runs.items():
+        histories = [row["history"] for row in by_seed.values()]
+        steps, seconds = [], []
+        for level in LEVELS:
+            reached = [steps_to(level, history) for history in histories]
+            ends = [int(min(n, len(histories[0]))) for n in reached]
+            spent = [h[n - 1]["seconds"] for h, n in zip(histories, ends, strict=True)]
+            steps.append(span(ends, 1))
+            seconds.append(span(spent, 0))
+        never = sum(map(np.isinf, reached))  # at the last level
+        whole = span([history[-1]["seconds"] for history in histories], 0)
+        means = [float(np.mean([row[key] for row in by_seed.values()])) for key in ("k3", "k1")]
+        for key in ("length", "clipped"):
+            means.append(float(np.mean([mean_over_steps(row, key) for row in by_seed.values()])))
+        table.append([side, *steps, never, *seconds, whole, *means])
+    return table
+
+
+def draw_changes(axis, runs: dict, name: str) -> None:
+    """A line for each side: the mean change with its interval, and a dot for each seed."""
+    value, _ = TESTED[name]
+    for y, side in enumerate(runs):
+        shifts, _ = differences(runs, side, value)
+        mean, low, high = interval(shifts)
+        error = [[mean - low], [high - mean]]
+        axis.errorbar(mean, y, xerr=error, fmt="o", ms=5, capsize=3, color="C0")
+        axis.scatter(shifts, [y + 0.25] * len(shifts), s=8, alpha=0.5, color="C1")
+    axis.axvline(0, color="C6", lw=0.8)
+    names = [f"{side} ({len(by_seed)})" for side, by_seed in runs.items()]
+    axis.set_yticks(range(len(runs)), names)
+    axis.set(ylim=(len(runs) - 0.5, -0.7), title=f"{name},\nchange by pairs of one seed")
 
 
 def draw(runs: dict):
-    """What each side changes, and the curves of three disputes."""
+    """The change that each side makes, and the curves of three disputes."""
     panels = [["reward", "kl", name] for name in ("start", "beta", "updates")]
     figure, axes = plt.subplot_mosaic(
         panels, figsize=(12, 9), layout="constrained", width_ratios=(2, 2, 3)
     )
-    for key, (name, (value, _)) in zip(("reward", "kl"), VALUES.items(), strict=False):
-        for y, side in enumerate(runs):
-            shifts = versus(runs, side, value)[0]
-            middle, low, high = interval(shifts)
-            error = [[middle - low], [high - middle]]
-            axes[key].errorbar(middle, y, xerr=error, fmt="o", ms=5, capsize=3, color="C0")
-            axes[key].scatter(shifts, [y + 0.25] * len(shifts), s=8, alpha=0.5, color="C1")
-        axes[key].axvline(0, color="C6", lw=0.8)
-        axes[key].set_yticks(
-            range(len(runs)), [f"{side} ({len(rows)})" for side, rows in runs.items()]
-        )
-        axes[key].set(ylim=(len(runs) - 0.5, -0.7), title=f"{name},\nchange by pairs of one seed")
+    reward, kl, _ = TESTED
+    draw_changes(axes["reward"], runs, reward)
+    draw_changes(axes["kl"], runs, kl)
     axes["kl"].set_yticklabels([])
-    curves = dict(start=("noise", "warmup"), beta=("0.3",), updates=("updates",))
-    titles = dict(
-        start="noise on the advantages, warmup", beta="KL term", updates="mini-batches of a rollout"
-    )
-    for key, words in curves.items():
-        for side in [
-            side for side in runs if side == "base" or any(word in side for word in words)
-        ]:
-            band(axes[key], [row["history"] for row in runs[side].values()], "reward", label=side)
-        axes[key].set(
-            title=titles[key], ylabel="reward, mean of the samples", ylim=(0, 1.02), xlabel="step"
-        )
+    curves = {  # words in the names of its sides, title
+        "start": (("noise", "warmup"), "noise on the advantages, warmup"),
+        "beta": (("0.3",), "KL term"),
+        "updates": (("updates",), "mini-batches of a rollout"),
+    }
+    for key, (words, title) in curves.items():
+        for side, by_seed in runs.items():
+            if side == "base" or any(word in side for word in words):
+                histories = [row["history"] for row in by_seed.values()]
+                band(axes[key], histories, "reward", label=side)
+        axes[key].set(title=title, xlabel="step", ylim=(0, 1.02))
+        axes[key].set_ylabel("reward, mean of the samples")
         axes[key].legend(loc="lower right")
-    text = "blue: mean and its 95 % bootstrap interval;  orange: seeds (how many);  without clipping: against with it"
-    figure.supxlabel(f"{text};  bands: ± 1 standard error")
+    figure.supxlabel(
+        "blue: mean and its 95 % bootstrap interval;  orange: seeds (how many);  "
+        "without clipping: against with it;  bands: ± 1 standard error"
+    )
     return figure
 
 
-def options(parser) -> None:
+def add_options(parser) -> None:
     parser.add_argument(
-        "folder", nargs="?", help="where the model and the runs are, or are put; none: only draws"
+        "folder", nargs="?", help="directory of the model and the runs; without it: only draw"
     )
-    parser.add_argument("--draw", action="store_true", help="only draws the runs that are there")
-    parser.add_argument("--side", choices=SIDES, help="one run alone, of --seed")
+    parser.add_argument("--draw", action="store_true", help="only draw the runs in the folder")
+    parser.add_argument("--side", choices=SIDES, help="a single run, of --seed")
     parser.add_argument("--seed", type=int, default=0)
 
 
+def single_run(run: Run | None, side: str, seed: int, folder: str) -> None:
+    """One run, beside the published ones that it is compared with."""
+    for row in read_runs():
+        if row["seed"] == seed and row["side"] in (side, AGAINST.get(side, "base")):
+            print(f"in the figures: {summary(row)}")
+    learn_all(run, [(seed, side)], folder)
+
+
 def main():
-    args, rows = arguments(__doc__, options), keep([])
+    args = arguments(__doc__, add_options)
     if args.quick:
-        some = [
-            "base",
-            "noise 0.1",
-            "k1 in reward, beta 0.3",
-            "4 updates",
-            "4 updates, no clipping",
-            "mean of means",
-        ]
-        shutil.rmtree(folder := os.path.join(args.out, "on_a_real_model"), ignore_errors=True)
-        rows = learn_all(make_run("", True), grid(range(1), some), folder)
+        folder = os.path.join(args.out, "on_a_real_model")
+        shutil.rmtree(folder, ignore_errors=True)
+        rows = learn_all(make_run("", quick=True), grid(range(1), QUICK_SIDES), folder)
     elif args.folder:
-        run = None if args.draw else make_run(make_model(os.path.abspath(args.folder)), False)
-        folder, sides = os.path.join(args.folder, "runs"), list(SIDES)
+        run = None
+        if not args.draw:
+            run = make_run(make_model(os.path.abspath(args.folder)), quick=False)
+        folder = os.path.join(args.folder, "runs")
         if args.side:
-            for row in rows:
-                if row["seed"] == args.seed and row["side"] in (
-                    args.side,
-                    AGAINST.get(args.side, "base"),
-                ):
-                    print(f"in the figures: {summary(row)}")
-            learn_all(run, [(args.seed, args.side)], folder)
+            single_run(run, args.side, args.seed, folder)
             return
-        settings = [
-            pair for part in (sides[:FIRST], sides[FIRST:]) for pair in grid(range(SEEDS), part)
-        ]
-        rows = keep(learn_all(run, settings, folder))
+        sides = list(SIDES)
+        settings = grid(range(SEEDS), sides[:FIRST]) + grid(range(SEEDS), sides[FIRST:])
+        rows = add_runs(learn_all(run, settings, folder))
+    else:
+        rows = read_runs()
+
     check(rows)
-    runs = {side: {row["seed"]: row for row in rows if row["side"] == side} for side in SIDES}
-    runs = {side: by_seed for side, by_seed in runs.items() if by_seed}
-    save(args, "on_a_real_model", draw(runs), *tables(runs))
+    runs = {}
+    for side in SIDES:
+        by_seed = {row["seed"]: row for row in rows if row["side"] == side}
+        if by_seed:
+            runs[side] = by_seed
+    save(args, "on_a_real_model", draw(runs), test_table(runs), speed_table(runs))
 
 
 if __name__ == "__main__":

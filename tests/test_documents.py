@@ -1,8 +1,10 @@
-"""README.md, REFERENCE.md and the others: short, and what they name exists."""
+"""README.md, REFERENCE.md and the other documents: what they name exists, and their lists are
+those of the code. A changed copy of the project may delete this file."""
 
 import ast
 import dataclasses
 import glob
+import graphlib
 import os
 import re
 import shlex
@@ -18,149 +20,158 @@ from tests.common import HERE, REDUCTIONS, lines, read
 
 pytest_plugins = "tests.common"
 
-ROOMS = "flags ranks workers rows arrays models recompute check checkpoints advice log run head packing fast hf_sampler"  # upwards
-HARNESS = [f"harness/{name}" for name in ROOMS.split()]
-
-
-def test_arrows_go_one_way():
-    """A room imports only rooms below it; reward and view import none, and no torch: a reward's worker needs none."""
-    below, there = (
-        [],
-        {path.removesuffix(".py") for path in glob.glob("harness/[!_]*.py", root_dir=HERE)},
-    )
-    assert there <= {*HARNESS}
-    for room in ["reward", "view", *(room for room in HARNESS if room in there), "grpo"]:
-        found = set()
-        for node in ast.walk(ast.parse(document(f"{room}.py"))):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        found = {module.replace(".", "/") for module in found}
-        assert found & {"reward", "view", "grpo", *HARNESS} <= set(below), room
-        if room in ("reward", "view"):
-            assert not found & {"reward", "view", "torch", "numpy"}
-        below.append(room)
-
-
-DOCUMENTS = {
-    "README.md": 2000,
-    "REFERENCE.md": 3300,
-    "studies/README.md": 3000,
-    "variants/README.md": 700,
-}  # words
-TOOLS = "no-deps retries nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid enforce-eager"
-TOOLS += " step html quick jobs trl float32 points help"  # flags of other programs, and of studies
-GENERIC = {
+DOCUMENTS = ("README.md", "REFERENCE.md", "studies/README.md", "variants/README.md")
+COLUMNS = 100  # tables, headings, links and code may be wider
+# Flags of other programs, and of studies, that the documents name.
+OTHER_FLAGS = set(
+    "no-deps retries nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid "
+    "enforce-eager find-links step html quick jobs trl float32 points help".split()
+)
+# Names of metrics that depend on the run: pattern -> the name in REFERENCE.md.
+GENERIC_METRICS = {
     "rewards/.*/": "rewards/NAME/",
     "logged/.*": "logged/NAME",
     "reward_failed/.*": "reward_failed/CAUSE",
 }
-AGAIN = (
-    'python -c "from tests import test_documents; test_documents.write_documents()" makes it again'
-)
+REWRITE = 'python -c "from tests import test_documents; test_documents.write_documents()"'
 
 
 def document(name):
     return read(os.path.join(HERE, name))
 
 
+# -- Lists that are made from the code
+
+
 def write_documents():
-    """Makes again what is made from the code: the flags, and the sections of grpo.py."""
+    """Rewrites the lists that are made from the code: the flags, and the sections of grpo.py."""
     for name in DOCUMENTS:
-        text = made_again(document(name))
+        text = with_new_lists(document(name))
         with open(os.path.join(HERE, name), "w") as file:
             file.write(text)
 
 
-def made_again(text):
-    for mark, make in (("FLAGS", flag_lists), ("TOC", section_list)):
-        text = re.sub(
-            f"(?s)(?<=<!-- {mark} -->\n).*(?=<!-- end {mark} -->)",
-            lambda m, make=make: make(),
-            text,
-        )
+def with_new_lists(text):
+    for mark, make_list in (("FLAGS", flag_lists), ("SECTIONS", section_list)):
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            _, _, after = rest.partition(end)
+            text = before + begin + make_list() + end + after
     return text
 
 
 def section_list():
+    """The headings of grpo.py, up to their first colon."""
     titles = re.findall(r"^# -{20,}\n# ([^:\n]+)", document("grpo.py"), re.M)
-    return (
-        textwrap.fill(
-            f"The sections of `grpo.py`, in the order in which it runs: {' · '.join(titles)}.", 120
-        )
-        + "\n"
-    )
+    sentence = "`grpo.py` runs in the order of its sections: " + " · ".join(titles) + "."
+    return textwrap.fill(sentence, COLUMNS) + "\n"
 
 
 def flag_lists():
-    """A list for each group of flags: each flag with its default, as it would be typed, and its help text."""
+    """A list for each group of flags: each flag with its default, as one would type it, and its
+    help text."""
     text = ""
     for f in dataclasses.fields(Config):
-        about, choices = f.metadata["help"], f.metadata["choices"] or ""
-        default = "" if f.default is None or f.default is False else f" {f.default}".rstrip()
+        default = ""
+        if f.default is not None and f.default is not False and f.default != "":
+            default = f" {f.default}"
+        choices = ""
+        if f.metadata["choices"]:
+            choices = f" ({', '.join(f.metadata['choices'])})"
         if f.metadata["group"]:
             text += f"\n### {f.metadata['group'].capitalize()}\n\n"
-        text += f"- `--{f.name}{default}`: {about}{choices and ' (' + ', '.join(choices) + ')'}\n"
-    preset = ", ".join(
-        f"`--{name} {str(value).removeprefix(HERE + os.sep)}`"
-        for name, value in grpo.BUNDLED.items()
-    )
-    return f"{text}\nWithout a `--model` the bundled task applies; what you give wins over it: {preset}.\n"
+        item = f"- `--{f.name}{default}`: {f.metadata['help']}{choices}"
+        text += textwrap.fill(item, COLUMNS, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+
+    values = []
+    for name, value in grpo.BUNDLED.items():
+        values.append(f"`--{name} {str(value).removeprefix(HERE + os.sep)}`")
+    preset = "Without `--model` these defaults apply, unless you override them: "
+    return f"{text}\n{textwrap.fill(preset + ', '.join(values) + '.', COLUMNS)}\n"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_document_is_short_and_as_the_code_has_it(name):
+def test_lists_of_a_document_are_those_of_the_code(name):
     text = document(name)
-    assert len(text.split()) <= DOCUMENTS[name]
-    assert text == made_again(text), f"{name}: {AGAIN}"
+    assert text == with_new_lists(text), f"{name}: run {REWRITE}"
 
 
 def test_help_has_the_flags_and_groups_of_the_reference(capsys):
     with pytest.raises(SystemExit):
         grpo.parse_args(["--help"])
-    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)[
-        1:
-    ]  # the first one has --help
-    lists = re.findall(r"^### (.+)\n\n((?:- `--.*\n)+)", document("REFERENCE.md"), re.M)
-    helped = [(title, re.findall(r"^  --(\w+)", body, re.M)) for title, body in groups]
-    assert helped == [
-        (title.lower(), re.findall(r"^- `--(\w+)", body, re.M)) for title, body in lists
-    ]
+    groups = re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)
+    in_help = []
+    for title, body in groups[1:]:  # the first group holds only --help
+        in_help.append((title, re.findall(r"^  --(\w+)", body, re.M)))
+
+    lists = re.findall(r"^### (.+)\n\n((?:- `--.*\n(?:  .*\n)*)+)", document("REFERENCE.md"), re.M)
+    in_reference = []
+    for title, body in lists:
+        in_reference.append((title.lower(), re.findall(r"^- `--(\w+)", body, re.M)))
+    assert in_help == in_reference
+
+
+def test_every_metric_is_in_the_reference_and_no_other(undisturbed):
+    section = re.search(r"(?s)\n## Metrics\n(.*?)\n## ", document("REFERENCE.md"))[1]
+    in_reference = set()
+    for names in re.findall(r"^- (`[^:]*?`):", section, re.M):
+        in_reference.update(re.findall(r"`([\w/@]+)`", names))
+
+    logged = set()
+    for line in lines(undisturbed / "metrics.jsonl"):
+        logged.update(line)
+    logged.remove("step")
+    for pattern, generic in GENERIC_METRICS.items():
+        logged = {re.sub(f"^{pattern}", generic, name) for name in logged}
+    assert logged <= in_reference
+
+    sometimes = ("eval_", "logged/", "reward_failed/")  # not every run logs these
+    missing = {name for name in in_reference - logged if not name.startswith(sometimes)}
+    assert missing == set()
+
+
+# -- What documents name
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_and_tests_of_a_document_exist(name):
-    """No link has a line number: the next commit would make it wrong."""
-    text = document(name)
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+def test_links_of_a_document_lead_somewhere(name):
+    """To a file, and to a heading of it. No link has a line number: the next commit would make it
+    wrong."""
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", document(name)):
         path = os.path.join(HERE, os.path.dirname(name), target or os.path.basename(name))
         assert os.path.isfile(path), target
         if anchor:
             headings = re.findall(r"^#+ (.+)", read(path), re.M)
-            assert anchor in [
-                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
-            ], anchor
-    files = [
-        os.path.join(HERE, "test_grpo.py"),
-        *glob.glob(os.path.join(HERE, "tests", "test_*.py")),
-    ]
-    tests = [test for path in files for test in re.findall(r"def (test_\w+)", read(path))]
-    for test in re.findall(r"`(test_\w+\*?)`", text):
-        assert any(
-            known == test or (test[-1] == "*" and known.startswith(test[:-1])) for known in tests
-        ), test
+            anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in anchors, anchor
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tests_that_a_document_names_exist(name):
+    paths = [os.path.join(HERE, "test_grpo.py")]
+    paths += glob.glob(os.path.join(HERE, "tests", "test_*.py"))
+    tests = set()
+    for path in paths:
+        tests.update(re.findall(r"def (test_\w+)", read(path)))
+    for test in re.findall(r"`(test_\w+\*?)`", document(name)):
+        if test.endswith("*"):
+            assert any(other.startswith(test[:-1]) for other in tests), test
+        else:
+            assert test in tests, test
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_and_functions_of_a_document_exist(name):
-    """What stands in backticks: `grpo.py`, `studies/bench.py`, `harness/`, and in the table of the algorithm names."""
+    """Paths in backticks, such as `grpo.py`, `studies/bench.py` and `harness/`, and the names in
+    the last column of the table of the algorithm."""
     text = document(name)
     folders = ["", os.path.dirname(name), "harness"]
     for path in re.findall(r"`(?:python )?((?:\w+/)*\w+\.(?:py|patch)|(?:\w+/)+)[ `]", text):
         if not re.match(r"my_|file\.py|out|step_", path):
             assert any(os.path.exists(os.path.join(HERE, folder, path)) for folder in folders), path
-    code = document("grpo.py") + document("harness/head.py")
+
+    code = document("grpo.py")
     table = text.partition("| in `grpo.py` |")[2].partition("\n\n")[0]
     for word in re.findall(r"^\| .* \| `(\w+)`.* \|$", table, re.M):
         assert re.search(rf"\b{word}\b", code), word
@@ -171,42 +182,68 @@ def test_flags_of_a_document_exist_and_its_commands_are_valid(name):
     text = document(name).replace("\\\n", " ")
     flags = {f.name for f in dataclasses.fields(Config)}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text):
-        assert flag in flags | set(TOOLS.split()), flag
+        assert flag in flags | OTHER_FLAGS, flag
+
     commands = re.findall(r"(?m)^    .*?\bgrpo\.py (--.*?)(?: {2,}#.*)?$", text)
-    for command in commands + [span for span in re.findall(r"`(--[^`]+ [^`]+)`", text)]:
+    commands += re.findall(r"`(--[^`\s]+\s[^`]+)`", text)
+    for command in commands:
         words = shlex.split(command)
         if words[0].strip("-") in flags:
             harness.flags.check_flags(Config(**harness.flags.parse_flags(Config, words, "", "")))
 
 
-def test_every_metric_is_in_the_reference_and_no_other(undisturbed):
-    section = re.search(r"(?s)\n## Metrics\n(.*?)\n## ", document("REFERENCE.md"))[1]
-    named = {
-        name
-        for row in re.findall(r"^- (`.*?`):", section, re.M)
-        for name in re.findall(r"`([\w/@]+)`", row)
-    }
-    logged = {key for line in lines(undisturbed / "metrics.jsonl") for key in line} - {"step"}
-    for special, generic in GENERIC.items():
-        logged = {re.sub(f"^{special}", generic, name) for name in logged}
-    assert logged <= named
-    assert {
-        name
-        for name in named - logged
-        if not name.startswith(("eval_", "logged/", "reward_failed/"))
-    } == set()
-
-
-def test_the_readmes_worked_example():
+def test_the_worked_example_of_the_readme():
     text = document("README.md")
-    a = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
-    assert ", ".join(f"{x:+.4f}" for x in a) in text
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), 4)
+    assert ", ".join(f"{a:+.4f}" for a in advantages) in text
+
     mask = torch.arange(6) < torch.tensor([[4], [2], [2], [6]])
     for reduction in REDUCTIONS:
         logps = torch.full((4, 6), -1.0, requires_grad=True)
+        same = logps.detach()
         cfg = Config(loss_reduction=reduction, max_completion_length=8)
-        loss, _ = grpo_loss(logps, logps.detach(), logps.detach(), None, a, mask, cfg, 14, 4)
-        (grad,) = torch.autograd.grad(loss, logps)
-        row = next(line for line in text.splitlines() if line.startswith(f"| `{reduction}`: "))
-        assert f"**{loss.item() + 0.0:.4f}**".replace("-0.0000", "0.0000") in row
-        assert ", ".join(f"{x:+.4f}" for x in grad[:, 0]) in row
+        loss, _ = grpo_loss(logps, same, same, None, advantages, mask, cfg, 14, 4)
+        [gradient] = torch.autograd.grad(loss, logps)
+
+        [row] = [line for line in text.splitlines() if line.startswith(f"| `{reduction}`: ")]
+        value = f"{loss.item():.4f}".replace("-0.0000", "0.0000")
+        assert f"**{value}**" in row
+        assert ", ".join(f"{x:+.4f}" for x in gradient[:, 0]) in row
+
+
+# -- Which module imports which
+
+
+def module_imports():
+    """module -> the modules that it imports, ours with their path: harness/run."""
+    paths = ["grpo.py", "reward.py", "view.py"]
+    paths += [f"harness/{name}" for name in glob.glob("[!_]*.py", root_dir=f"{HERE}/harness")]
+    imports = {}
+    for path in paths:
+        names = set()
+        for node in ast.walk(ast.parse(document(path))):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        imports[path.removesuffix(".py")] = {name.replace(".", "/") for name in names}
+    return imports
+
+
+def test_imports_go_one_way():
+    """No module imports one that imports it, and nothing imports grpo.py. reward.py and view.py
+    run without torch and NumPy, so that a worker and a look at a run start at once."""
+    imports = module_imports()
+    ours = {module: names & set(imports) for module, names in imports.items()}
+    graphlib.TopologicalSorter(ours).prepare()  # CycleError
+    for module, names in ours.items():
+        assert "grpo" not in names, module
+
+    for module in ("reward", "view"):
+        needed, new = set(), {module}
+        while new:
+            needed |= new
+            new = set().union(*(ours[name] for name in new)) - needed
+        for name in needed:
+            assert not imports[name] & {"torch", "numpy"}, name

@@ -29,7 +29,6 @@ from tests.common import (
     BUNDLED,
     CPU,
     DEFAULT_RUN,
-    F64,
     PRIME,
     copy_cut_back,
     fast_policy,

@@ -11,8 +11,8 @@ import pytest
 import grpo
 import harness.log
 from grpo import Config
-from harness.flags import ConfigError, TrainingError
-from tests.common import BUNDLED, CPU, copy_cut_back, lines, small_run, state_of
+from harness.flags import ConfigError
+from tests.common import BUNDLED, copy_cut_back, lines, small_run, state_of
 
 pytest_plugins = "tests.common"
 

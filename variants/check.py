@@ -1,7 +1,11 @@
-"""python variants/check.py [NAME ...]: does each patch of this folder still apply, run, and do what it is for?
+"""Does each patch of this folder still apply, run, and do what it is for?
 
-Each is applied to a fresh copy, which runs a few steps and one check of the variant's own (checks.py). ONE+TWO: both
-patches, one on top of the other. One line per variant; exit code 1 if one fails.
+    python variants/check.py                 # all patches, and the pairs in STACKS
+    python variants/check.py rloo            # one of them
+    python variants/check.py lora+zero1      # both patches, one on top of the other
+
+Each check (checks.py) patches a fresh copy of the project, runs a few steps of it, and prints one
+line. The exit code is 1 if one fails.
 """
 
 import importlib.util
@@ -20,136 +24,171 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+PROJECT = HERE.parent
+sys.path.insert(0, str(PROJECT))
 
 import checks
 import torch
 from safetensors.torch import load_file
 
-MOST_LINES = 25
+MAX_LINES = 25  # that one patch may change
 STACKS = ["dynamic_resampling+maxrl", "lora+zero1"]
 FORK = multiprocessing.get_context("fork")
+SHORT_RUN = ["--max_steps", 2, "--num_prompts", 4, "--rollout", "hf", "--eval_data", ""]
+TIMEOUT = 300  # seconds for a run
 
 
 class Copy:
-    """A directory with the patched grpo.py, the plain one as plain.py, and what both need."""
+    """A copy of the project in `directory`: the patched grpo.py, and the original as plain.py."""
 
     def __init__(self, name: str, directory: str):
-        self.name, self.directory = name, Path(directory)
-        for source in ("grpo.py", "harness", "reward.py", "view.py", "sample_data"):
-            copy = shutil.copytree if (HERE.parent / source).is_dir() else shutil.copy
-            copy(HERE.parent / source, self.directory / source)
-        shutil.copy(self.directory / "grpo.py", self.directory / "plain.py")
-        self.lines = 0
-        for patch in (HERE / f"{part}.patch" for part in name.split("+")):
-            lines = (
-                sum(line[:1] in ("+", "-") for line in patch.read_text().splitlines()) - 2
-            )  # two name the file
-            assert lines <= MOST_LINES, f"{lines} changed lines, more than {MOST_LINES}"
-            self.lines += lines
-            tool = ["patch", "-p1", "-i"] if "+" in name else ["git", "apply"]
-            subprocess.run(
-                [*tool, str(patch)], cwd=self.directory, check=True, capture_output="+" in name
-            )
-        for module in [
-            m for m in sys.modules if m.partition(".")[0] in ("harness", "reward", "view")
-        ]:
-            del sys.modules[module]  # the last copy's
-        spec = importlib.util.spec_from_file_location(f"grpo_{name}", self.directory / "grpo.py")
-        self.grpo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.grpo)
-        sys.path.remove(directory)
+        """name: a patch, or several joined by +."""
+        self.name = name
+        self.directory = Path(directory)
+        for source in ("grpo.py", "reward.py", "view.py"):
+            shutil.copy(PROJECT / source, self.directory)
+        for source in ("harness", "sample_data"):
+            shutil.copytree(PROJECT / source, self.directory / source)
+        shutil.copy(PROJECT / "grpo.py", self.directory / "plain.py")
 
-    def rank(self, rank: int, environment: dict, program: str, flags: list[str]):
-        """In a fork, where everything is imported already: what `torchrun program flags` does on one rank."""
-        os.environ.update(
-            environment | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if environment else {}
-        )
-        os.chdir(self.directory)
-        for target in (1, 2):
-            os.dup2(os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), target)
-        sys.argv, sys.path[:0] = [program, *flags], [str(self.directory)]
-        import view
+        names = name.split("+")
+        self.changed_lines = 0
+        for patch_name in names:
+            patch = HERE / f"{patch_name}.patch"
+            lines = changed_lines(patch)
+            assert lines <= MAX_LINES, f"{lines} changed lines, more than {MAX_LINES}"
+            self.changed_lines += lines
+            if len(names) == 1:
+                command = ["git", "apply", str(patch)]
+            else:  # git apply refuses a file that another patch has changed
+                command = ["patch", "-p1", "--silent", "-i", str(patch)]
+            subprocess.run(command, cwd=self.directory, check=True)
+        self.grpo = self.import_grpo()
 
-        view.draw = lambda *_: None  # no curves: they take longer than the run
-        runpy.run_path(program, run_name="__main__")
+    def import_grpo(self):
+        """The patched module, which imports the modules of this copy, not those of the last one."""
+        for module in list(sys.modules):
+            if module.split(".")[0] in ("harness", "reward", "view"):
+                del sys.modules[module]
+        path = self.directory / "grpo.py"
+        spec = importlib.util.spec_from_file_location(f"grpo_{self.name}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        sys.path.remove(str(self.directory))  # which grpo.py put there
+        return module
 
     def run(self, *flags, out="out", program="grpo.py", ranks=1) -> list[dict]:
-        """A short run; its metrics, which must be finite."""
-        short = f"--max_steps 2 --num_prompts 4 --rollout hf --out_dir {out} --eval_data".split()
+        """A short run with these flags on top; returns its metrics, which must be finite."""
+        flags = [str(flag) for flag in (*SHORT_RUN, "--out_dir", out, *flags)]
         environment = {}
         if ranks > 1:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-            environment |= dict(WORLD_SIZE=str(ranks))
-        call = (environment, program, [*short, "", *map(str, flags)])
-        processes = [FORK.Process(target=self.rank, args=(rank, *call)) for rank in range(ranks)]
+            environment = dict(
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks)
+            )
+        processes = []
+        for rank in range(ranks):
+            call = (rank, environment, program, flags)
+            processes.append(FORK.Process(target=self.run_rank, args=call))
         for process in processes:
             process.start()
-        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=300)
+
+        # Once one rank has ended, the others must end, too.
+        multiprocessing.connection.wait([p.sentinel for p in processes], timeout=TIMEOUT)
         for process in processes:
-            process.join(60)  # one has ended: so must the others
+            process.join(60)
             if process.is_alive():
                 process.kill()
+                process.join()
+        log = (self.directory / "log.txt").read_text()
         codes = [process.exitcode for process in processes]
-        assert not any(codes), (
-            f"{program} {flags}: {codes}\n{(self.directory / 'log.txt').read_text()[-3000:]}"
-        )
-        assert "could not save" not in (log := (self.directory / "log.txt").read_text()), log[
-            -3000:
-        ]
-        steps = [
-            json.loads(line)
-            for line in (self.directory / out / "metrics.jsonl").read_text().splitlines()
-        ]
-        values = [
-            value for step in steps for value in step.values() if isinstance(value, (int, float))
-        ]
-        assert steps and all(map(math.isfinite, values)), "metrics that are not finite"
-        return steps
+        assert codes == [0] * ranks, f"{program} {flags}: exit codes {codes}\n{log[-3000:]}"
+        assert "could not save" not in log, log[-3000:]
+
+        lines = (self.directory / out / "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        assert metrics, "no step was logged"
+        for step in metrics:
+            for name, value in step.items():
+                if isinstance(value, (int, float)):
+                    assert math.isfinite(value), f"{name} is {value}"
+        return metrics
+
+    def run_rank(self, rank: int, environment: dict, program: str, flags: list[str]):
+        """What torchrun starts as one rank, in a fork that has everything imported."""
+        if environment:
+            os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.chdir(self.directory)
+        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = [program, *flags]
+        sys.path.insert(0, str(self.directory))
+
+        import view
+
+        view.draw = draw_nothing
+        runpy.run_path(program, run_name="__main__")
 
     def saved(self, out="out") -> tuple[dict, dict]:
-        """Weights and trainer state after step 2."""
+        """The weights and the trainer state after step 2."""
         path = self.directory / out / "step_000002"
         return load_file(path / "model.safetensors"), torch.load(path / "trainer_state.pt")
 
     def config(self, **flags):
-        """Those flags, over the ones of the bundled task."""
+        """These flags on top of those of the bundled task."""
         return self.grpo.Config(**(self.grpo.BUNDLED | flags))
 
     def policy(self):
+        """The plain policy with the bundled weights, in float64."""
         cfg = self.config(dtype="float64")
         return self.grpo.Policy(self.grpo.load_model(cfg.model, cfg), 1.0)
 
 
+def changed_lines(patch: Path) -> int:
+    lines = [line for line in patch.read_text().splitlines() if line[:1] in ("+", "-")]
+    return len(lines) - 2  # two of them name the file
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def draw_nothing(*_):
+    """In place of the curves, which take longer than the run."""
+
+
 def import_everything():
-    """Once, here, what every fork would import for itself when it trains."""
+    """Imports here, once, what each fork would import for itself when it trains."""
     import matplotlib.pyplot  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    bundled = HERE.parent / "sample_data" / "model"
+    bundled = PROJECT / "sample_data" / "model"
     ids = AutoTokenizer.from_pretrained(bundled)("1+1=", return_tensors="pt")["input_ids"]
     AutoModelForCausalLM.from_pretrained(bundled).generate(ids, max_new_tokens=1)
 
 
 def main() -> int:
+    names = sys.argv[1:]
+    if not names:
+        names = sorted(path.stem for path in HERE.glob("*.patch")) + STACKS
     import_everything()
     failed = False
-    for name in sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.patch")) + STACKS:
-        check = getattr(checks, f"check_{name.replace('+', '_and_')}")
-        if "lora" in name and not importlib.util.find_spec("peft"):
-            print(
-                f"{name}: skipped, peft is not installed (pip install --no-deps peft accelerate)",
-                flush=True,
-            )
+    for name in names:
+        if "lora" in name and importlib.util.find_spec("peft") is None:
+            why = "peft is not installed (pip install --no-deps peft accelerate)"
+            print(f"{name}: skipped, {why}", flush=True)
             continue
+        check = getattr(checks, f"check_{name.replace('+', '_and_')}")
         with tempfile.TemporaryDirectory(prefix="variant_") as directory:
             try:
                 copy = Copy(name, directory)
-                print(f"{name}: ok, {copy.lines} changed lines; {check(copy)}", flush=True)
+                shown = check(copy)
+                print(f"{name}: ok, {copy.changed_lines} changed lines; {shown}", flush=True)
             except Exception as error:
                 failed = True
                 print(f"{name}: FAILED, {type(error).__name__}: {error}", flush=True)
