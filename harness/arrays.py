@@ -4,38 +4,44 @@ import numpy as np
 import torch
 
 
-def padded(rows: list[np.ndarray], dtype, fill=0, left=False) -> np.ndarray:
-    """[N, longest]"""
-    width = max(map(len, rows))
+def padded(rows: list[np.ndarray], dtype, fill=0, left: bool = False) -> np.ndarray:
+    """[N, length of the longest row]; left: the padding stands on the left."""
+    width = max(len(row) for row in rows)
     out = np.full((len(rows), width), fill, dtype=dtype)
     for i, row in enumerate(rows):
-        out[i, slice(width - len(row), width) if left else slice(len(row))] = row
+        start = width - len(row) if left else 0
+        out[i, start : start + len(row)] = row
     return out
 
 
 def padded_rows(samples) -> dict:
-    """A row [L] for each sample: prompt + completion, then padding, which causal attention does
-    not see there.
+    """A row for each sample: prompt, completion, and padding on the right.
 
-    ids [N, L]; completion [N, T]; before [N, T]: where the token before each completion token
-    stands in its row; first: the smallest of these places.
+    Causal attention does not see the padding. ids [N, L]; completion [N, T]; before [N, T]: where
+    the token before each completion token stands in its row; first: the smallest such place.
     """
-    prompts = np.array([[len(s.prompt.ids)] for s in samples])  # [N, 1]
     texts = [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples]
-    ids = padded(texts, np.int64)  # [N, L]
-    completion = padded([s.completion_ids for s in samples], np.int64)  # [N, T]
-    before = prompts - 1 + np.arange(completion.shape[1])  # [N, T]
-    before = np.minimum(before, ids.shape[1] - 1)  # padding has to stay within the row
+    ids = padded(texts, np.int64)
+    completion = padded([s.completion_ids for s in samples], np.int64)
+
+    prompt_lengths = np.array([[len(s.prompt.ids)] for s in samples])  # [N, 1]
+    before = prompt_lengths - 1 + np.arange(completion.shape[1])
+    before = np.minimum(before, ids.shape[1] - 1)  # of padding: any place within the row
     return dict(ids=ids, completion=completion, before=before, first=int(before.min()))
 
 
 def to_device(x, device: torch.device):
-    """Arrays, also within dicts, lists and tuples, as tensors there; the copy to a GPU is not waited for."""
+    """Arrays as tensors on the device, also inside dicts and lists; all else stays as it is.
+
+    A copy to a GPU is asynchronous: nothing waits for it.
+    """
     if isinstance(x, dict):
         return {name: to_device(item, device) for name, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)(to_device(item, device) for item in x)
+    if isinstance(x, list):
+        return [to_device(item, device) for item in x]
     if not isinstance(x, np.ndarray):
         return x
-    x = torch.from_numpy(np.ascontiguousarray(x))
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    tensor = torch.from_numpy(np.ascontiguousarray(x))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

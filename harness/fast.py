@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from harness.head import HeadLogps
-from harness.packing import attention_of_blocks, register_attention, rows_of
+from harness.packing import (
+    attention_of_blocks,
+    packed_layout,
+    padded_layout,
+    register_attention,
+)
 from harness.recompute import recomputing
 
 
@@ -36,8 +41,11 @@ class FastPolicy(nn.Module):
         return self.plain.temperature
 
     def rows(self, samples) -> dict:
-        multiple = 8 if self.model.device.type == "cuda" else 1
-        return rows_of(samples, self.packs, multiple)
+        """The layout of a micro-batch: see packed_layout in packing.py."""
+        if not self.packs:
+            return padded_layout(samples)
+        multiple = 8 if self.model.device.type == "cuda" else 1  # as CUDA's kernels want masks
+        return packed_layout(samples, multiple)
 
     def forward(self, batch: dict):
         """logps [N, T], entropy [N, T] without a gradient; both 0 on padding."""

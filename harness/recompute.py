@@ -8,10 +8,10 @@ import torch
 
 @contextlib.contextmanager
 def recomputing(model, around=contextlib.nullcontext):
-    """Inside, layers with gradient checkpointing recompute in backward; each does so within `around()`.
+    """Inside, layers with gradient checkpointing will be computed again in backward.
 
-    They look at layer.training. Only they are put in training mode, and only inside: everything else that looks at it
-    would draw random numbers, such as dropout.
+    transformers does so only if layer.training is True. Nothing else may be put in training mode:
+    dropout would draw random numbers. around: a context for each layer's second computation.
     """
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     checkpoint = layers[0]._gradient_checkpointing_func if layers else None

@@ -491,10 +491,9 @@ def run_floor(files, spec) -> dict:
     record.step_ends()
     for step in range(1, cfg.max_steps + 1):
         step_prompts = grpo.prompts_of_step(prompts, step, cfg)
+        seeds = [harness.ranks.seed_of(cfg.seed, 0, step, i) for i in range(len(step_prompts))]
         with record.phase("rollout"):
-            samples = grpo.sample(
-                engine, step_prompts, cfg.num_generations, 1.0, 0, step, tokenizer, cfg, world
-            )
+            samples = grpo.sample(engine, step_prompts, seeds, cfg, world)
         ids, P = rows_without_padding(samples, cfg.num_generations, model.config.vocab_size)
         if cfg.beta:
             with record.phase("logps"), torch.no_grad():

@@ -30,7 +30,7 @@ import reward
 import view
 from grpo import Config
 from harness.fast import FastPolicy
-from harness.ranks import World
+from harness.ranks import SAMPLING, World, seed_of, stream
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
@@ -117,6 +117,11 @@ def cell_text(x) -> str:
 # One training run
 
 
+def fast_policy(model, temperature: float):
+    """The policy that a run takes by itself: rows without padding, the head in tiles."""
+    return FastPolicy(grpo.Policy(model, temperature))
+
+
 class Run:
     """All objects of a training run on one CPU core. The settings are those of the bundled task,
     but with 8 prompts a step; `options` change them."""
@@ -128,10 +133,10 @@ class Run:
             cfg.model, cfg.train_data, cfg.eval_data
         )
         self.model = grpo.load_model(cfg.model, cfg)
-        self.policy = FastPolicy(self.model, cfg.temperature)
-        self.reference = FastPolicy(
-            grpo.load_model(cfg.model, cfg).requires_grad_(False), cfg.temperature
-        )
+        self.policy = fast_policy(self.model, cfg.temperature)
+        reference = grpo.load_model(cfg.model, cfg).requires_grad_(False)
+        self.reference = fast_policy(reference, cfg.temperature)
+        self.at_reference = True  # the policy still has the reference's weights
         eos_ids, pad_id = harness.models.special_ids(self.model, self.tokenizer, cfg)
         self.sampler = grpo.HFSampler(self.model, eos_ids, pad_id, cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
@@ -140,11 +145,7 @@ class Run:
     def rollout(self, step: int) -> list:
         """Samples with rewards and advantages; the samples of a group are consecutive."""
         cfg = self.cfg
-        prompts = grpo.prompts_of_step(self.train_prompts, step, cfg)
-        samples = grpo.sample(
-            self.sampler, prompts, cfg.num_generations, cfg.temperature, 0, step,
-            self.tokenizer, cfg, CPU,
-        )  # fmt: skip
+        samples = sample_step(self.sampler, self.train_prompts, self.tokenizer, step, cfg)
         grpo.score(samples, self.scorer, step, cfg)
         self.no_signal = grpo.assign_advantages(samples, step, cfg)
         return samples
@@ -155,7 +156,17 @@ class Run:
             grpo.compute_logps(self.policy, samples, "old_logps", self.cfg, CPU)
         if self.cfg.beta > 0:
             grpo.compute_logps(self.reference, samples, "ref_logps", self.cfg, CPU)
-        return grpo.update(self.policy, self.optimizer, samples, self.cfg, step=step)
+        metrics = grpo.update(
+            self.policy,
+            self.optimizer,
+            samples,
+            self.cfg,
+            step=step,
+            at_reference=self.at_reference,
+        )
+        if metrics["optimizer_steps"] > 0:
+            self.at_reference = False
+        return metrics
 
     def evaluate(self, n: int, step: int) -> dict:
         """Greedy accuracy on the first n held-out prompts."""
@@ -167,11 +178,20 @@ class Run:
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL
         of the next-token distributions, summed over the samples' positions."""
-        batch = grpo.collate(samples, self.policy, CPU.device)
+        batch = grpo.collate(samples, CPU.device, self.policy.rows)
         with torch.no_grad():
             p = next_tokens(self.policy, batch)  # [n, V]
             q = next_tokens(self.reference, batch)
         return ((p.exp() * (p - q)).sum() / len(samples)).item()
+
+
+def sample_step(sampler, prompts: list, tokenizer, step: int, cfg: Config) -> list:
+    """The samples of a step, with their texts and without rewards, as grpo.train draws them."""
+    prompts = grpo.prompts_of_step(prompts, step, cfg)
+    seeds = [seed_of(*stream(cfg.seed, SAMPLING, step, i)) for i in range(len(prompts))]
+    samples = grpo.sample(sampler, prompts, seeds, cfg, CPU)
+    grpo.add_texts(samples, tokenizer)
+    return samples
 
 
 def next_tokens(policy, batch: dict):
@@ -230,6 +250,8 @@ class Recorder:
         pass
 
     def zero_grad(self, set_to_none):
+        if all(p.grad is None for p in self.policy.parameters()):
+            return  # before the backward pass
         self.gradient = torch.cat([p.grad.flatten() for p in self.policy.parameters()])
         for p in self.policy.parameters():
             p.grad = None

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+import harness.kernels
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import grpo
-import harness.kernels
 import harness.log
 import harness.run
 import harness.workers

@@ -739,12 +739,8 @@ def masks(device) -> tuple:
         forward(m, collate(m, m.samples), cfg)
     finally:
         harness.packing.packed_masks = honest
-    found = {
-        (str(bias.dtype), bias.shape[-1])
-        for blocks in made
-        for *_, bias in blocks
-        if bias is not None
-    }
+    biases = [block["mask"] for blocks in made for block in blocks if block["mask"] is not None]
+    found = {(str(bias.dtype), bias.shape[-1]) for bias in biases}
     fine = all(dtype == f"torch.{cfg.dtype}" and width % 8 == 0 for dtype, width in found)
     return len(
         made

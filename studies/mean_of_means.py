@@ -1,4 +1,4 @@
-"""Mean of means: how wrong is averaging per micro-batch and per rank?   python studies/mean_of_means.py
+"""Mean of means: how wrong is an average per micro-batch and rank?   studies/mean_of_means.py
 
 The mean over the tokens of each micro-batch, then averaged over micro-batches and ranks, gives
 sample i the weight

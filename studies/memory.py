@@ -27,12 +27,11 @@ import warnings
 
 import numpy as np
 import torch
-from common import arguments, save
+from common import arguments, fast_policy, save
 
 import grpo
 import harness.models
 from grpo import Config, Sample
-from harness.fast import FastPolicy
 from harness.flags import ConfigError
 from harness.ranks import World
 from harness.rows import Prompt
@@ -53,6 +52,7 @@ CARDS = {  # compute capability, bytes
 TOKENS = (2048, 8192, 16384)
 WORLD = World(0, 1, torch.device("cuda", 0))
 PROMPT, COMPLETION, GROUP = 256, 256, 8
+OWN_FILES = ("grpo.py", "fast.py", "head.py", "packing.py", "sdpa_attention.py")
 AUTOGRAD = "autograd: gradients, and what is computed again"
 # the number of each line of code; 0 stands for allocations before the first call of label_of
 labels = collections.defaultdict(lambda: len(labels) + 1)
@@ -70,7 +70,7 @@ def label_of(_bytes: int) -> int:
             return labels["the weights, float32"]
         if "_init_group" in name:
             return labels["Adam's moments"]
-        if "/models/" in path or path.endswith(("grpo.py", "kernels.py", "sdpa_attention.py")):
+        if "/models/" in path or path.endswith(OWN_FILES):
             line = linecache.getline(path, frame.f_lineno).strip()
             return labels[f"{os.path.basename(path)} {name}: `{line}`"]
         frame = frame.f_back
@@ -131,7 +131,7 @@ class Counted:
     def __init__(self, size: str):
         self.size = size
         self.model = model_of(size)
-        self.policy = FastPolicy(self.model, 1.0)
+        self.policy = fast_policy(self.model, 1.0)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
         self.peaks = {}
         self.peak(TOKENS[0], True)  # makes Adam's moments

@@ -12,14 +12,12 @@ import tempfile
 import numpy as np
 import torch
 from bench import SETTINGS, bare_losses, flags, prepare, rows_without_padding
-from common import CPU, arguments, legend, plt, save
+from common import CPU, arguments, fast_policy, legend, plt, sample_step, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
-import harness.check
 import harness.models
 import harness.rows
-from harness.fast import FastPolicy
 
 ROUNDS = 3
 COPIES = "fill", "zero", "copy", "cat", "index", "gather", "scatter", "embedding"
@@ -64,14 +62,11 @@ def sides(files: dict, spec: dict) -> dict:
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
     cfg = harness.models.resolve_auto(cfg, model, CPU.device)
-    policy = FastPolicy(model, cfg.temperature)
+    policy = fast_policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     sampler = grpo.HFSampler(model, *harness.models.special_ids(model, tokenizer, cfg), cfg)
-    step_prompts = grpo.prompts_of_step(prompts, 1, cfg)
-    samples = grpo.sample(
-        sampler, step_prompts, cfg.num_generations, 1.0, 0, 1, tokenizer, cfg, CPU
-    )
+    samples = sample_step(sampler, prompts, tokenizer, 1, cfg)
     for number, sample in enumerate(samples):
         sample.advantages[:] = (-1.0) ** number
 
@@ -84,12 +79,11 @@ def sides(files: dict, spec: dict) -> dict:
 
     def floor():
         model.get_input_embeddings().sparse = False
-        with harness.check.as_loaded(model):
-            with torch.no_grad():
-                for _ in bare_losses(model, ids, P, cfg):
-                    pass
-            for loss in bare_losses(model, ids, P, cfg):
-                loss.backward()
+        with torch.no_grad():
+            for _ in bare_losses(model, ids, P, cfg):
+                pass
+        for loss in bare_losses(model, ids, P, cfg):
+            loss.backward()
         optimizer.zero_grad()
 
     return dict(ours=ours, floor=floor)

@@ -676,7 +676,8 @@ def card_answers(path):
         cuda_standin.attention.clear()
         grpo.update(policy, recorder, samples, cfg, world=World(0, 1, CUDA))
         answers["packed" if packs else "padded"] = sorted(cuda_standin.attention)
-    biases = [bias for found in made for *_, bias in found if bias is not None]
+    masks = [block["mask"] for blocks in made for block in blocks]
+    biases = [mask for mask in masks if mask is not None]
     answers |= dict(passes=len(made), biases=[[str(bias.dtype), bias.shape[-1]] for bias in biases])
     with open(path, "w") as file:
         json.dump(answers, file)

@@ -143,6 +143,34 @@ def test_a_shared_prompt_changes_no_log_probability_and_no_gradient(kind, option
     assert torch.allclose(logps_of(policy, one, True)[0], logps_of(policy, one)[0], atol=2e-5)
 
 
+def test_the_layout_of_a_packed_row():
+    """The example of packed_layout, and what each token of it sees: its prompt, and its own past."""
+    letters = "ABCXYdefghz"
+
+    def sample(group, prompt, completion):
+        ids = [ids_of([letters.index(x) for x in word]) for word in (prompt, completion)]
+        return Sample(group, Prompt(ids[0], "", {}), ids[1], None, "")
+
+    samples = [sample(0, "ABC", "def"), sample(0, "ABC", "gh"), sample(1, "XY", "z")]
+    layout = harness.packing.packed_layout(samples)
+    row = [letters[i] for i in layout["ids"][0]]
+    assert row == list("ABCXYdeg")
+    assert layout["positions"].tolist() == [[0, 1, 2, 0, 1, 3, 4, 3]]
+    assert [letters[i] for i in layout["targets"]] == list("defghz")
+    assert layout["read"].tolist() == [2, 5, 6, 2, 7, 4]
+    assert layout["place"].tolist() == [0, 1, 2, 3, 4, 6] and layout["shape"] == (3, 3)
+    seen = []
+    for block in layout["blocks"]:
+        later = block["key_positions"][:, None] > block["query_positions"][:, :, None]
+        later = np.broadcast_to(later, (*block["queries"].shape, block["keys"].shape[1]))
+        for n, t in (divmod(i, block["queries"].shape[1]) for i in block["real"]):
+            seen.append("".join(row[k] for k in block["keys"][n][~later[n, t]]))
+    assert seen == ["A", "AB", "ABC", "X", "XY", "ABCd", "ABCde", "ABCg"]
+    # in the order of the samples, whatever theirs is: place finds each
+    backwards = harness.packing.packed_layout(samples[::-1])
+    assert backwards["place"].tolist() == [6, 7, 8, 3, 4, 0]
+
+
 def test_completions_of_unlike_lengths_attend_in_two_blocks():
     """The long ones apart from the short ones: what pads a block is computed there."""
 
@@ -152,7 +180,7 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
             Sample(0, prompt, ids_of(range(100 * i, 100 * i + n)), None, "")
             for i, n in enumerate(lengths, 1)
         ]
-        rows = harness.packing.rows_of(samples, packs=True)
+        rows = harness.packing.packed_layout(samples)
         _, *blocks = rows["blocks"]
         before = [([3] + s.completion_ids.tolist())[:-1] for s in samples]
         table = np.zeros(
@@ -160,8 +188,8 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks():
         )  # a row for each sample, in the order in which they were given
         table.flat[rows["place"]] = rows["ids"][0, rows["read"]]
         assert np.array_equal(table, harness.arrays.padded(before, np.int64))
-        assert sum(len(used) for _, _, used, *_ in blocks) == sum(lengths) - len(lengths)
-        return [(q_from.shape, k_from.shape[1]) for q_from, k_from, *_ in blocks]
+        assert sum(len(block["real"]) for block in blocks) == sum(lengths) - len(lengths)
+        return [(block["queries"].shape, block["keys"].shape[1]) for block in blocks]
 
     assert shapes([3, 40, 2, 4, 38, 1, 3, 2]) == [((2, 39), 42), ((6, 3), 6)]
     assert shapes([1, 30, 1, 1]) == [((1, 29), 32)]  # nothing follows the others
@@ -359,10 +387,10 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
     honest = harness.packing.packed_masks
 
     def wrong(blocks, mask_function, **options):
-        *before, (q_from, k_from, real, mask) = honest(blocks, mask_function, **options)
-        k_from = k_from.clone()
-        k_from[0, 0] = k_from[-1, -1]
-        return [*before, (q_from, k_from, real, mask)]
+        *before, last = honest(blocks, mask_function, **options)
+        keys = last["keys"].clone()
+        keys[0, 0] = keys[-1, -1]
+        return [*before, last | dict(keys=keys)]
 
     for scale in (0.02, 0.1):
         model = tiny_model("llama", initializer_range=scale)
