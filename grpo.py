@@ -54,7 +54,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import check, engine, flags, log, models, ranks, rows, sampler_gap, workers
+from harness import auto, check, engine, flags, log, models, ranks, rows, sampler_gap, workers
 from harness.arrays import padded, padded_rows, to_device
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
@@ -1316,16 +1316,20 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None):
     return reference
 
 
+def longest_text(prompts: list[Prompt], cfg: Config) -> int:
+    """Tokens of the longest prompt and completion."""
+    return max(len(p.ids) for p in prompts) + cfg.max_completion_length
+
+
 def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.device) -> tuple:
     """The flags with every `auto` resolved; the policy, from the checkpoint or --model; the
     reference or None; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
-    models.freeze_unused(model)
-    if models.is_small(model) and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # on small matrices threads cost more than they save
-    cfg = models.resolve_auto(cfg, model, device)
-    identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     models.check_sizes(model, prompts, cfg)
+    models.freeze_unused(model, longest_text(prompts, cfg))
+    auto.set_threads(model)
+    cfg = auto.resolve_auto(cfg, model, device)
+    identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
     policy = make_policy(model, cfg, prompts)
     reference = None
     if cfg.beta > 0:
@@ -1353,7 +1357,7 @@ def set_up(cfg: Config, command_line: bool):
     flags and files; only then is anything written."""
     started = time.monotonic()
     cfg = prepare(cfg)
-    device = ranks.pick_device(cfg.device)
+    device = ranks.pick_device(cfg.device, cfg.dtype)
     models.keep_freed_memory(device)
     models.quiet_transformers(cfg.verbose)
     rewards, tokenizer, train_prompts, eval_prompts = load_data(cfg)
@@ -1361,7 +1365,7 @@ def set_up(cfg: Config, command_line: bool):
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
     eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
-    kind, why = engine.choose_sampler(cfg, device, models.is_small(policy.model))
+    kind, why = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
 
     world = ranks.join_world(device)
     with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
@@ -1370,8 +1374,8 @@ def set_up(cfg: Config, command_line: bool):
         packs = all(world.gather([p.packs for p in policies]))  # the ranks deal samples by it
         for p in policies:
             p.packs = packs
-        longest_text = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-        sampler = make_sampler(kind, policy, eos_ids, pad_id, longest_text, cfg, world)
+        length = longest_text(prompts, cfg)
+        sampler = make_sampler(kind, policy, eos_ids, pad_id, length, cfg, world)
         scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)

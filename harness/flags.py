@@ -1,6 +1,7 @@
-"""Errors, exit codes, and flags: every field of a dataclass is one."""
+"""Errors, exit codes, and flags: every field of a dataclass is one. No torch: --help is quick."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -10,12 +11,9 @@ import signal
 import sys
 import time
 
-import torch
-import torch.distributed as dist
-
 
 class ConfigError(Exception):
-    """What the user asked for cannot be done: one line that names the flag or file. Exit code 2."""
+    """The user's mistake: one line that names the flag or the file. Exit code 2."""
 
 
 class TrainingError(Exception):
@@ -23,120 +21,192 @@ class TrainingError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    text = str(error).strip() or repr(error)
+    return text.splitlines()[0]
+
+
+def this_rank() -> int:
+    """The rank of this process: in its process group if there is one, else as torchrun named it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist and dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
 
 
 def say(text: str) -> None:
-    """One line of the log, from rank 0. Never raises: what only talks must not end a run."""
-    if int(os.environ.get("RANK", 0)) == 0:  # torchrun names it before the ranks have met
-        try:
-            encoding = sys.stdout.encoding or "utf-8"
+    """Prints a line of the log, on rank 0. Never raises: a full disk must not end a run."""
+    with contextlib.suppress(Exception):
+        if this_rank() == 0:
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        except (
-            Exception
-        ):  # a full disk, a closed pipe: else what stays in the buffer would be Python's last error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+# -- The end of a program
 
 
 def exit_code(program: str, call, less_memory: str) -> int:
-    """Calls it. What ends it is one line and an exit code: 2 for what the user asked for, 1 for the rest."""
+    """Runs call(). An error becomes one line and an exit code: 2 for a user's mistake, else 1.
+
+    less_memory: the flags to name when memory runs out. A fault of the program keeps its traceback.
+    """
     try:
         call()
         return 0
-    except ConfigError as error:
-        code, message = 2, f"error: {error}"
-    except TrainingError as error:
-        code, message = 1, f"stopped: {error}"
-    except KeyboardInterrupt:  # before the run has its own handler
-        code, message = 130, "interrupted before the first step; nothing was written"
-    except torch.OutOfMemoryError as error:
-        code, message = 1, f"stopped: {first_line(error)} To need less: {less_memory}"
-    except RuntimeError as error:
-        cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL names it in its fourth line
-        of_ranks = "RANK" in os.environ and re.search("gloo|NCCL|onnection (closed|reset)", cause)
-        if not of_ranks and not isinstance(error, dist.DistError):
+    except (Exception, KeyboardInterrupt) as error:
+        code, line = code_and_line(error, less_memory)
+        if not line:
             raise
-        code, message = (
-            1,
-            f"stopped: {cause} (if another rank is gone, the report of its machine says why)",
-        )
-    if (
-        int(os.environ.get("LOCAL_RANK", 0)) > 0
-    ):  # what every rank finds, local rank 0 says; the others if it did not
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # with which torchrun ends those who wait here
-        time.sleep(10)
-    print(f"{program}: {message}", file=sys.stderr, flush=True)
-    return code
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            # Local rank 0 prints what all ranks hit. torchrun ends the others while they wait.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(10)
+        print(f"{program}: {line}", file=sys.stderr, flush=True)
+        return code
+    finally:
+        drop_unwritable_output()
+
+
+def code_and_line(error: BaseException, less_memory: str) -> tuple[int, str]:
+    """The exit code, and the line to print; no line for what only a traceback explains."""
+    if isinstance(error, ConfigError):
+        return 2, f"error: {error}"
+    if isinstance(error, TrainingError):
+        return 1, f"stopped: {error}"
+    if isinstance(error, KeyboardInterrupt):  # later the run has a handler of its own
+        return 130, "interrupted before the first step; nothing was written"
+    if not isinstance(error, RuntimeError):
+        return 1, ""
+
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return 1, f"stopped: {first_line(error)} To need less: {less_memory}"
+    cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL names it in its fourth line
+    names_ranks = re.search("gloo|NCCL|onnection (closed|reset)", cause)
+    if isinstance(error, dist.DistError) or ("RANK" in os.environ and names_ranks):
+        why = "if another rank is gone, the report of its machine says why"
+        return 1, f"stopped: {cause} ({why})"
+    return 1, ""
+
+
+def drop_unwritable_output() -> None:
+    """At its exit Python writes what is left in the buffer; on a closed pipe that would fail."""
+    with contextlib.suppress(Exception):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# -- Flags
 
 
 def flag(default, help, choices=(), low=1 - 2**31, high=2**31 - 1, group=None, bare=None):
-    """A field that is a flag. group: the heading that begins with it; bare: its value when it stands alone."""
-    about = dict(help=help, choices=choices, low=low, high=high, group=group, bare=bare)
+    """A dataclass field that is a flag.
+
+    low, high: the limits of a number. group: the heading in --help that begins with this flag.
+    bare: the value if the flag is given without one.
+    """
+    about = dict(
+        help=help,
+        choices=choices,
+        low=low,
+        high=high,
+        group=group,
+        bare=bare,
+    )
     return dataclasses.field(default=default, metadata=about)
+
+
+def true_or_false(text: str):
+    """Anything else stays text, which check_flags refuses."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def expand_home(text: str) -> str:
+    """Replaces ~ in each item of a list of files."""
+    return ",".join(os.path.expanduser(item) for item in text.split(","))
+
+
+def number_or_none(text: str) -> float | None:
+    return None if text.lower() == "none" else float(text)
+
+
+CONVERTERS = {bool: true_or_false, str: expand_home, float | None: number_or_none}
 
 
 def parse_flags(config, argv, program: str, description: str) -> dict:
     """The flags that were given, {name: value}; defaults are not among them."""
-    types = {bool: lambda text: {"true": True, "false": False}.get(text.lower(), text)}
-    types[str] = lambda text: ",".join(
-        map(os.path.expanduser, text.split(","))
-    )  # ~, of a list of files, too
-    types[float | None] = lambda text: None if text.lower() == "none" else float(text)
     parser = argparse.ArgumentParser(
-        prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False,
-        exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    group = parser
-    for f in dataclasses.fields(config):
-        about, choices = f.metadata["help"].replace("%", "%%"), f.metadata["choices"]
-        group = parser.add_argument_group(f.metadata["group"]) if f.metadata["group"] else group
-        alone = (
-            dict(nargs="?", const=f.metadata["bare"] or True)
-            if f.type is bool or f.metadata["bare"]
-            else {}
-        )
-        shown = dict(help=f"{about} [{f.default}]", metavar="|".join(choices) if choices else "X")
-        group.add_argument(f"--{f.name}", type=types.get(f.type, f.type), **alone, **shown)
+        prog=program,
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    section = parser
+    fields = dataclasses.fields(config)
+    for f in fields:
+        about = f.metadata
+        if about["group"]:
+            section = parser.add_argument_group(about["group"])
+        text = about["help"].replace("%", "%%")
+        options = dict(help=f"{text} [{f.default}]", metavar="X")
+        if about["choices"]:
+            options["metavar"] = "|".join(about["choices"])
+        if about["bare"] or f.type is bool:
+            options["nargs"] = "?"
+            options["const"] = about["bare"] or True
+        section.add_argument(f"--{f.name}", type=CONVERTERS.get(f.type, f.type), **options)
+
     try:
         values, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error).removeprefix("argument ")) from None
     if unknown:
-        [near] = difflib.get_close_matches(
-            unknown[0], [f"--{f.name}" for f in dataclasses.fields(config)], 1, 0
-        )
-        raise ConfigError(f"unknown flag {unknown[0]}; did you mean {near}? --help shows them all")
+        names = [f"--{f.name}" for f in fields]
+        closest = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0)[0]
+        why = f"did you mean {closest}? --help shows them all"
+        raise ConfigError(f"unknown flag {unknown[0]}; {why}")
     return vars(values)
 
 
 def check_flags(cfg) -> None:
-    """Types, choices and limits, as the fields have them. Impossible values stop here."""
+    """Checks types, choices and limits as the fields declare them."""
+    if sys.flags.optimize > 1:
+        raise ConfigError("python -OO drops the docstrings, which transformers reads; use -O")
     kinds = {bool: "true or false", int: "a whole number", str: "text"}
     for f in dataclasses.fields(cfg):
-        value, choices, low, high = (
-            getattr(cfg, f.name),
-            *(f.metadata[key] for key in ("choices", "low", "high")),
-        )
-        types = f.type if f.type in (bool, str) else f.type | int
-        fits = isinstance(value, types) and isinstance(value, bool) == (f.type is bool)
-        need(fits, cfg, f.name, f"must be {kinds.get(f.type, 'a number')}")
-        need(not choices or value in choices, cfg, f.name, f"must be one of {', '.join(choices)}")
-        need(
-            not isinstance(value, (int, float)) or low <= value <= high,
-            cfg,
-            f.name,
-            f"must be from {low} to {high}",
-        )
+        value = getattr(cfg, f.name)
+        kind = kinds.get(f.type, "a number")
+        need(has_type(value, f.type), cfg, f.name, f"must be {kind}")
+        choices = f.metadata["choices"]
+        if choices:
+            need(value in choices, cfg, f.name, f"must be one of {', '.join(choices)}")
+        if isinstance(value, (int, float)):
+            low = f.metadata["low"]
+            high = f.metadata["high"]
+            need(low <= value <= high, cfg, f.name, f"must be from {low} to {high}")
+
+
+def has_type(value, kind) -> bool:
+    """A whole number is a fine float; True and False are no numbers, though Python says so."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is str:
+        return isinstance(value, str)
+    return isinstance(value, kind | int)
 
 
 def need(fine, cfg, name: str, why: str) -> None:
+    """Raises a ConfigError that names the flag and its value, if it is not fine."""
     if not fine:
         raise ConfigError(f"--{name} {getattr(cfg, name)}: {why}")
 
 
 def differing_flags(cfg, defaults) -> str:
-    """What differs from the defaults, as it would be typed."""
+    """The flags that differ from the defaults, as one would type them."""
     values = dataclasses.asdict(cfg).items()
     return " ".join(f"--{k} {shlex.quote(str(v))}" for k, v in values if v != getattr(defaults, k))

@@ -1,8 +1,9 @@
-"""Rows of files, and the prompts that they become."""
+"""Rows from files, and the prompts made from them."""
 
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -15,83 +16,118 @@ import numpy as np
 import transformers
 
 from harness.flags import ConfigError, first_line, need, say
-from reward import import_file
+from reward import TRAINER_KEYS, TRL_KEYS, import_file
 
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-WHY = {
-    json.JSONDecodeError: "not valid JSON: ",
-    csv.Error: "not a valid CSV (is a quote not closed?): ",
-}
-COLUMN = r"\{([A-Za-z_]\w*)\}"  # of --prompt_template; braces around anything else stand as they are: \boxed{}
+TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+COLUMN = r"\{([A-Za-z_]\w*)\}"  # in --prompt_template; other braces stay, as in \boxed{}
+# LaTeX's commands that begin with n, without it. A \n before one of these is no line break.
+LATEX = (
+    "abla|e|earrow|eg|eq|ewcommand|ewline|exists|geq|gtr|i|leq|less|mid|oindent|olimits|onumber"
+    "|ot|otin|parallel|prec|sim|subset|subseteq|succ|u|warrow"
+)
+LINE_BREAK = rf"\\n(?!(?:{LATEX})(?![A-Za-z]))"
+
+
+# -- Rows
 
 
 def read_rows(path: str, name: str) -> list[dict]:
-    """Rows of a JSONL, JSON, CSV or parquet file, a hub dataset name:config:split, or path/to/file.py:function."""
-    rows, source = [], None
+    """The rows of a JSONL, JSON, CSV, TSV or parquet file, of a hub dataset name:config:split, or
+    of path/to/file.py:function.
+
+    name: the flag. ConfigError with the number of the row that is wrong.
+    """
+    rows = []
+    where = ""
     try:
-        source = row_source(path)
-        for row in source:  # it is parsed here, so an error is that of the row after the last
-            if not isinstance(
-                row, dict
-            ):  # as of a dict or a DataFrame, which give the names of their columns
-                raise ValueError(
-                    'must be a JSON object; give a list of them: found["data"], frame.to_dict("records")'
-                )
-            row = {
-                str(k): None if isinstance(v, float) and math.isnan(v) else v
-                for k, v in row.items()
-            }
-            pickle.dumps(row)  # it travels to a reward's process
-            json.dumps(row, default=str, allow_nan=False)  # and into completions.jsonl
-            rows.append(row)
+        source = iter(row_source(path))
+        where = " row 1"
+        for row in source:  # parsing is lazy: its errors belong to the row after the last
+            rows.append(clean_row(row))
+            where = f" row {len(rows) + 1}"
     except (Exception, SystemExit) as error:
-        where = "" if source is None else f" row {len(rows) + 1}"
-        why = getattr(error, "strerror", None) or WHY.get(type(error), "") + first_line(error)
-        raise ConfigError(f"--{name} {path}{where}: {why}") from None
+        raise ConfigError(f"--{name} {path}{where}: {reason(error)}") from None
     if not rows:
         raise ConfigError(f"--{name} {path}: no rows")
     return rows
 
 
+def reason(error: BaseException) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {first_line(error)}"
+    if isinstance(error, csv.Error):
+        return f"not a valid CSV (is a quote not closed?): {first_line(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)
+
+
+def clean_row(row) -> dict:
+    """With text as keys and None for NaN. An error if it cannot be pickled or written as JSON."""
+    if not isinstance(row, dict):  # iterating over a dict or a DataFrame gives column names
+        example = 'found["data"], frame.to_dict("records")'
+        raise ValueError(f"must be a JSON object; give a list of them: {example}")
+    clean = {}
+    for key, value in row.items():
+        if isinstance(value, float) and math.isnan(value):
+            value = None
+        clean[str(key)] = value
+    pickle.dumps(clean)  # for a reward's process
+    json.dumps(clean, default=str, allow_nan=False)  # for completions.jsonl
+    return clean
+
+
 def row_source(path: str):
+    """An iterable of rows, which may read and parse while it is iterated over."""
     file, _, function = path.rpartition(":")
-    zipped, kind = (
-        path.lower().endswith(".gz"),
-        os.path.splitext(path.lower().removesuffix(".gz"))[1],
-    )
     if file.endswith(".py"):
-        return getattr(import_file(os.path.abspath(file)), function)()
-    if kind == ".parquet" or not (kind in FILES or os.path.exists(path)):
+        module = import_file(os.path.abspath(file))
+        return getattr(module, function)()
+
+    name = path.lower()
+    kind = os.path.splitext(name.removesuffix(".gz"))[1]
+    if kind == ".parquet":
         from datasets import load_dataset
 
-        repository, config, split = f"{path}::".split(":")[:3]
-        hub = dict(path=repository, name=config or None, split=split or "train")
-        return load_dataset(
-            **hub if kind != ".parquet" else dict(path="parquet", data_files=path, split="train")
-        )
-    with (gzip.open if zipped else open)(path, "rt", encoding="utf-8-sig", newline="") as opened:
+        return load_dataset("parquet", data_files=path, split="train")
+    if kind not in TEXT_FILES and not os.path.exists(path):
+        return hub_rows(path)
+
+    open_text = gzip.open if name.endswith(".gz") else open
+    with open_text(path, "rt", encoding="utf-8-sig", newline="") as opened:
         text = opened.read()
-    if kind in (".csv", ".tsv"):
-        return table_rows(text, "," if kind == ".csv" else "\t")
-    return (
-        json.loads(text)
-        if kind == ".json"
-        else map(json.loads, filter(str.strip, text.split("\n")))
-    )
+    if kind == ".csv":
+        return table_rows(text, ",")
+    if kind == ".tsv":
+        return table_rows(text, "\t")
+    if kind == ".json":
+        return json.loads(text)
+    return (json.loads(line) for line in text.split("\n") if line.strip())
+
+
+def hub_rows(path: str):
+    """A dataset of the hub: name, name:config, name::split or name:config:split."""
+    from datasets import load_dataset
+
+    repository, config, split = f"{path}::".split(":")[:3]
+    return load_dataset(repository, name=config or None, split=split or "train")
 
 
 def table_rows(text: str, delimiter: str):
-    """Rows of a CSV or TSV, each with a field for every name of the header; what pandas refuses is refused."""
+    """The rows of a CSV or TSV. An error if a row has not one field for each column."""
     csv.field_size_limit(2**31 - 1)
-    table = csv.DictReader(
-        io.StringIO(text.lstrip("\r\n"), newline=""), delimiter=delimiter, strict=True
-    )
-    for row in table:  # of too many fields one is named None, of too few one is None, and a name given twice is one
-        if len(row) != len(table.fieldnames) or None in row or None in row.values():
-            raise ValueError(
-                f"has not one field for each name of the header: {', '.join(table.fieldnames)}"
-            )
+    file = io.StringIO(text.lstrip("\r\n"), newline="")
+    table = csv.DictReader(file, delimiter=delimiter, strict=True)
+    for row in table:
+        repeated = len(row) != len(table.fieldnames)
+        # DictReader puts extra fields under the key None, and None where a field is missing.
+        if repeated or None in row or None in row.values():
+            columns = ", ".join(table.fieldnames)
+            raise ValueError(f"has not one field for each name of the header: {columns}")
         yield row
+
+
+# -- Prompts
 
 
 @dataclass
@@ -99,72 +135,74 @@ class Prompt:
     ids: np.ndarray  # [P] int32
     text: str
     row: dict
-    messages: list | None = None  # where it is a chat
+    messages: list | None = None  # None: a string, which went through no chat template
 
 
 def load_tokenizer(cfg):
-    name, path = ("tokenizer", cfg.tokenizer) if cfg.tokenizer else ("model", cfg.model)
+    """The tokenizer of --tokenizer, else of --model. ConfigError if there is none."""
+    name = "tokenizer" if cfg.tokenizer else "model"
+    path = getattr(cfg, name)
     adapter = os.path.exists(os.path.join(cfg.model, "adapter_config.json"))
-    need(
-        not adapter,
-        cfg,
-        "model",
-        "is a LoRA adapter; merge it into its model (peft: merge_and_unload) and name that",
-    )
+    merge = "merge it into its model (peft: merge_and_unload) and name that"
+    need(not adapter, cfg, "model", f"is a LoRA adapter; {merge}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of a file that is not what it should be
-        raise ConfigError(
-            f"--{name} {path}: no tokenizer can be loaded: {first_line(error)}"
-        ) from None
-    words = (
-        tokenizer.get_vocab().keys()
-        - tokenizer.get_added_vocab().keys()
-        - set(tokenizer.all_special_tokens)
-    )
-    need(words, cfg, name, "has no tokenizer files")
+    except Exception as error:
+        why = f"no tokenizer can be loaded: {first_line(error)}"
+        raise ConfigError(f"--{name} {path}: {why}") from None
+    # From a folder without its files transformers makes a tokenizer of special tokens alone.
+    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    need(words - set(tokenizer.all_special_tokens), cfg, name, "has no tokenizer files")
     return tokenizer
 
 
 def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
     """The prompts of --train_data or --eval_data, less those longer than --max_prompt_length."""
-    needed = dict.fromkeys(
-        re.findall(COLUMN, cfg.prompt_template or "{prompt}"), "; see --prompt_template"
-    )
-    need(needed, cfg, "prompt_template", "names no column; one stands in braces, as in {question}")
-    needed |= {
-        column: f", which --reward {cfg.reward} reads"
-        for reward in rewards
-        for column in reward.columns
-    }
-    path, prompts, rows = getattr(cfg, name), [], read_rows(getattr(cfg, name), name)
+    path = getattr(cfg, name)
+    rows = read_rows(path, name)
+    needed = needed_columns(rewards, cfg)
+    prompts = []
     for number, row in enumerate(rows, 1):
         try:
-            missing = [
-                f"no column '{column}'{why}"
-                for column, why in needed.items()
-                if row.get(column) is None
-            ]
-            if missing:
-                raise ValueError(missing[0])
+            for column, why in needed.items():
+                if row.get(column) is None:
+                    raise ValueError(f"no column '{column}'{why}")
             prompts.append(encode_prompt(row, tokenizer, cfg))
         except Exception as error:
             raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None
+
     kept = [prompt for prompt in prompts if len(prompt.ids) <= cfg.max_prompt_length]
     limit = f"longer than --max_prompt_length {cfg.max_prompt_length}"
     need(kept, cfg, name, f"every prompt is {limit}")
-    if len(kept) < len(rows):
-        say(
-            f"--{name} {path}: {len(rows) - len(kept)} of {len(rows)} prompts are left out, {limit}"
-        )
+    dropped = len(rows) - len(kept)
+    if dropped:
+        say(f"--{name} {path}: {dropped} of {len(rows)} prompts are left out, {limit}")
     if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
-        say(
-            f"warning: --{name} {path}: string prompts do not go through the model's chat template; --chat does that"
-        )
+        why = "string prompts do not go through the model's chat template; --chat does that"
+        say(f"warning: --{name} {path}: {why}")
+    hidden = sorted(set().union(*rows) & (TRAINER_KEYS | TRL_KEYS))
+    if hidden:
+        why = "under these names rewards get the trainer's values, not the data's"
+        say(f"warning: --{name} {path}: columns {', '.join(hidden)}: {why}")
     return kept
 
 
+def needed_columns(rewards, cfg) -> dict[str, str]:
+    """The columns that every row must have, with the end of the message if one has not."""
+    columns = ["prompt"]
+    if cfg.prompt_template:
+        columns = re.findall(COLUMN, cfg.prompt_template)
+    why = "names no column; one stands in braces, as in {question}"
+    need(columns, cfg, "prompt_template", why)
+    needed = dict.fromkeys(columns, "; see --prompt_template")
+    for reward in rewards:
+        for column in reward.columns:
+            needed[column] = f", which --reward {cfg.reward} reads"
+    return needed
+
+
 def check_template_kwargs(cfg) -> None:
+    """ConfigError if --chat_template_kwargs is not a JSON object."""
     options = None
     with contextlib.suppress(ValueError):
         options = json.loads(cfg.chat_template_kwargs or "{}")
@@ -172,59 +210,121 @@ def check_template_kwargs(cfg) -> None:
 
 
 def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
-    """`prompt`, or what --prompt_template makes, is a string, taken as it is, or a chat, written by the template."""
-    template = cfg.prompt_template.replace("\\n", "\n")  # as it arrives from a shell
-    prompt = re.sub(COLUMN, lambda column: str(row[column[1]]), template) or row["prompt"]
-    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of numpy
-    if not prompt or not isinstance(prompt, (str, list)):
-        raise ValueError(
-            f"empty prompt, or one that is neither a string nor a list of messages: {prompt!r}"
-        )
-    if isinstance(prompt, str) and not (cfg.chat or cfg.system_prompt):
-        text, messages = prompt, None
+    """The prompt of a row: its column `prompt`, or what --prompt_template makes of its columns.
+
+    A string is taken as it is, a list of messages goes through the chat template; so does a string
+    with --chat or --system_prompt. ValueError if nothing comes of it.
+    """
+    if cfg.prompt_template:
+        prompt = fill_template(cfg.prompt_template, row)
     else:
-        messages = [dict(role="system", content=cfg.system_prompt)] if cfg.system_prompt else []
-        messages += [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        if not all(
-            isinstance(m, dict) and "role" in m and isinstance(m.get("content"), str)
-            for m in messages
-        ):
-            raise ValueError(
-                f"each message must have a role and a text as its content: {messages!r}"
-            )
-        begun = messages[-1]["role"] == "assistant"  # an answer that the policy goes on with
-        options = json.loads(cfg.chat_template_kwargs or "{}")
-        options |= dict(
-            tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-        )
-        text = tokenizer.apply_chat_template(messages, **options)
-        if any(m["role"] == "system" and m["content"].strip() not in text for m in messages):
-            raise ValueError(
-                "the chat template leaves out the system message, whose text --prompt_template can hold"
-            )
-    ids, bos = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.bos_token_id
-    if (
-        messages is None
-    ):  # a template writes what a prompt begins with; some tokenizers would end every text, too
-        start = [i for i in tokenizer("")["input_ids"] if i == bos or i != tokenizer.eos_token_id]
-        ids = ids if ids[: len(start)] == start else start + ids
+        prompt = row["prompt"]
+    if hasattr(prompt, "tolist"):  # from numpy
+        prompt = prompt.tolist()
+    if not prompt or not isinstance(prompt, (str, list)):
+        why = "one that is neither a string nor a list of messages"
+        raise ValueError(f"empty prompt, or {why}: {prompt!r}")
+
+    if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
+        text = prompt
+        messages = None
+        ids = string_ids(text, tokenizer)
+    else:
+        messages = chat_messages(prompt, cfg.system_prompt)
+        text = chat_text(messages, tokenizer, cfg)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("empty prompt")
     return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
 
 
+def fill_template(template: str, row: dict) -> str:
+    r"""Puts columns in place of {names}, line breaks in place of \n, but keeps \neq and \nu."""
+    template = re.sub(LINE_BREAK, "\n", template)  # a shell passes \n as two characters
+    return re.sub(COLUMN, lambda match: str(row[match[1]]), template)
+
+
+def string_ids(text: str, tokenizer) -> list[int]:
+    """With the tokens that the tokenizer begins every text with, if they are not there already."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = tokenizer("")["input_ids"]
+    if tokenizer.bos_token_id != tokenizer.eos_token_id:  # some tokenizers also append EOS
+        start = [i for i in start if i != tokenizer.eos_token_id]
+    if ids[: len(start)] == start:
+        return ids
+    return start + ids
+
+
+def chat_messages(prompt: str | list, system_prompt: str) -> list[dict]:
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [dict(role="user", content=prompt)]
+    if system_prompt:
+        messages = [dict(role="system", content=system_prompt), *messages]
+    for message in messages:
+        fine = isinstance(message, dict) and "role" in message
+        if not fine or not isinstance(message.get("content"), str):
+            raise ValueError(
+                f"each message must have a role and a text as its content: {messages!r}"
+            )
+    return messages
+
+
+def chat_text(messages: list[dict], tokenizer, cfg) -> str:
+    """What the chat template makes of the messages. It writes its own BOS."""
+    continued = messages[-1]["role"] == "assistant"  # the policy goes on with this answer
+    options = json.loads(cfg.chat_template_kwargs or "{}")
+    options["tokenize"] = False
+    options["add_generation_prompt"] = not continued
+    options["continue_final_message"] = continued
+    text = tokenizer.apply_chat_template(messages, **options)
+    for message in messages:
+        if message["role"] == "system" and message["content"].strip() not in text:
+            why = "the chat template leaves out the system message"
+            raise ValueError(f"{why}, whose text --prompt_template can hold")
+    return text
+
+
+# -- For the ranks and the log
+
+
+def fingerprint_of_data(prompts: list[Prompt]) -> str:
+    """A digest of ids and rows in their order, the same in every process that reads the same."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.ids.tobytes())
+        digest.update(json.dumps(prompt.row, default=same_everywhere).encode())
+    return digest.hexdigest()[:16]
+
+
+def same_everywhere(value):
+    """A value that JSON lacks, without what differs by process: addresses, the order of a set."""
+    if hasattr(value, "tolist"):  # from numpy
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+
+
 def pieces(tokenizer, ids: np.ndarray, text: str) -> list[str]:
-    """The text of each token; their join is `text`. That of a character in several tokens stands at the last of them;
-    the token that ended it has none."""
+    """The text of each token; joined they are `text`.
+
+    A character of several tokens goes to the last of them; the end token has no text.
+    """
     from tokenizers.decoders import DecodeStream
 
-    stream, known, found = DecodeStream(skip_special_tokens=False), len(tokenizer), []
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = []
+    rest = text
     for i in ids.tolist():
         piece = ""
-        with contextlib.suppress(
-            Exception
-        ):  # bytes that make no character; a tokenizer of another kind
-            piece = (stream.step(tokenizer.backend_tokenizer, i) if i < known else "") or ""
-        found.append(piece if text.startswith(piece) else "")
-        text = text[len(found[-1]) :]
-    return [*found[:-1], found[-1] + text]
+        if i < len(tokenizer):
+            # It fails on bytes that make no character, and on tokenizers of another kind.
+            with contextlib.suppress(Exception):
+                piece = stream.step(tokenizer.backend_tokenizer, i) or ""
+        if not rest.startswith(piece):
+            piece = ""
+        texts.append(piece)
+        rest = rest[len(piece) :]
+    texts[-1] += rest  # what could not be divided
+    return texts

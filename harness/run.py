@@ -57,7 +57,7 @@ class Run:
             )
         self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
         self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
-        self.exits.callback(leave_world)
+        self.exits.callback(leave_world, world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
         self.saved = self.first if checkpoint and checkpoint.path == self.path_of(self.first) else 0
         self.lock, self.changing = (

@@ -47,6 +47,8 @@ import grpo  # isort: skip  first, because it sets environment variables before 
 import numpy as np
 import torch
 
+import harness.auto
+import harness.engine
 import harness.fast
 import harness.log
 import harness.models
@@ -375,7 +377,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **changes):
         report_to="none",
         disable_tqdm=True,
         save_strategy="no",
-        bf16=harness.models.fast_bfloat16(device) and not bundled,  # as grpo.py chooses
+        bf16=harness.auto.fast_bfloat16(device) and not bundled,  # as grpo.py chooses
         output_dir=tempfile.mkdtemp(),
         logging_steps=1,
         model_init_kwargs=dict(dtype="float32"),
@@ -411,7 +413,7 @@ def use_engine(trainer, files, spec, record: Record):
     world = harness.ranks.World(0, 1, torch.device("cpu"))
     harness.models.keep_freed_memory(world.device)
     cfg = grpo.parse_args(flags(files, spec, "vllm"))
-    cfg = harness.models.resolve_auto(cfg, trainer.model, world.device)
+    cfg = harness.auto.resolve_auto(cfg, trainer.model, world.device)
     harness.engine.choose_sampler(cfg, world.device, False)
     engine = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world)
     calls = itertools.count(1)
@@ -481,7 +483,7 @@ def run_floor(files, spec) -> dict:
     harness.models.keep_freed_memory(world.device)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)
     model = grpo.load_model(cfg.model, cfg)
-    cfg = harness.models.resolve_auto(cfg, model, world.device)
+    cfg = harness.auto.resolve_auto(cfg, model, world.device)
     harness.engine.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
     engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)

@@ -29,6 +29,7 @@ from common import HERE, fast_policy, plt, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import grpo
+import harness.auto
 import harness.checkpoints
 import harness.engine
 import harness.head
@@ -552,7 +553,7 @@ def check_points(device) -> None:
     point(2, "float32: an engine without TF32, its gap below 1e-4", engine, engine_run, "", 1e-4)
     for dtype in ("float32", "bfloat16"):
         missing = gpu or (
-            "" if dtype == "float32" or harness.models.fast_bfloat16(device) else "needs bfloat16"
+            "" if dtype == "float32" or harness.auto.fast_bfloat16(device) else "needs bfloat16"
         )
         what = f"{dtype}, grouped heads: never the kernel of quadratic memory, in packed rows and padded ones"
         point(3, what, missing, no_math_kernel, device, dtype)
@@ -628,7 +629,7 @@ def last_line(printed: str) -> str:
 def bfloat16(device) -> tuple:
     capability, fast = (
         torch.cuda.get_device_capability(device),
-        harness.models.fast_bfloat16(device),
+        harness.auto.fast_bfloat16(device),
     )
     shown = f"{torch.cuda.get_device_name(device)}, {'.'.join(map(str, capability))}: {'bfloat16' if fast else 'float32'}"
     assert (torch.ones(2, device=device) * 2).sum() == 4  # else torch has no kernels for the card
@@ -731,7 +732,7 @@ def no_math_kernel(device, dtype: str) -> tuple:
 
 def masks(device) -> tuple:
     m, made, honest = grouped(device), [], harness.packing.packed_masks
-    cfg = Config(dtype="bfloat16" if harness.models.fast_bfloat16(device) else "float32")
+    cfg = Config(dtype="bfloat16" if harness.auto.fast_bfloat16(device) else "float32")
     harness.packing.packed_masks = lambda *args, **options: (
         made.append(honest(*args, **options)) or made[-1]
     )
@@ -749,7 +750,7 @@ def masks(device) -> tuple:
 
 def chosen_fits(device) -> tuple:
     model = random_model("0.5B", device)
-    cfg = harness.models.resolve_auto(Config(max_sampler_gap=1e9), model, device)
+    cfg = harness.auto.resolve_auto(Config(max_sampler_gap=1e9), model, device)
     m = argparse.Namespace(
         model=model, length=512, world=World(0, 1, device), policy=fast_policy(model, 1.0)
     )
@@ -798,8 +799,8 @@ def hidden_card() -> tuple:
 def bundled(device) -> tuple:
     cfg = Config(**grpo.BUNDLED)
     model = grpo.load_model(cfg.model, cfg).to(device)
-    dtype = harness.models.resolve_auto(cfg, model, device).dtype
-    kind, why = harness.engine.choose_sampler(cfg, device, harness.models.is_small(model))
+    dtype = harness.auto.resolve_auto(cfg, model, device).dtype
+    kind, why = harness.engine.choose_sampler(cfg, device, harness.auto.is_small(model))
     return (dtype, kind) == ("float32", "hf"), f"{dtype}, {kind} ({why})"
 
 
@@ -877,10 +878,10 @@ def main() -> int:
             m.model.config.save_pretrained(folder)
         else:
             m.model = grpo.load_model(cfg.model, cfg).to(device)
-        size, small = m.model.num_parameters(), harness.models.is_small(m.model)
+        size, small = m.model.num_parameters(), harness.auto.is_small(m.model)
         if device.type == "cpu" and not small and not THREADS:
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        m.cfg = harness.models.resolve_auto(cfg, m.model, device)
+        m.cfg = harness.auto.resolve_auto(cfg, m.model, device)
         name = torch.cuda.get_device_name(device) if m.cuda else device.type
         m.peak = 1e12 * (
             args.peak_tflops

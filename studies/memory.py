@@ -30,6 +30,7 @@ import torch
 from common import arguments, fast_policy, save
 
 import grpo
+import harness.auto
 import harness.models
 from grpo import Config, Sample
 from harness.flags import ConfigError
@@ -182,7 +183,7 @@ def chosen_row(card: str, counted: Counted) -> list:
     capability, card_bytes = CARDS[card]
     dtype = "bfloat16" if capability >= (8, 0) else "float32"
     try:
-        cfg = harness.models.fit_micro_batch(Config(dtype=dtype), counted.model, WORLD.device)
+        cfg = harness.auto.fit_micro_batch(Config(dtype=dtype), counted.model, WORLD.device)
     except ConfigError:
         return [card, counted.size, dtype, "refused", "", "", ""]
     tokens, recompute = cfg.micro_batch_tokens, cfg.gradient_checkpointing

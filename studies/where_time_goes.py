@@ -16,6 +16,7 @@ from common import CPU, arguments, fast_policy, legend, plt, sample_step, save
 from torch.profiler import ProfilerActivity, profile
 
 import grpo
+import harness.auto
 import harness.models
 import harness.rows
 
@@ -61,7 +62,7 @@ def sides(files: dict, spec: dict) -> dict:
     cfg = grpo.parse_args(flags(files, spec, "hf") + ["--max_sampler_gap", "1e9"])
     harness.models.keep_freed_memory(CPU.device)
     model, tokenizer = grpo.load_model(cfg.model, cfg), harness.rows.load_tokenizer(cfg)
-    cfg = harness.models.resolve_auto(cfg, model, CPU.device)
+    cfg = harness.auto.resolve_auto(cfg, model, CPU.device)
     policy = fast_policy(model, cfg.temperature)
     optimizer = grpo.make_optimizer(policy, cfg)
     prompts = harness.rows.load_prompts("train_data", [], tokenizer, cfg)

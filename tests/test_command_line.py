@@ -1,4 +1,4 @@
-"""The command line: its errors, torchrun, and what two ranks make of a run."""
+"""The command line: its errors, torchrun, and runs on two ranks."""
 
 import dataclasses
 import math
@@ -34,14 +34,21 @@ def test_bad_input_is_one_line_and_exit_code_2(ranks, fork, tmp_path):
     bad.write_text('{"prompt": "1+1="}\n{"prompt"\n')
     args = ["--train_data", bad, "--out_dir", tmp_path / "out"]
     done = fork("command_line", *args, ranks=2)[1]() if ranks else run(*args)
-    mine = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
-    assert len(mine) == 1 and mine[0].startswith(
-        f"grpo.py: error: --train_data {bad} row 2: not valid JSON: "
-    )
-    assert not (tmp_path / "out").exists()
-    assert (
-        done.returncode != 0 if ranks else done.returncode == 2
-    ) and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
+    assert line.startswith(f"grpo.py: error: --train_data {bad} row 2: not valid JSON: ")
+    assert not (tmp_path / "out").exists() and "Traceback" not in done.stderr
+    if ranks:
+        assert done.returncode != 0
+    else:
+        assert done.returncode == 2
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_launcher_is_one_line_and_exit_code_2(tmp_path):
+    done = run("--out_dir", tmp_path / "out", env=dict(RANK="0"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "grpo.py: error" in line]
+    assert "RANK is set, MASTER_ADDR, MASTER_PORT, WORLD_SIZE not: start several" in line
 
 
 @pytest.mark.parametrize(
@@ -68,29 +75,19 @@ def test_what_cannot_be_loaded_is_named(options, message, tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-PRIME += [
-    "--max_completion_length",
-    29,
-    "--max_steps",
-    3,
-    "--save_every",
-    1,
-    "--keep",
-    0,
-    "--eval_data",
-    "",
-]
+PRIME += ["--max_completion_length", 29, "--max_steps", 3, "--save_every", 1, "--keep", 0]
+PRIME += ["--eval_data", ""]
 
 
 PLANTED = """
 import os, signal, sys, grpo
-honest = grpo.assign_advantages
+original = grpo.assign_advantages
 def assign(samples, step, cfg):
     if os.environ["RANK"] == "1" and step == 2 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
         if step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("planted on rank 1")
-    return honest(samples, step, cfg)
+    return original(samples, step, cfg)
 grpo.assign_advantages = assign
 if __name__ == "__main__":
     sys.exit(grpo.main())
@@ -104,94 +101,57 @@ def two_ranks(fork, tmp_path_factory):
 
 
 def test_two_ranks_divide_anything_and_resume_to_the_bit(two_ranks, fork, tmp_path):
-    """Prompts, G, ranks, micro-batch and mini-batches pairwise prime; then again from the first checkpoint."""
+    """Prompts, G, ranks, micro-batch and mini-batches are pairwise prime. Then a resume."""
     out, (metrics, completions, weights) = two_ranks
-    assert [m["step"] for m in metrics] == [1, 2, 3] and all(
-        math.isfinite(m["loss"]) for m in metrics
-    )
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert all(math.isfinite(m["loss"]) for m in metrics)
     assert resumed_on_two_ranks(fork, out, "hf") == (metrics, completions, weights)
-    one = dataclasses.replace(
-        grpo.parse_args(list(map(str, PRIME))), out_dir=str(tmp_path / "one"), rollout="hf"
-    )
-    [alone] = grpo.train(dataclasses.replace(one, max_steps=1))
-    assert [r for r in completions if r["step"] == 1] == lines(
-        tmp_path / "one" / "completions.jsonl"
-    )
+    cfg = grpo.parse_args(list(map(str, PRIME)))
+    cfg = dataclasses.replace(cfg, out_dir=str(tmp_path / "one"), rollout="hf", max_steps=1)
+    [one_rank] = grpo.train(cfg)
+    first = [row for row in completions if row["step"] == 1]
+    assert first == lines(tmp_path / "one" / "completions.jsonl")
     for key in ("loss", "grad_norm", "reward", "kl", "entropy", "tokens"):
-        assert metrics[0][key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+        assert metrics[0][key] == pytest.approx(one_rank[key], rel=1e-4, abs=1e-6)
 
 
 def other_rows_on_rank_1(*args):
-    """As where rounding on another card, or its memory, decided otherwise."""
+    """As if rounding on another card, or its memory, had decided otherwise."""
+    first_right = grpo.check.first_right
     if os.environ["RANK"] == "1":
-        honest = grpo.make_policy
-
-        def with_padded_rows(*args):
-            policy = honest(*args)
-            policy.packs = False
-            return policy
-
-        grpo.make_policy = with_padded_rows
+        grpo.check.first_right = lambda candidates, *more: first_right(candidates[1:], *more)
     command_line(*args)
 
 
 def test_the_ranks_agree_on_the_rows(fork, tmp_path):
-    args = [
-        "--num_prompts",
-        7,
-        "--num_generations",
-        4,
-        "--micro_batch_tokens",
-        97,
-        "--rollout",
-        "hf",
-        "--max_steps",
-        1,
-    ]
-    done = fork(
-        "tests.test_command_line.other_rows_on_rank_1",
-        *args,
-        "--out_dir",
-        tmp_path / "two",
-        ranks=2,
-    )[1]()
+    args = ["--num_prompts", 7, "--num_generations", 4, "--micro_batch_tokens", 97]
+    args += ["--rollout", "hf", "--max_steps", 1]
+    two, one = tmp_path / "two", tmp_path / "one"
+    function = "tests.test_command_line.other_rows_on_rank_1"
+    done = fork(function, *args, "--out_dir", two, ranks=2)[1]()
     assert done.returncode == 0, done.stderr
-    [alone] = grpo.train(
-        grpo.parse_args([*map(str, args), "--out_dir", str(tmp_path / "one"), "--eval_data", ""])
-    )
-    [found] = [m for m in lines(tmp_path / "two" / "metrics.jsonl") if "loss" in m]
+    more = ["--out_dir", str(one), "--eval_data", ""]
+    [one_rank] = grpo.train(grpo.parse_args([*map(str, args), *more]))
+    [two_ranks] = [m for m in lines(two / "metrics.jsonl") if "loss" in m]
     for key in ("loss", "grad_norm", "kl", "entropy"):
-        assert found[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6)
+        assert two_ranks[key] == pytest.approx(one_rank[key], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_two_machines(two_ranks, tmp_path):
-    """Two torchrun agents that meet over the network: the same run, and only rank 0 writes."""
+    """Two torchrun agents meet over the network: the same run, and only rank 0 writes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv_backend=c10d",
-    ]
-    command += [
-        f"--rdzv_endpoint={meet}",
-        os.path.join(HERE, "grpo.py"),
-        *map(str, PRIME),
-        "--rollout",
-        "hf",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={meet}", os.path.join(HERE, "grpo.py")]
+    command += [*map(str, PRIME), "--rollout", "hf"]
     agents = []
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
     for node in (0, 1):  # not a shared directory: the second machine's stays empty
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        options |= dict(env=os.environ | {"OMP_NUM_THREADS": "1"})
-        agents.append(
-            subprocess.Popen([*command, "--out_dir", str(tmp_path / f"node{node}")], **options)
-        )
+        out_dir = str(tmp_path / f"node{node}")
+        agents.append(subprocess.Popen([*command, "--out_dir", out_dir], **options))
     outputs = [agent.communicate(timeout=600)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     written = [node for node in (0, 1) if (tmp_path / f"node{node}" / "metrics.jsonl").exists()]
@@ -201,15 +161,13 @@ def test_two_machines(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
-    """The others end with it; torchrun --max_restarts brings the run back from its checkpoint, to the bit."""
+    """The others end with it; torchrun --max_restarts resumes from its checkpoint, to the bit."""
     script, out = tmp_path / "planted.py", tmp_path / "out"
     script.write_text(PLANTED)
-    done = run(
-        script, *PRIME, "--rollout", "hf", "--out_dir", out, nproc=2, launch=["--max_restarts", "1"]
-    )
-    assert re.search(
-        r"exitcode: -9\) local_rank: 1", done.stderr
-    )  # killed in step 2, then an exception in step 3
+    args = [*PRIME, "--rollout", "hf", "--out_dir", out]
+    done = run(script, *args, nproc=2, launch=["--max_restarts", "1"])
+    # killed in step 2, then an exception in step 3
+    assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)
     assert "step_000001 at step 1" in done.stdout and done.returncode == 1
     assert "ValueError: planted on rank 1" in done.stderr and re.search(r"rank\s*: 1 ", done.stderr)
     metrics, completions, _ = two_ranks[1]
@@ -219,24 +177,21 @@ def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
 
 
 def test_a_config_made_in_python_knows_what_was_given():
-    """A value that equals the default of a language model is no less given: the bundled task does not replace it."""
-    assert (
-        grpo.prepare(Config()).max_steps == 20
-        and grpo.prepare(Config(max_steps=100)).max_steps == 100
-    )
+    """The bundled task does not replace a given value, even if it equals Config's default."""
+    assert grpo.prepare(Config()).max_steps == 20
+    assert grpo.prepare(Config(max_steps=100)).max_steps == 100
     cfg = grpo.prepare(Config(max_steps=100, learning_rate=1e-6))
     assert (cfg.model, cfg.learning_rate, cfg.max_completion_length) == (BUNDLED.model, 1e-6, 40)
     assert grpo.prepare(Config(model="m", train_data="rows")).max_steps == 100
-    assert grpo.prepare(Config(train_data="rows.jsonl")).eval_data == ""  # of one's own rows
+    assert grpo.prepare(Config(train_data="rows.jsonl")).eval_data == ""
 
 
 LATER = "import reward, view, harness, grpo; assert reward.mine; grpo.parse_args([])"
 
 
+# started beside such files, and imported after them
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "args", [["-m", "grpo", "--show_prompt"], ["-c", LATER]]
-)  # started beside them, imported
+@pytest.mark.parametrize("args", [["-m", "grpo", "--show_prompt"], ["-c", LATER]])
 def test_a_users_own_reward_py_is_not_ours(args, tmp_path):
     for name in ("reward", "view", "harness"):  # very common names
         (tmp_path / f"{name}.py").write_text("mine = True\n")

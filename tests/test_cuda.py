@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import grpo
+import harness.auto
 import harness.checkpoints
 import harness.engine
 import harness.head
@@ -622,7 +623,7 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
         card = types.SimpleNamespace(total_memory=memory * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
         model = qwen(size)
-        cfg = harness.models.fit_micro_batch(
+        cfg = harness.auto.fit_micro_batch(
             Config(**(dict(dtype="bfloat16") | options)), model, CUDA
         )
         assert model.is_gradient_checkpointing is cfg.gradient_checkpointing
@@ -646,8 +647,7 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
         ):
             chosen(size, memory)
     assert (
-        harness.models.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens
-        == 2048
+        harness.auto.fit_micro_batch(Config(), None, torch.device("cpu")).micro_batch_tokens == 2048
     )
 
 
@@ -655,9 +655,9 @@ def card_answers(path):
     """What is chosen on this card for a model that is not small, and the attention of a pass that learns."""
     import cuda_standin
 
-    harness.models.SMALL = 0
+    harness.auto.SMALL = 0
     model = tiny_model().to(CUDA)  # grouped heads
-    cfg = harness.models.resolve_auto(
+    cfg = harness.auto.resolve_auto(
         Config(micro_batch_tokens=2048, max_sampler_gap=1e9), model, CUDA
     )
     policy, made = fast_policy(model, 1.0), []

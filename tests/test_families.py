@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import grpo
+import harness.auto
 import harness.checkpoints
 import harness.engine
 import harness.models
@@ -321,7 +322,7 @@ def test_parameters_that_no_text_reaches_are_frozen(capsys):
         text_config=text, vision_config=sizes | dict(image_size=28, patch_size=14)
     )
     model = AutoModelForCausalLM.from_config(config).eval()
-    harness.models.freeze_unused(model)
+    harness.models.freeze_unused(model, 20)
     assert "tensors that text does not use are frozen" in capsys.readouterr().out
     for name, p in model.named_parameters():
         assert p.requires_grad is not ("vision_tower" in name or "multi_modal_projector" in name)
@@ -331,15 +332,15 @@ def test_parameters_that_no_text_reaches_are_frozen(capsys):
         ("gemma2", {}),
     ):
         model = tiny_model(kind, **options)
-        harness.models.freeze_unused(model)
+        harness.models.freeze_unused(model, 20)
         assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert capsys.readouterr().out == ""
 
 
 def test_small_models_and_bfloat16_on_every_device(monkeypatch):
-    assert harness.models.is_small(tiny_model())
+    assert harness.auto.is_small(tiny_model())
     with torch.device("meta"):
-        assert not harness.models.is_small(torch.nn.Linear(10_000, 1000))
+        assert not harness.auto.is_small(torch.nn.Linear(10_000, 1000))
     asked = []
 
     def supported(including_emulation=True):  # as of a T4
@@ -347,11 +348,11 @@ def test_small_models_and_bfloat16_on_every_device(monkeypatch):
         return including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert not harness.models.fast_bfloat16(torch.device("cuda")) and asked == [False]
+    assert not harness.auto.fast_bfloat16(torch.device("cuda")) and asked == [False]
     for amx, avx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
-        assert harness.models.fast_bfloat16(CPU.device) is (amx or avx)
+        assert harness.auto.fast_bfloat16(CPU.device) is (amx or avx)
 
 
 def test_verbose_shows_what_transformers_prints(monkeypatch):

@@ -1,9 +1,11 @@
-"""Flags, exit codes, and what is said."""
+"""Flags, exit codes, and lines of the log."""
 
 import dataclasses
 import io
 import os
+import re
 import shutil
+import subprocess
 import sys
 import types
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import grpo
-import harness.models
+import harness.auto
 from grpo import Config
 from harness import flags
 from harness.flags import ConfigError, TrainingError
@@ -76,23 +78,19 @@ def test_flags_reach_the_config():
     )
     assert grpo.parse_args(["--non_stop_reward", "none"]).non_stop_reward is None
     assert grpo.prepare(dataclasses.replace(BUNDLED, non_stop_reward=-1)).non_stop_reward == -1
-    # what may be asked for in the reward without a KL to put there
+    # the reward may take the KL's place if beta is 0, or if the estimator is k1
     grpo.parse_args("--kl_in reward --beta 0".split())
     grpo.parse_args("--kl_in reward --kl_estimator k1".split())
 
 
-def test_the_bundled_tasks_flags_apply_where_no_model_is_named():
+def test_the_bundled_tasks_flags_apply_if_no_model_is_named():
     assert grpo.parse_args([]) == BUNDLED == grpo.prepare(Config())
     assert grpo.prepare(Config(seed=3)) == dataclasses.replace(BUNDLED, seed=3)
-    assert (
-        grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6
-    )  # given, though it is Config's default
+    # a flag that is given counts, even with Config's default as its value
+    assert grpo.parse_args(["--learning_rate", "1e-6"]).learning_rate == 1e-6
     mine = grpo.parse_args(["--train_data", "rows.jsonl"])
-    assert (mine.model, mine.eval_data, mine.learning_rate) == (
-        BUNDLED.model,
-        "",
-        BUNDLED.learning_rate,
-    )
+    assert (mine.model, mine.eval_data) == (BUNDLED.model, "")
+    assert mine.learning_rate == BUNDLED.learning_rate
     for args in (["--model", "m"], ["--model", "m", "--seed", "1"]):
         cfg = grpo.parse_args([*args, "--train_data", "rows.jsonl"])
         assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
@@ -115,7 +113,7 @@ def test_a_tilde_is_the_home_directory(monkeypatch):
     assert given == expected
 
 
-NCCL = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:94, invalid usage (run with NCCL_DEBUG=WARN), NCCL 2.29
+NCCL = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:94, invalid usage, NCCL version 2.29
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 Last error:
 Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
@@ -157,8 +155,8 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, shown, monkey
             flags.exit_code("p", call, "")
         return
     assert flags.exit_code("p", call, "--beta 0") == code
-    said = capsys.readouterr().err
-    assert said.startswith("p: ") and shown in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("p: ") and shown in printed and printed.count("\n") == 1
 
 
 def test_out_of_memory_says_what_needs_less(monkeypatch, capsys):
@@ -168,18 +166,18 @@ def test_out_of_memory_says_what_needs_less(monkeypatch, capsys):
     monkeypatch.setattr(grpo, "train", full)
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     assert grpo.main.__wrapped__() == 1  # without torch's @record
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     flags_that_help = (
         "micro_batch_tokens",
         "vllm_gpu_memory_utilization",
         "gradient_checkpointing",
         "beta 0",
     )
-    assert all(f"--{name}" in said for name in flags_that_help)
+    assert all(f"--{name}" in printed for name in flags_that_help)
 
 
 def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
-    """A full disk, a closed pipe, no stream, a terminal that is not UTF-8. Only rank 0 says anything."""
+    """A full disk, a closed pipe, no stream, a terminal that is not UTF-8. Only rank 0 prints."""
     flags.say("é")
     monkeypatch.setenv("RANK", "1")
     flags.say("nothing")
@@ -196,13 +194,81 @@ def test_nothing_that_is_said_ends_a_run(monkeypatch, capsys):
         unwritable.detach()
 
 
+SPEAKS = """
+import io, os, sys
+import harness.auto
+from harness import flags
+class Tee:
+    def __init__(self): self.texts = []
+    def write(self, text): self.texts.append(text)
+    def flush(self): pass
+tee = Tee()
+closed = io.StringIO()
+closed.close()
+for stream in (tee, closed):
+    sys.stdout = stream
+    for i in range(50):
+        flags.say(f"line {i}")
+sys.stdout = sys.__stdout__
+assert "".join(tee.texts).startswith("line 0\\nline 1\\n"), tee.texts
+print("descriptors", len(os.listdir("/proc/self/fd")))
+"""
+
+
+def python(code, **options):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=HERE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_the_callers_own_output_stays():
+    """A stream without an encoding (every Tee class), a closed one: descriptor 1 is not ours."""
+    done = python(SPEAKS, stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"descriptors \d\n", done.stdout)
+
+
+def test_a_program_whose_output_cannot_be_written_ends_well():
+    ends = "import sys; from harness import flags; sys.exit(flags.exit_code('p', call, ''))"
+    code = "def call(): flags.say('x')\n" + ends
+    with open("/dev/full", "w") as full:
+        done = python(code, stdout=full)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_flags_are_read_without_torch():
+    """Importing torch takes seconds, and --help should not."""
+    code = """
+import dataclasses, sys
+from harness import flags
+@dataclasses.dataclass
+class Config:
+    beta: float = flags.flag(0.1, "KL coefficient", group="objective")
+    chat: bool = flags.flag(False, "100 %")
+assert flags.parse_flags(Config, ["--chat", "--beta", "2"], "p", "d") == dict(beta=2.0, chat=True)
+flags.check_flags(Config())
+print("torch" in sys.modules, flush=True)
+flags.exit_code("p", lambda: flags.parse_flags(Config, ["--help"], "p", "d"), "")
+"""
+    done = python(code, stdout=subprocess.PIPE)
+    assert done.returncode == 0 and done.stdout.startswith("False\nusage: p"), done.stderr
+    assert "objective:" in done.stdout and "100 % [False]" in done.stdout
+
+
+def test_python_without_docstrings_is_refused():
+    """transformers reads its docstrings, and would blame the model."""
+    code = "from grpo import *; validate(Config(**BUNDLED))"
+    command = [sys.executable, "-OO", "-c", code]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert "ConfigError: python -OO drops the docstrings" in done.stderr
+
+
 def test_k1_as_a_loss_warns(capsys):
     for options, warned in (
         (dict(kl_estimator="k1"), True),
         (dict(), False),
         (dict(kl_estimator="k1", beta=0), False),
     ):
-        harness.models.resolve_auto(
+        harness.auto.resolve_auto(
             dataclasses.replace(BUNDLED, **options), torch.nn.Linear(1, 1), CPU.device
         )
         assert ("zero expected gradient" in capsys.readouterr().out) is warned
@@ -217,25 +283,23 @@ def test_tokenizer_and_gradient_checkpointing_reach_the_run(tmp_path, undisturbe
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(model / name, tokenizer)
     rows = str(undisturbed.parent / "rows.jsonl")
-    enabled, honest = [], transformers.PreTrainedModel.gradient_checkpointing_enable
+    enabled = []
+    original = transformers.PreTrainedModel.gradient_checkpointing_enable
 
     def enable(self, **options):
         enabled.append(options)
-        return honest(self, **options)
+        return original(self, **options)
 
     monkeypatch.setattr(transformers.PreTrainedModel, "gradient_checkpointing_enable", enable)
     options = dict(
         model=str(model), tokenizer=str(tokenizer), train_data=rows, gradient_checkpointing=True
     )
     [metrics] = small_run(tmp_path / "out", **options, max_steps=1)
-    assert enabled and all(
-        how == dict(gradient_checkpointing_kwargs=dict(use_reentrant=False)) for how in enabled
-    )
+    expected = dict(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    assert enabled and all(options == expected for options in enabled)
     plain = lines(undisturbed / "metrics.jsonl")[0]
-    assert (
-        metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-        and metrics["reward"] == plain["reward"]
-    )
+    assert metrics["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert metrics["reward"] == plain["reward"]
 
 
 def test_compile_compiles_the_body(tmp_path, monkeypatch):
@@ -251,11 +315,18 @@ def test_compile_compiles_the_body(tmp_path, monkeypatch):
     ] * 3
 
 
+HANGS_ON_ODD_LENGTHS = """
+import time
+def f(completion, row):
+    if len(completion) % 2:
+        time.sleep(3600)
+    return 1
+"""
+
+
 def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
     hangs = tmp_path / "hangs.py"
-    hangs.write_text(
-        "import time\ndef f(completion, row):\n    time.sleep(3600 * (len(completion) % 2))\n    return 1\n"
-    )
+    hangs.write_text(HANGS_ON_ODD_LENGTHS)
     options = dict(
         reward=f"overlong,{hangs}:f",
         reward_timeout=0.5,
@@ -278,16 +349,16 @@ def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
 def test_eval_every_eval_samples_temperature_and_log_completions(
     undisturbed, tmp_path, monkeypatch
 ):
-    asked, honest = [], grpo.sample
-    monkeypatch.setattr(
-        grpo,
-        "sample",
-        lambda s, p, seeds, cfg, world, greedy=False: (
-            asked.append((1, 0.0) if greedy else (cfg.num_generations, cfg.temperature))
-            or honest(s, p, seeds, cfg, world, greedy)
-        ),
-    )
-    out, data = tmp_path / "out", os.path.join(HERE, "sample_data", "train.jsonl")
+    calls = []
+    original = grpo.sample
+
+    def sample(sampler, prompts, seeds, cfg, world, greedy=False):
+        calls.append((1, 0.0) if greedy else (cfg.num_generations, cfg.temperature))
+        return original(sampler, prompts, seeds, cfg, world, greedy)
+
+    monkeypatch.setattr(grpo, "sample", sample)
+    out = tmp_path / "out"
+    data = os.path.join(HERE, "sample_data", "train.jsonl")
     options = dict(
         train_data=data,
         reward="answer",
@@ -299,12 +370,11 @@ def test_eval_every_eval_samples_temperature_and_log_completions(
     options |= dict(temperature=0.9)
     history = small_run(out, **options, eval_data=str(undisturbed.parent / "rows.jsonl"))
     assert [m["step"] for m in history if "eval_accuracy" in m] == [0, 2, 3]
-    assert set(asked) == {(5, 0.9), (1, 0.0), (2, 0.9)}
+    assert set(calls) == {(5, 0.9), (1, 0.0), (2, 0.9)}
     for m in history[::3]:
         assert 0 <= m["eval_pass@1"] <= m["eval_pass@2"] <= 1 and m["eval_length"] > 0
-    assert [
-        len([r for r in lines(out / "completions.jsonl") if r["step"] == n]) for n in (1, 2, 3)
-    ] == [4, 4, 4]
+    steps = [row["step"] for row in lines(out / "completions.jsonl")]
+    assert steps == [1] * 4 + [2] * 4 + [3] * 4
     small_run(tmp_path / "none", max_steps=1, num_minibatches=1, log_completions=0)
     assert lines(tmp_path / "none" / "completions.jsonl") == []
     small_run(tmp_path / "all", max_steps=1, num_minibatches=1, num_prompts=14, log_completions=-1)

@@ -1,10 +1,11 @@
-"""Rows of files, and the prompts that they become."""
+"""Rows from files, and the prompts made from them."""
 
 import gzip
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import types
 
@@ -24,7 +25,7 @@ pytest_plugins = "tests.common"
 
 @pytest.fixture
 def rows(tmp_path):
-    """rows(name, content) -> the rows of a file of that name."""
+    """rows(name, content) -> the rows of a file with that name and content."""
 
     def call(name, content):
         content = content if isinstance(content, bytes) else content.encode()
@@ -53,7 +54,7 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
             "x.CSV",
             "\ufeff\n\nprompt,answer\r\na,1\r\n\r\nb,2",
             AB,
-        ),  # as Excel writes it, blank lines
+        ),  # as Excel writes it, with blank lines
         ("x.tsv", "prompt\tanswer\na\t1\nb\t2\n", AB),
         ("x.csv.gz", "prompt,answer\na,1\nb,2\n", AB),
         ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
@@ -116,12 +117,14 @@ def test_bad_files_are_named(rows, name, content, message):
 FUNCTIONS = """
 import numpy as np
 class Frame(dict):
-    "As of pandas: it gives the names of its columns."
+    "Like a DataFrame of pandas: iterating gives the names of its columns."
 loop = []
 loop.append(loop)
 def rows():
     yield {"prompt": "1+1=", "x": (1, 2)}
-def numpy(): return [{"prompt": np.array([{"role": "user", "content": "1"}]), "x": np.float32(1), 3: float("nan")}]
+def numpy():
+    chat = np.array([{"role": "user", "content": "1"}])
+    return [{"prompt": chat, "x": np.float32(1), 3: float("nan")}]
 def needs(): raise ImportError("needs x: pip install x")
 def none(): return None
 def column(): return Frame(prompt=["a", "b"])
@@ -165,10 +168,10 @@ def test_rows_from_python(tmp_path, encode):
 
 
 def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
-    asked = []
+    calls = []
 
     def load_dataset(path, name=None, **options):
-        asked.append((path, name, options))
+        calls.append((path, name, options))
         return [{"prompt": "1"}]
 
     fake = types.SimpleNamespace(load_dataset=load_dataset)
@@ -181,11 +184,11 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     ):
         assert harness.rows.read_rows(spec, "train_data") == [{"prompt": "1"}]
     parquet = dict(data_files=str(tmp_path / "x.parquet"), split="train")
-    assert asked[:2] == [
+    assert calls[:2] == [
         ("openai/gsm8k", "main", dict(split="test")),
         ("org/name", None, dict(split="train")),
     ]
-    assert asked[2:] == [("org/name-1.5", None, dict(split="dev")), ("parquet", None, parquet)]
+    assert calls[2:] == [("org/name-1.5", None, dict(split="dev")), ("parquet", None, parquet)]
     fake.load_dataset = lambda *_, **__: []
     with pytest.raises(ConfigError, match="--train_data org/name: no rows"):
         harness.rows.read_rows("org/name", "train_data")
@@ -195,23 +198,18 @@ def test_hub_datasets_and_parquet_go_through_datasets(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="--train_data org/name: .*datasets"):
         harness.rows.read_rows("org/name", "train_data")
-    with pytest.raises(
-        ConfigError, match="--train_data data/none.jsonl: No such file"
-    ):  # a file, by its ending
+    # its ending says that this is a file
+    with pytest.raises(ConfigError, match="--train_data data/none.jsonl: No such file"):
         harness.rows.read_rows("data/none.jsonl", "train_data")
 
 
 def test_prompts_are_encoded_once_and_long_ones_dropped(encode, capsys):
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1" * 50, "answer": "0"}]
     prompts = encode(rows, columns=["answer"], max_prompt_length=10)
-    assert (
-        [p.text for p in prompts] == ["1+2="]
-        and prompts[0].ids.dtype == np.int32
-        and len(prompts[0].ids) == 4
-    )
-    assert (
-        "1 of 2 prompts are left out, longer than --max_prompt_length 10" in capsys.readouterr().out
-    )
+    assert [p.text for p in prompts] == ["1+2="]
+    assert prompts[0].ids.dtype == np.int32 and len(prompts[0].ids) == 4
+    limit = "1 of 2 prompts are left out, longer than --max_prompt_length 10"
+    assert limit in capsys.readouterr().out
 
 
 NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
@@ -300,6 +298,74 @@ def test_prompt_template_and_show_prompt(encode, tmp_path, capsys):
     assert harness.rows.load_tokenizer(BUNDLED).decode(json.loads(ids)) == text
 
 
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{q}\\nThink first.", "7\nThink first."),  # as a shell passes it
+        ("{q}\\nthink", "7\nthink"),
+        ("{q}\\n\\n{q}", "7\n\n7"),
+        ("{q}\n=", "7\n="),
+        ("a\\neq b {q}", "a\\neq b 7"),
+        ("\\nabla \\nu \\not\\ni \\ne{q}", "\\nabla \\nu \\not\\ni \\ne7"),
+        ("{q}\\nequals", "7\nequals"),
+        ("{q}", "7"),
+    ],
+)
+def test_line_breaks_of_a_template(template, text):
+    """Not the n of LaTeX's commands, nor what stands in a column."""
+    assert harness.rows.fill_template(template, dict(q="7")) == text
+    assert harness.rows.fill_template("{q}", dict(q="a\\nb")) == "a\\nb"
+
+
+def test_an_empty_template_is_not_the_column_prompt(encode):
+    with pytest.raises(ConfigError, match="row 1: empty prompt"):
+        encode([dict(prompt="1+2=", q="")], prompt_template="{q}")
+
+
+def test_columns_with_names_of_the_trainer_are_named(encode, capsys):
+    encode([dict(prompt="1+2=", answer="3", completion="x")])
+    assert "warning" not in capsys.readouterr().out
+    encode([dict(prompt="1+2=", finish_reason="x"), dict(prompt="1+2=", prompts="y")])
+    expected = "columns finish_reason, prompts: under these names rewards get the trainer's values"
+    assert expected in capsys.readouterr().out
+
+
+ODD_ROWS = """
+import sys; sys.path.insert(0, {folder!r})
+import numpy as np
+from harness.rows import Prompt, fingerprint_of_data
+class Thing:
+    pass
+row = dict(a=Thing(), b={{"x", "y", "z"}}, c=np.arange(3), d={{1: 2, "e": 3}})
+print(fingerprint_of_data([Prompt(np.arange(3, dtype=np.int32), "", row)]))
+"""
+
+
+def test_the_fingerprint_of_the_data():
+    def fingerprint(*pairs):
+        prompts = [grpo.Prompt(np.array(ids, np.int32), "", row) for ids, row in pairs]
+        return harness.rows.fingerprint_of_data(prompts)
+
+    one, two = ([1, 2], dict(answer="3")), ([1], dict(answer="4"))
+    expected = fingerprint(one, two)
+    assert expected == fingerprint(one, two) and re.fullmatch("[0-9a-f]{16}", expected)
+    others = [
+        fingerprint(two, one),
+        fingerprint(one),
+        fingerprint(one, ([1], dict(answer=4))),
+        fingerprint(([1, 3], dict(answer="3")), two),
+    ]
+    assert len({expected, *others}) == 5
+    code = ODD_ROWS.format(folder=HERE)  # addresses and the order of a set differ by process
+    runs = []
+    for seed in ("1", "2"):
+        env = os.environ | dict(PYTHONHASHSEED=seed)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
+        runs.append(done.stdout)
+    assert runs[0] == runs[1] != "", done.stderr
+
+
 def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     tokenizer = harness.rows.load_tokenizer(BUNDLED)
     tokenizer.chat_template = TEMPLATE
@@ -318,17 +384,15 @@ def test_chat_prompts_go_through_the_template_with_one_bos(encode, capsys):
     assert harness.rows.encode_prompt(dict(prompt=np.str_("12")), tokenizer, Config()).text == "12"
     assert "do not go through the model's chat template" not in capsys.readouterr().out
     assert encode([{"prompt": "12"}], tokenizer)[0].text == "12"
-    assert (
-        "string prompts do not go through the model's chat template; --chat does that"
-        in capsys.readouterr().out
-    )
+    warning = "string prompts do not go through the model's chat template; --chat does that"
+    assert warning in capsys.readouterr().out
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match="row 1: roles must alternate"):
         encode(chat, tokenizer)
 
 
 def test_no_end_token_at_the_end_of_a_string_prompt(encode):
-    """Checkpoints of supervised training often have tokenizers that end every text (add_eos_token)."""
+    """After supervised training a tokenizer often ends every text with EOS (add_eos_token)."""
     tokenizer = harness.rows.load_tokenizer(BUNDLED)
     plain = encode([dict(prompt="1+2=")], tokenizer)[0].ids.tolist()
     eos = (tokenizer.eos_token, tokenizer.eos_token_id)
@@ -336,15 +400,11 @@ def test_no_end_token_at_the_end_of_a_string_prompt(encode):
     tokenizer.backend_tokenizer.post_processor = ends
     assert tokenizer("1+2=")["input_ids"] == [*plain, eos[1]]
     assert encode([dict(prompt="1+2=")], tokenizer)[0].ids.tolist() == plain
-    assert encode([dict(prompt=f"1+2={eos[0]}")], tokenizer)[0].ids.tolist() == [
-        *plain,
-        eos[1],
-    ]  # its own
+    # the prompt's own EOS stays, and so does the template's
+    ended = [*plain, eos[1]]
+    assert encode([dict(prompt=f"1+2={eos[0]}")], tokenizer)[0].ids.tolist() == ended
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
-    assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == [
-        *plain,
-        eos[1],
-    ]  # as it is written
+    assert encode([dict(prompt="1+2=")], tokenizer, chat=True)[0].ids.tolist() == ended
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
@@ -357,19 +417,16 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         for name in files:
             os.remove(path / name)
         for cfg in (Config(model=str(path)), Config(model=BUNDLED.model, tokenizer=str(path))):
-            with pytest.raises(
-                ConfigError,
-                match=f"--{'tokenizer' if cfg.tokenizer else 'model'} {path}: {message}",
-            ):
+            flag = "tokenizer" if cfg.tokenizer else "model"
+            with pytest.raises(ConfigError, match=f"--{flag} {path}: {message}"):
                 harness.rows.load_tokenizer(cfg)
     path, _ = family(tmp_path / "qwen2", "qwen2")
-    os.remove(path / "tokenizer.json")  # what its added tokens make is no tokenizer
+    os.remove(path / "tokenizer.json")  # its added tokens alone are no tokenizer
     with pytest.raises(ConfigError, match="has no tokenizer files"):
         harness.rows.load_tokenizer(Config(model=str(path)))
     (path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=f"^--model {path}: is a LoRA adapter; merge it into its model"
-    ):
+    message = f"^--model {path}: is a LoRA adapter; merge it into its model"
+    with pytest.raises(ConfigError, match=message):
         harness.rows.load_tokenizer(Config(model=str(path), tokenizer=BUNDLED.model))
 
 
@@ -405,9 +462,7 @@ def test_the_recipes_data_template_and_rewards_run(data, options, tmp_path, monk
 
     monkeypatch.setattr(harness.rows, "load_tokenizer", with_template)
     path = os.path.join(HERE, "sample_data", data)
-    options = (
-        dict(max_steps=1, num_minibatches=1, train_data=path, num_prompts=1, num_generations=2)
-        | options
-    )
-    [metrics] = small_run(tmp_path / "out", **options)
-    assert not [key for key in metrics if key.startswith("reward_failed")] and metrics["tokens"] > 0
+    sizes = dict(max_steps=1, num_minibatches=1, num_prompts=1, num_generations=2)
+    [metrics] = small_run(tmp_path / "out", train_data=path, **(sizes | options))
+    assert not [key for key in metrics if key.startswith("reward_failed")]
+    assert metrics["tokens"] > 0

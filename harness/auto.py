@@ -1,0 +1,156 @@
+"""The values of flags that are left to the model and the machine: dtype, micro-batch, threads."""
+
+import dataclasses
+import os
+
+import torch
+
+from harness.flags import need, say
+
+SMALL = 10e6  # with fewer parameters threads, bfloat16 and vLLM cost more than they save
+
+# Bytes on a card, as studies/memory.py counts them for dense models.
+TRAINED = 16  # of a parameter: weight 4, gradient 4, Adam's two moments 8, all in float32
+FROZEN = 4  # of a parameter in float32
+CAST = 2  # of a parameter: autocast's copy in bfloat16
+HEAD = 17  # of a weight of the output head: the most that the counts show beyond the rest
+ACTIVATION = 26  # of a token, in a layer, for each hidden and MLP unit; half of it in bfloat16
+LAYER_INPUT = 4  # of a token and hidden unit: what stays of a layer that is recomputed
+CUDA = 2e9  # CUDA itself and an engine that sleeps
+USABLE = 0.95  # of the card: the allocator cannot use the gaps between tensors
+MICRO_BATCHES = (16384, 8192, 4096, 2048)  # tokens
+
+
+def set_threads(model) -> None:
+    """One thread for a small model, unless the user has said how many."""
+    if is_small(model) and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def is_small(model) -> bool:
+    return count(model) < SMALL
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """True if the device computes in bfloat16 by itself: a CUDA card below 8.0 emulates it, slowly,
+    and vLLM refuses it there."""
+    if device.type == "cpu":
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return False
+
+
+def choose_dtype(cfg, model, device: torch.device):
+    """The config with a dtype in place of auto; prints the choice and the reason."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        why = "rounds float32 products, and the checks of a run may refuse that; 'highest' does not"
+        say(f"warning: torch.set_float32_matmul_precision('{precision}') {why}")
+    if cfg.dtype != "auto":
+        return cfg
+
+    dtype = "float32"
+    if is_small(model):
+        why = "the model is small"
+    elif fast_bfloat16(device):
+        dtype = "bfloat16"
+        why = f"this {device.type} has fast bfloat16"
+    else:
+        why = f"this {device.type} has no fast bfloat16"
+    say(f"--dtype {dtype} ({why})")
+    return dataclasses.replace(cfg, dtype=dtype)
+
+
+def fit_micro_batch(cfg, model, device: torch.device):
+    """The config with a micro-batch that fits the card: the largest, if need be with layers that
+    are recomputed in backward. Off CUDA 2,048 tokens.
+
+    ConfigError if not even the smallest one fits.
+    """
+    if cfg.micro_batch_tokens:
+        return cfg
+    if device.type != "cuda":
+        return dataclasses.replace(cfg, micro_batch_tokens=2048)
+    card = torch.cuda.get_device_properties(device).total_memory
+    head = model.get_input_embeddings().weight.numel()
+    resident = trained_bytes(model) + reference_bytes(cfg, model, head)
+    room = USABLE * card - CUDA - resident - HEAD * head
+
+    choice = largest_that_fits(cfg, model, room)
+
+    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take "
+    sizes += f"{resident / 1e9:.3g}"
+    why = "an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
+    force = "(variants/lora.patch); with --micro_batch_tokens it is tried all the same"
+    need(choice, cfg, "model", f"{sizes}, {why} {force}")
+
+    tokens, recompute = choice
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        say(f"--micro_batch_tokens {tokens} --gradient_checkpointing ({sizes})")
+    else:
+        say(f"--micro_batch_tokens {tokens} ({sizes})")
+    return dataclasses.replace(cfg, micro_batch_tokens=tokens, gradient_checkpointing=recompute)
+
+
+def largest_that_fits(cfg, model, room: float) -> tuple[int, bool] | None:
+    """Tokens of the micro-batch, and whether layers are recomputed: only if nothing else fits."""
+    for recompute in (False, True):
+        if cfg.gradient_checkpointing and not recompute:
+            continue
+        for tokens in MICRO_BATCHES:
+            if update_bytes(cfg, model, tokens, recompute) <= room:
+                return tokens, recompute
+    return None
+
+
+def trained_bytes(model) -> int:
+    """Weights, gradients and moments."""
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total += TRAINED * parameter.numel()
+        else:
+            total += FROZEN * parameter.numel()
+    return total
+
+
+def reference_bytes(cfg, model, head: int) -> int:
+    """The reference model's weights: under bfloat16 all but the embeddings are kept in bfloat16."""
+    if cfg.beta == 0:
+        return 0
+    if cfg.dtype == "bfloat16":
+        return CAST * (count(model) - head) + FROZEN * head
+    return FROZEN * count(model)
+
+
+def update_bytes(cfg, model, tokens: int, recompute: bool) -> float:
+    """What a micro-batch needs besides: what its layers keep for backward, and autocast's casts."""
+    text = model.config.get_text_config()
+    hidden = text.hidden_size
+    layers = text.num_hidden_layers
+    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    layer = ACTIVATION * (hidden + mlp)
+    casts = 0
+    if cfg.dtype == "bfloat16":
+        layer = layer / 2
+        casts = CAST * count(model)
+    if recompute:  # the inputs of all layers, and all of one layer; no casts are kept
+        return tokens * (LAYER_INPUT * hidden * layers + layer)
+    return tokens * layers * layer + casts
+
+
+def resolve_auto(cfg, model, device: torch.device):
+    """The config with a value in place of every `auto`; prints each choice and its reason."""
+    cfg = choose_dtype(cfg, model, device)
+    if cfg.beta > 0 and cfg.kl_in == "loss" and cfg.kl_estimator == "k1":
+        say(
+            "warning: as a loss, k1 has zero expected gradient: it does not keep the policy near "
+            "the reference"
+        )
+    return fit_micro_batch(cfg, model, device)
