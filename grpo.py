@@ -54,7 +54,19 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import auto, check, engine, flags, log, models, ranks, rows, sampler_gap, workers
+from harness import (
+    auto,
+    check,
+    dashboards,
+    engine,
+    flags,
+    log,
+    models,
+    ranks,
+    rows,
+    sampler_gap,
+    workers,
+)
 from harness.arrays import padded, padded_rows, to_device
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
@@ -277,7 +289,7 @@ def validate(cfg: Config) -> None:
     need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    log.check_dashboard(cfg)
+    dashboards.check_installed(cfg)
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there"
         need(cfg.kl_estimator == "k1", cfg, "kl_in", why)

@@ -1,10 +1,5 @@
-"""What a run writes and shows: the log, metrics, dashboards."""
+"""The log of a run: a line per step, metrics.jsonl, completions.jsonl, curves.png, a dashboard."""
 
-import contextlib
-import importlib
-import importlib.util
-import json
-import math
 import os
 import time
 import warnings
@@ -12,315 +7,279 @@ from datetime import timedelta
 
 import numpy as np
 
-import view
 from harness.advice import Advice
-from harness.flags import ConfigError, first_line, need, say
-from harness.rows import pieces
+from harness.curves import draw, is_number, read_jsonl
+from harness.dashboards import DASHBOARDS
+from harness.flags import ConfigError, first_line, say
+from harness.jsonl import JsonLines, finite
 
-LOGGED = 3072  # tokens of a step that are noted where --log_tokens does not say how many samples: less than 100 kB
-
-
-def samples_to_note(samples, cfg) -> list:
-    """The samples whose tokens are noted (--log_tokens): by default of the rows that are written those of the group
-    with the largest advantages, until LOGGED tokens are reached. Not of samples out of the loss."""
-    written = samples if cfg.log_completions < 0 else samples[: cfg.log_completions]
-    if cfg.log_tokens >= 0:
-        return [s for s in written[: cfg.log_tokens] if s.in_loss.any()]
-    groups = {}
-    for s in written:
-        groups.setdefault(s.group, []).append(s)
-    noted = max(
-        groups.values(), key=lambda group: sum(abs(advantage_of(s)) for s in group), default=[]
-    )
-    ends = np.cumsum([len(s.completion_ids) for s in noted])
-    return [s for s, end in zip(noted, ends, strict=True) if s.in_loss.any() and end <= LOGGED]
+NOTED_TOKENS = 3072  # tokens noted per step if --log_tokens gives no number: less than 100 kB
+SHOWN = {  # metric: its name in the line of a step
+    "reward": "reward",
+    "completions/mean_length": "length",
+    "loss": "loss",
+    "grad_norm": "grad",
+    "frac_reward_zero_std": "no-signal",
+    "kl_k1": "kl",  # not k3, which one unlikely token can raise tenfold
+    "sampler_gap": "gap",
+    "failed_rewards": "FAILED REWARDS",
+}
+SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")  # the rest is "no-signal"
 
 
-def advantage_of(sample) -> float:
-    """The mean over its sampled tokens; to the bit where all have the same."""
-    values = sample.advantages[sample.sampled]
-    if not len(values):
-        return 0.0
-    return float(values[0] if (values == values[0]).all() else values.mean())
+# -- metrics of a step
 
 
 def sample_metrics(samples, cfg) -> dict:
-    """Of all samples of the step, in rewards as the advantages saw them. Names as in TRL."""
-    rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)
+    """Metrics over all samples of a step, under TRL's names; rewards as the advantages saw them."""
+    rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)  # [groups, G]
     lengths = np.array([s.n_sampled for s in samples])
-    ended = lengths[[s.finish_reason != "length" for s in samples]]
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # a group all of whose rewards are excluded has no mean
+    ended = np.array([s.finish_reason != "length" for s in samples])
+    with warnings.catch_warnings(action="ignore"):  # of groups without a reward: their mean is NaN
+        stds = np.nanstd(rewards, axis=1, ddof=1)
         metrics = {
             "reward": np.nan_to_num(np.nanmean(rewards)),
             "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
-            "reward_std_within_groups": np.nan_to_num(np.nanstd(rewards, 1, ddof=1)).mean(),
+            "reward_std_within_groups": np.nan_to_num(stds).mean(),
             "advantage_abs": np.mean([abs(advantage_of(s)) for s in samples]),
-            "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+            "completions/clipped_ratio": 1 - ended.mean(),
         }
         for name in samples[0].parts:
-            parts = np.array([s.parts[name] for s in samples], dtype=float)
-            metrics |= {
-                f"rewards/{name}/mean": np.nanmean(parts),
-                f"rewards/{name}/std": np.nanstd(parts, ddof=1),
-            }
-    for kind, part in (("", lengths), ("terminated_", ended)):
-        for name in ("mean", "min", "max") if len(part) else ():
-            metrics[f"completions/{name}_{kind}length"] = getattr(part, name)()
-    return {name: float(value) for name, value in metrics.items()} | dict(
-        tokens=sum(s.n_tokens for s in samples)
-    )
+            values = np.array([s.parts[name] for s in samples], dtype=float)
+            metrics[f"rewards/{name}/mean"] = np.nanmean(values)
+            metrics[f"rewards/{name}/std"] = np.nanstd(values, ddof=1)
+    metrics |= length_metrics("length", lengths)
+    if ended.any():
+        metrics |= length_metrics("terminated_length", lengths[ended])
+    metrics = {name: float(value) for name, value in metrics.items()}
+    return metrics | dict(tokens=sum(s.n_tokens for s in samples))
+
+
+def length_metrics(name: str, lengths) -> dict:
+    return {
+        f"completions/mean_{name}": lengths.mean(),
+        f"completions/min_{name}": lengths.min(),
+        f"completions/max_{name}": lengths.max(),
+    }
+
+
+def advantage_of(sample) -> float:
+    """The mean over its sampled tokens, exactly their value if they are all equal."""
+    values = sample.advantages[sample.sampled]
+    if len(values) == 0:
+        return 0.0
+    if (values == values[0]).all():
+        return float(values[0])
+    return float(values.mean())
+
+
+# -- what is written of a sample
+
+
+def samples_to_note(samples, cfg) -> list:
+    """The samples whose tokens are noted: as many as --log_tokens says, or the first ones of the
+    written group with the most signal (the first group on the page). Only samples in the loss."""
+    written = samples[: n_written(samples, cfg)]
+    if cfg.log_tokens >= 0:
+        return [s for s in written[: cfg.log_tokens] if s.in_loss.any()]
+
+    groups = {}
+    for s in written:
+        groups.setdefault(s.group, []).append(s)
+    group = max(groups.values(), key=signal_of, default=[])
+    noted, tokens = [], 0
+    for s in group:
+        tokens += len(s.completion_ids)
+        if s.in_loss.any() and tokens <= NOTED_TOKENS:
+            noted.append(s)
+    return noted
+
+
+def n_written(samples: list, cfg) -> int:
+    """How many samples, or rows made of them, go into completions.jsonl."""
+    if cfg.log_completions < 0:
+        return len(samples)
+    return cfg.log_completions
+
+
+def signal_of(group) -> float:
+    return sum(abs(advantage_of(s)) for s in group) / len(group)
 
 
 def completion_rows(samples, step: int, tokenizer) -> list[dict]:
-    """What completions.jsonl holds. tokens: their texts, whose join is the completion, and what note_tokens has."""
-    return [
-        dict(
-            step=step,
-            group=s.group,
-            prompt=s.prompt.text,
-            completion=s.text,
-            reward=s.reward,
-            parts=s.parts,
-        )
-        | dict(
-            advantage=advantage_of(s),
-            length=s.n_sampled,
-            finish_reason=s.finish_reason,
-            row=s.prompt.row,
-        )
-        | (dict(logged=s.extra) if s.extra else {})
-        | (
-            dict(
-                tokens=dict(text=pieces(tokenizer, s.completion_ids, s.text))
-                | in_thousandths(s.token_notes)
-            )
-            if s.token_notes
-            else {}
-        )
-        for s in samples
-    ]
+    """The rows of completions.jsonl."""
+    return [completion_row(s, step, tokenizer) for s in samples]
+
+
+def completion_row(sample, step: int, tokenizer) -> dict:
+    row = dict(
+        step=step,
+        group=sample.group,
+        prompt=sample.prompt.text,
+        completion=sample.text,
+        reward=sample.reward,
+        parts=sample.parts,
+        advantage=advantage_of(sample),
+        length=sample.n_sampled,
+        finish_reason=sample.finish_reason,
+        row=sample.prompt.row,
+    )
+    if sample.extra:
+        row["logged"] = sample.extra
+    if sample.token_notes:
+        texts = token_texts(tokenizer, sample.completion_ids, sample.text)
+        row["tokens"] = dict(text=texts, **in_thousandths(sample.token_notes))
+    return row
 
 
 def in_thousandths(notes: dict) -> dict:
     """Token notes as whole numbers, which take less room: nats, and push, times 1000."""
-    return {
-        name: np.nan_to_num(1000 * values, nan=0, posinf=0, neginf=0).round().astype(int).tolist()
-        for name, values in notes.items()
-    }
+    columns = {}
+    for name, values in notes.items():
+        numbers = np.nan_to_num(1000 * values, nan=0, posinf=0, neginf=0)
+        columns[name] = numbers.round().astype(int).tolist()
+    return columns
 
 
-class JsonLines:
-    """A file of one JSON object a line. A full disk delays lines, it does not stop the run or tear the file."""
+def token_texts(tokenizer, ids: np.ndarray, text: str) -> list[str]:
+    """The text of each token [T], which join to `text`. The token that ended it has none.
 
-    def __init__(self, path: str, last_step: int):
-        """Cuts off what an interrupted run wrote after its checkpoint: that is made again."""
-        self.path, self.pending, self.size = path, b"", 0
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    if json.loads(line)["step"] > last_step:
-                        break
-                if not line.endswith(b"\n"):
-                    break
-                self.size += len(line)
-        self.write()
+    A character that is made of several tokens stands at the last of them.
+    """
+    from tokenizers.decoders import DecodeStream
 
-    def write(self, *rows) -> None:
-        texts = [json.dumps(finite(row), default=str, separators=(",", ":")) for row in rows]
-        self.pending += "".join(f"{text}\n" for text in texts).encode()
-        try:
-            with open(self.path, "ab") as file:
-                self.size = min(self.size, file.tell())  # less: it was moved away, and begins anew
-                file.truncate(self.size)  # half a line of a write that failed
-                file.write(self.pending)
-        except OSError as error:
-            say(
-                f"cannot write {self.path} ({error.strerror}): what is missing waits for the next try"
-            )
-        else:
-            self.size, self.pending = self.size + len(self.pending), b""
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = []
+    for i in ids.tolist():
+        piece = None
+        if i < len(tokenizer):  # ids beyond it (a padded vocabulary) have no text
+            try:
+                piece = stream.step(tokenizer.backend_tokenizer, i)
+            except Exception:  # bytes that make no character; a tokenizer of another kind
+                piece = None
+        if piece is None or not text.startswith(piece):
+            piece = ""
+        texts.append(piece)
+        text = text[len(piece) :]
+    texts[-1] += text  # the rest, if the stream fell out of step
+    return texts
+
+
+# -- the log
 
 
 class Log:
-    """What a run says and writes: metrics.jsonl, completions.jsonl, a line a step, curves.png, a dashboard."""
+    """Every rank keeps the history of metrics; rank 0 prints it, writes it and sends it."""
 
     def __init__(self, cfg, first: int, started: float, rank0: bool):
-        self.cfg, self.first, self.rank0 = (
-            cfg,
-            first,
-            rank0,
-        )  # first: the step that the run begins after
-        self.history, self.started, self.loop_started = [], started, time.monotonic()
+        """first: the step that the run begins or resumes after. started: time.monotonic()."""
+        self.cfg = cfg
+        self.first = first
+        self.rank0 = rank0
+        self.started = started
+        self.loop_started = time.monotonic()
+        self.history = []
         if rank0:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
-            self.history = view.read_jsonl(self.metrics.path)
+            self.history = read_jsonl(self.metrics.path)
             self.advice = Advice(cfg, self.history)
             try:
-                self.send, self.finish = reporter(cfg)
+                self.dashboard = DASHBOARDS[cfg.report_to](cfg, first)
             except Exception as error:
                 raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
-        step, steps = metrics["step"], self.cfg.max_steps
-        seconds = (time.monotonic() - self.loop_started) / (step - self.first)
-        left = timedelta(seconds=round(seconds * (steps - step)))
-        shown = [
-            f"{name} {metrics[key]:.3g}"
-            for key, name in SHOWN.items()
-            if view.is_number(metrics.get(key))
-        ]
-        for cause in (
-            "not_finite",
-            "left_out",
-            "nothing_sampled",
-            "at_reference",
-        ):  # no_advantage is "no-signal" above
-            if metrics.get(f"skipped_steps/{cause}"):
-                shown.append(f"SKIPPED {metrics[f'skipped_steps/{cause}']} ({cause})")
-        line = f"step {step}/{steps} {' '.join(shown)} | {metrics['tokens_per_s']:.0f} tok/s, {left} left"
-        self.add(
-            metrics,
-            rows if self.cfg.log_completions < 0 else rows[: self.cfg.log_completions],
-            line,
-        )
+        """rows: one for each sample of the step, of which the first are written."""
+        self.add(metrics, rows[: n_written(rows, self.cfg)], self.step_line(metrics))
+
+    def step_line(self, metrics: dict) -> str:
+        words = [f"step {metrics['step']}/{self.cfg.max_steps}"]
+        for key, name in SHOWN.items():
+            if is_number(metrics.get(key)):
+                words.append(f"{name} {metrics[key]:.3g}")
+        for cause in SKIPPED:
+            count = metrics.get(f"skipped_steps/{cause}")
+            if count:
+                words.append(f"SKIPPED {count} ({cause})")
+        seconds = time.monotonic() - self.loop_started
+        seconds_per_step = seconds / (metrics["step"] - self.first)
+        remaining_steps = self.cfg.max_steps - metrics["step"]
+        remaining = timedelta(seconds=round(seconds_per_step * remaining_steps))
+        return f"{' '.join(words)} | {metrics['tokens_per_s']:.0f} tok/s, {remaining} left"
 
     def eval(self, step: int, metrics: dict) -> None:
-        """A line of its own, after that of its step."""
-        line = (
-            f"step {step}: eval accuracy {accuracy(metrics)}, length {metrics['eval_length']:.3g}"
-        )
+        """An eval has a line of its own, after that of its step."""
+        length = f"{metrics['eval_length']:.3g}"
+        line = f"step {step}: eval accuracy {accuracy(metrics)}, length {length}"
         self.add(dict(step=step) | metrics, [], line)
 
     def add(self, metrics: dict, rows: list[dict], line: str) -> None:
         self.history.append(finite(metrics))
-        if self.rank0:
-            self.metrics.write(metrics)
-            self.completions.write(*rows)
-            for text in (line, *self.advice.see(self.history[-1])):
-                say(text)
-            self.report(self.send, metrics, rows)
+        if not self.rank0:
+            return
+        self.metrics.write(metrics)
+        self.completions.write(*rows)
+        say(line)
+        for note in self.advice.see(self.history[-1]):
+            say(note)
+        self.report(self.dashboard.send, metrics, rows)
 
     def report(self, call, *args) -> None:
-        """What only talks does not end a run."""
+        """A dashboard that fails does not end the run."""
         try:
             call(*args)
         except Exception as error:
             say(f"--report_to {self.cfg.report_to} failed: {first_line(error)}")
 
+    def evals(self) -> list[dict]:
+        """The evals so far that have an accuracy: the reward may apply to no row."""
+        keys = ("eval_accuracy", "eval_stderr")
+        return [m for m in self.history if all(is_number(m.get(key)) for key in keys)]
+
     def best(self) -> int:
-        """The step of the highest eval accuracy; 0: none yet."""
-        evals = [m for m in self.history if m["step"] and view.is_number(m.get("eval_accuracy"))]
-        return max(evals, key=lambda m: m["eval_accuracy"], default=dict(step=0))["step"]
+        """The step with the highest eval accuracy; 0: none yet."""
+        evals = [m for m in self.evals() if m["step"] > 0]
+        if not evals:
+            return 0
+        return max(evals, key=lambda m: m["eval_accuracy"])["step"]
 
     def close(self) -> None:
-        """Draws the curves and says the greppable end of the log."""
+        """Draws the curves and prints the summary, one "name: value" per line."""
         if not self.rank0:
             return
-        self.metrics.write()  # what waits
+        now = time.monotonic()
+        self.metrics.write()  # lines that are still waiting
         self.completions.write()
-        out, now = self.cfg.out_dir, time.monotonic()
-        curves, best = os.path.join(out, "curves.png"), os.path.join(out, "best")
-        try:
-            view.draw([out], curves)
-        except (OSError, ImportError, ValueError) as error:  # a picture is not worth a run
-            curves = f"not drawn: {error}"
-        evals = [accuracy(m) for m in self.history if m.get("eval_accuracy") is not None]
-        values = dict(accuracy_before=evals[0], accuracy_after=evals[-1]) if evals else {}
-        values |= dict(steps=max([self.first, *(m["step"] for m in self.history)]))
-        values |= dict(
+        self.report(self.dashboard.finish)
+        out_dir = self.cfg.out_dir
+        best = os.path.join(out_dir, "best")
+        evals = self.evals()
+        summary = {}
+        if evals:
+            summary = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1]))
+        summary |= dict(
+            steps=max([self.first, *(m["step"] for m in self.history)]),
             train_seconds=f"{now - self.loop_started:.1f}",
             total_seconds=f"{now - self.started:.1f}",
+            out_dir=out_dir,
+            samples=f"python view.py {out_dir} --step",
+            curves=self.draw_curves(),
         )
-        values |= dict(out_dir=out, samples=f"python view.py {out} --step", curves=curves)
-        values |= dict(best=f"{best}, of step {self.best()}") if os.path.islink(best) else {}
-        self.report(self.finish)
-        say("\n".join(f"{key}: {value}" for key, value in values.items()))
+        if os.path.islink(best):
+            summary["best"] = f"{best}, of step {self.best()}"
+        say("\n".join(f"{name}: {value}" for name, value in summary.items()))
 
-
-SHOWN = {
-    "reward": "reward",
-    "completions/mean_length": "length",
-    "loss": "loss",
-    "grad_norm": "grad",
-}
-SHOWN |= {
-    "frac_reward_zero_std": "no-signal",
-    "kl": "kl",
-    "sampler_gap": "gap",
-    "failed_rewards": "FAILED REWARDS",
-}
-
-
-def finite(values):
-    """What JSON cannot hold becomes null."""
-    if isinstance(values, dict):
-        return {key: finite(value) for key, value in values.items()}
-    return None if isinstance(values, float) and not math.isfinite(values) else values
+    def draw_curves(self) -> str:
+        """The path of the picture, or why there is none: matplotlib, and all that it calls, can
+        raise anything, and a picture is not worth a run."""
+        path = os.path.join(self.cfg.out_dir, "curves.png")
+        try:
+            draw([self.cfg.out_dir], path)
+        except Exception as error:
+            return f"not drawn: {first_line(error)}"
+        return path
 
 
 def accuracy(metrics: dict) -> str:
     return f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
-
-
-# What --report_to needs installed.
-DASHBOARDS = {
-    "none": (),
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb", "pandas"),
-    "trackio": ("trackio", "pandas"),
-}
-
-
-def check_dashboard(cfg) -> None:
-    packages = DASHBOARDS[cfg.report_to]
-    is_installed = all(installed(package) for package in packages)
-    need(is_installed, cfg, "report_to", f"not installed; pip install {' '.join(packages)}")
-
-
-def installed(package: str) -> bool:
-    """A folder of that name is no package: wandb writes to one in the working directory."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def reporter(cfg) -> tuple:
-    """Two functions: send(metrics, rows) to a dashboard under TRL's names, and finish(). Imports what is asked for."""
-    if cfg.report_to == "none":
-        return lambda metrics, rows: None, lambda: None
-    if cfg.report_to == "tensorboard":
-        package = None  # it has no tables
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
-            cfg.out_dir, flush_secs=10
-        )
-        log, finish = (
-            lambda values, step: [writer.add_scalar(*item, step) for item in values.items()],
-            writer.close,
-        )
-    else:
-        package, pandas = importlib.import_module(cfg.report_to), importlib.import_module("pandas")
-        os.environ.setdefault("WANDB_DIR", cfg.out_dir)
-        resume = "allow" if cfg.resume == "latest" else "never"
-        run = package.init(
-            project="grpo", name=os.path.basename(cfg.out_dir), config=vars(cfg), resume=resume
-        )
-        log, finish = lambda values, step: run.log(values, step=step), run.finish
-
-    def send(metrics, rows):
-        found = {
-            f"eval/{k[5:]}" if k.startswith("eval_") else f"train/{k}": v
-            for k, v in metrics.items()
-        }
-        values = {name: value for name, value in found.items() if view.is_number(value)}
-        if rows and package:
-            names = ("step", "prompt", "completion", "advantage")
-            table = [
-                {name: row[name] for name in names} | row["parts"] | row.get("logged", {})
-                for row in rows
-            ]
-            values["completions"] = package.Table(dataframe=pandas.DataFrame(table))
-        log(values, metrics["step"])
-
-    return send, finish

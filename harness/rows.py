@@ -304,27 +304,3 @@ def same_everywhere(value):
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))
-
-
-def pieces(tokenizer, ids: np.ndarray, text: str) -> list[str]:
-    """The text of each token; joined they are `text`.
-
-    A character of several tokens goes to the last of them; the end token has no text.
-    """
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=False)
-    texts = []
-    rest = text
-    for i in ids.tolist():
-        piece = ""
-        if i < len(tokenizer):
-            # It fails on bytes that make no character, and on tokenizers of another kind.
-            with contextlib.suppress(Exception):
-                piece = stream.step(tokenizer.backend_tokenizer, i) or ""
-        if not rest.startswith(piece):
-            piece = ""
-        texts.append(piece)
-        rest = rest[len(piece) :]
-    texts[-1] += rest  # what could not be divided
-    return texts

@@ -36,7 +36,6 @@ import harness.models
 import harness.rows
 import harness.run
 import reward
-import view
 from grpo import Config, Prompt, Sample
 from harness.fast import FastPolicy
 from harness.ranks import World
@@ -336,7 +335,9 @@ def small_run(out, command_line=False, **options):
         out_dir=str(out),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "draw", lambda *_: None)  # takes longer than the run; others draw
+        patch.setattr(
+            harness.log, "draw", lambda *_: None
+        )  # takes longer than the run; others draw
         return grpo.train(Config(**(settings_ | options)), command_line)
 
 

@@ -1,4 +1,4 @@
-"""What a run says about its own metrics: each condition on planted metrics, and nothing on healthy ones."""
+"""The notes of a run on its own metrics: each on planted metrics, and none on healthy ones."""
 
 import re
 
@@ -18,12 +18,16 @@ HEALTHY = {
     "rewards/answer/std": 0.5,
     "reward_std": 0.5,
     SILENT: 0.2,
+    CUT: 0.02,
+    LENGTH: 100.0,
+    "entropy": 0.5,
+    "kl_k1": 0.02,
+    "grad_norm": 0.5,
 }
-HEALTHY |= {CUT: 0.02, LENGTH: 100.0, "entropy": 0.5, "kl": 0.02, "grad_norm": 0.5}
 
 
 def steps(n=20, **series):
-    """n lines of a healthy run. series: of a metric, a number, or its values (the last one stays)."""
+    """n lines of a healthy run. series: a number for a metric, or its values (the last stays)."""
     values = {name: np.atleast_1d(value).tolist() for name, value in series.items()}
     values = {name: value + value[-1:] * (n - len(value)) for name, value in values.items()}
     return [
@@ -38,7 +42,8 @@ def evals(*accuracies, every=5, stderr=0.02):
     ]
 
 
-def said(*histories, cfg=None):
+def notes(*histories, cfg=None):
+    """The notes of a run with these lines, in the order of their steps."""
     advice = Advice(cfg or Config(), [])
     history = sorted((line for lines in histories for line in lines), key=lambda line: line["step"])
     return [note for line in history for note in advice.see(line)]
@@ -50,7 +55,7 @@ def rewards(value, std=0.3):
 
 UP, FALL = np.linspace(0.3, 0.8, 20), evals(0.4, 0.6, 0.5, 0.4, 0.2)
 HIGH_RATE = Config(learning_rate=1e-4)
-PLANTED = {  # name: (histories that it is said of), what it says, (near misses), flags
+PLANTED = {  # name: histories with the fault, what the note says, near misses, flags
     "no signal, all right": (
         [steps(**{SILENT: [0.8] * 3 + [0.95]}, **rewards(0.97))],
         "95% of the groups have had no signal for 5 steps, all right: take harder prompts",
@@ -71,12 +76,12 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
     ),
     "cut off": (
         [steps(**{CUT: [0.65, 0.6, 0.55, 0.6, 0.62]})],
-        "60% are cut off; raise --max_completion_length",
+        "60% are cut off; raise --max_completion_length, or add overlong",
         [steps(**{CUT: [0.65, 0.62, 0.6, 0.55, 0.36, 0.18, 0.1]})],  # it learns to be short
     ),
     "into the limit": (
         [steps(**{CUT: np.linspace(0, 0.4, 20), LENGTH: np.linspace(100, 300, 20)})],
-        "and they grew by",
+        "% are cut off; raise --max_completion_length, or add overlong",
         [steps(**{LENGTH: np.linspace(100, 300, 20)}), steps(**{CUT: np.linspace(0, 0.3, 20)})],
     ),
     "entropy": (
@@ -99,13 +104,14 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
         ],
     ),
     "KL": (
-        [steps(kl=np.linspace(0, 2, 20))],
+        [steps(kl_k1=np.linspace(0, 2, 20))],
         "The KL grows without end: it is",
         [
             steps(
-                n=40, kl=1.2 * (1 - 0.8 ** np.arange(40.0)), **rewards(np.linspace(0.2, 0.9, 40))
+                n=40, kl_k1=1.2 * (1 - 0.8 ** np.arange(40.0)), **rewards(np.linspace(0.2, 0.9, 40))
             ),  # levels off
-            steps(kl=[0.1, 3.0] * 10),  # outliers of k3
+            steps(kl_k1=[0.1, 3.0] * 10),  # outliers
+            steps(kl_k1=np.linspace(2, 1, 20)),  # distillation: it falls towards a teacher
         ],
     ),
     "one value": (
@@ -119,7 +125,12 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
     "learning rate": (
         [steps(grad_norm=2.0)],
         "learning rate does not fit: the gradient norm is 2 times --max_grad_norm",
-        [steps(grad_norm=[2.0, 2.0, 2.0, 0.9])],
+        [
+            steps(grad_norm=[2.0, 2.0, 2.0, 0.9]),
+            steps(grad_norm=2.0, n=9),
+            steps(grad_norm=2.0, kl_k1=np.linspace(2, 1, 20)),  # distillation
+            steps(grad_norm=2.0, **rewards(np.linspace(0.3, 0.6, 20))),
+        ],
         HIGH_RATE,
     ),
     "gradient": (
@@ -131,35 +142,35 @@ PLANTED = {  # name: (histories that it is said of), what it says, (near misses)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_wrong_is_said_once(name):
+def test_what_is_wrong_is_noted_once(name):
     histories, text, near, *cfg = PLANTED[name]
-    found = [note for note in said(*histories, cfg=cfg and cfg[0]) if text in note]
-    assert len(found) == 1
-    assert "\n" not in found[0] and "nan" not in found[0]
+    noted = [note for note in notes(*histories, cfg=cfg and cfg[0]) if text in note]
+    assert len(noted) == 1
+    assert "\n" not in noted[0] and "nan" not in noted[0]
     for history in near:
-        assert not [note for note in said(history, cfg=cfg and cfg[0]) if text in note]
+        assert not [note for note in notes(history, cfg=cfg and cfg[0]) if text in note]
 
 
-def test_a_planted_run_says_nothing_else():
+def test_a_planted_run_has_no_other_note():
     """But that a reward of one value gives no group a signal."""
     for name, (histories, _, _, *cfg) in PLANTED.items():
-        assert len(said(*histories, cfg=cfg and cfg[0])) == 1 + (name == "one value"), name
+        assert len(notes(*histories, cfg=cfg and cfg[0])) == 1 + (name == "one value"), name
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_run_that_goes_on_from_a_checkpoint_elsewhere():
-    """Its first line is of step 41, its best eval of step 40: the reward has risen since its own first steps."""
+    """Its best eval, of step 40, is before its first line: the reward has risen since that one."""
     later = [line | dict(step=40 + line["step"]) for line in steps(**rewards(UP))]
-    found = said(
+    found = notes(
         later, [line | dict(step=40 + line["step"]) for line in evals(0.6, 0.5, 0.4, 0.3, 0.2)]
     )
     assert len(found) == 1 and "the answers are nonsense" in found[0]
 
 
 def test_no_clipping_no_numbers_and_old_names():
-    assert said(steps(grad_norm=1e9), cfg=Config(max_grad_norm=0.0)) == []
-    assert said([dict(step=i, loss=None, kl_k3=1.0) for i in range(30)]) == []
-    assert said(steps(grad_norm=None), steps(n=9, kl=None, entropy=None)) == []
+    assert notes(steps(grad_norm=1e9), cfg=Config(max_grad_norm=0.0)) == []
+    assert notes([dict(step=i, loss=None, kl_k3=1.0) for i in range(30)]) == []
+    assert notes(steps(grad_norm=None), steps(n=9, kl_k1=None, entropy=None)) == []
 
 
 def test_each_note_names_a_paragraph_of_the_reference():
@@ -167,13 +178,14 @@ def test_each_note_names_a_paragraph_of_the_reference():
         read(f"{HERE}/REFERENCE.md").partition("\n## Troubleshooting\n")[2].partition("\n## ")[0]
     )
     for histories, _, _, *cfg in PLANTED.values():
-        for note in said(*histories, cfg=cfg and cfg[0]):
+        for note in notes(*histories, cfg=cfg and cfg[0]):
             heading = re.match(r"note: (.+?): .+ \(REFERENCE.md, Troubleshooting\)$", note)[1]
             assert f"- **{heading}" in section
 
 
-# Measured, every second step: the default run (seed 0), and the first steps of the README's real model, after which its
-# figure has a reward near 0.8 and lengths near 8.7. 81 % of its groups were without a signal in steps 21 to 50.
+# Measured, every second step: the default run (seed 0), and the first steps of README's real model.
+# After these its figure has a reward near 0.8 and lengths near 8.7; in steps 21 to 50 81 % of its
+# groups had no signal.
 DEFAULT = {
     "reward": [0.25, 0.45, 0.71, 0.73, 0.86, 0.89, 0.91, 0.93, 0.94, 0.95, 0.94],
     "reward_std": [0.44, 0.5, 0.45, 0.45, 0.34, 0.31, 0.28, 0.26, 0.24, 0.22, 0.24],
@@ -181,7 +193,7 @@ DEFAULT = {
     LENGTH: [8.7, 12, 20.6, 22.8, 23.6, 25.4, 26.2, 26.7, 26.6, 26.8, 26.7],
     CUT: [0, 0, 0, 0, 0.004, 0, 0.004, 0],
     "entropy": [0.107, 0.071, 0.051, 0.039, 0.027, 0.023, 0.021, 0.017, 0.017, 0.017, 0.016],
-    "kl": [0, 0.018, 0.042, 0.072, 0.097, 0.079, 0.063, 0.042, 0.037, 0.172, 0.05],
+    "kl_k1": [0, 0.017, 0.046, 0.074, 0.068, 0.072, 0.065, 0.067, 0.068, 0.065, 0.068],
     "grad_norm": [0.47, 0.44, 0.26, 0.19, 0.22, 0.21, 0.14, 0.14, 0.17, 0.17, 0.21],
 }
 SUMS = {
@@ -191,37 +203,60 @@ SUMS = {
     LENGTH: [13.8, 12.5, 9.8, 9.4, 9.0, 9.1, 8.9, 9.1, 9.4, 8.7, 8.4],
     CUT: [0.65, 0.41, 0.18, 0.09, 0.03, 0.05, 0.05, 0.07, 0.09, 0.02],
     "entropy": [1.9, 1.55, 0.95, 0.45, 0.2, 0.18, 0.28, 0.35, 0.28, 0.1, 0.05],
-    "kl": None,
+    "kl_k1": None,
     "grad_norm": [1.5, 1.56, 1.92, 2.37, 1.83, 1.88, 4.28, 3.61, 2.05, 4.0, 2.0, 4.0],
 }
 
 
-def test_healthy_runs_say_nothing():
+# Measured: the bundled model with beta 1, advantages 0 and a trained reference as its teacher, by
+# learning rate.
+DISTILLATION = {
+    3e-4: {
+        "reward": [0.234, 0.266, 0.344, 0.516, 0.688, 0.719, 0.578, 0.766, 0.688, 0.75, 0.766],
+        "kl_k1": [1.281, 0.735, 0.607, 0.335, 0.132, 0.071, 0.097, 0.035, 0.054, 0.046, 0.06],
+        "grad_norm": [3.43, 2.17, 4.39, 2.2, 2.04, 1.02, 1.45, 0.94, 1.12, 0.8, 1.01],
+    },
+    3e-5: {
+        "reward": [0.234, 0.234, 0.266, 0.297, 0.5, 0.438, 0.266, 0.344, 0.328, 0.375, 0.438],
+        "kl_k1": [1.281, 0.866, 0.886, 0.737, 0.934, 0.513, 0.793, 0.851, 0.552, 0.865, 0.278],
+        "grad_norm": [3.43, 2.3, 3.74, 2.54, 3.27, 2.53, 2.39, 2.77, 2.42, 2.5, 1.66],
+    },
+}  # fmt: skip
+
+
+def test_healthy_runs_have_no_note():
     default = {name: np.repeat(value, 2)[:20] for name, value in DEFAULT.items()}
     default["rewards/answer/mean"] = default["reward"]
-    assert (
-        said(steps(**default), evals(0.16, 0.986, 0.99, 0.992, 0.996), cfg=Config(**BUNDLED)) == []
-    )
+    accuracies = evals(0.16, 0.986, 0.99, 0.992, 0.996)
+    assert notes(steps(**default), accuracies, cfg=Config(**BUNDLED)) == []
     sums = {name: value if value is None else np.repeat(value, 2) for name, value in SUMS.items()}
     sums["rewards/answer/mean"] = sums["reward"]
-    found = evals(0.411, 0.714, 0.79, 0.77, 0.82, 0.8, 0.875, 0.93, 0.88, every=10, stderr=0.05)
-    assert (
-        said(steps(n=80, **sums), found, cfg=Config(beta=0.0, learning_rate=2e-5, max_steps=80))
-        == []
-    )
+    accuracies = [0.411, 0.714, 0.79, 0.77, 0.82, 0.8, 0.875, 0.93, 0.88]
+    accuracies = evals(*accuracies, every=10, stderr=0.05)
+    cfg = Config(beta=0.0, learning_rate=2e-5, max_steps=80)
+    assert notes(steps(n=80, **sums), accuracies, cfg=cfg) == []
 
 
-def test_a_run_says_it_and_does_not_repeat_it_when_resumed(tmp_path, capsys):
+@pytest.mark.parametrize("rate", DISTILLATION)
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1])
+def test_a_healthy_distillation_has_no_note(rate, max_grad_norm):
+    """The reference is a teacher: the KL and its gradient are large from the first step on."""
+    history = steps(n=11, **DISTILLATION[rate])
+    cfg = Config(beta=1.0, learning_rate=rate, max_grad_norm=max_grad_norm)
+    assert notes(history, cfg=cfg) == []
+
+
+def test_a_run_prints_a_note_and_a_resume_does_not_repeat_it(tmp_path, capsys):
     """overlong is 0 for each of these completions."""
     options = dict(max_completion_length=60, num_minibatches=1, num_prompts=1, max_steps=5)
     small_run(tmp_path / "out", **options)
     printed = capsys.readouterr().out.splitlines()
-    notes = [line for line in printed if line.startswith("note: ")]
-    assert [note.split(":")[1] for note in notes] == [
+    noted = [line for line in printed if line.startswith("note: ")]
+    assert [note.split(":")[1] for note in noted] == [
         " The reward has one value only",
         " `frac_reward_zero_std` is near 1",
     ]
-    assert printed[printed.index(notes[0]) - 1].startswith("step 5/5 ")
+    assert printed[printed.index(noted[0]) - 1].startswith("step 5/5 ")
     small_run(tmp_path / "out", **options | dict(max_steps=7), resume="latest")
     assert "step 7/7" in (resumed := capsys.readouterr().out) and "note: " not in resumed
     assert len(lines(tmp_path / "out" / "metrics.jsonl")) == 7

@@ -1,24 +1,37 @@
-"""What a run writes and shows: the lines of its logs, dashboards."""
+"""Tests of the log: its lines, its files, the end of a run, dashboards."""
 
 import json
 import os
 import sys
 import types
 
+import matplotlib
 import numpy as np
 import pytest
 
 import grpo
+import harness.dashboards
+import harness.jsonl
 import harness.log
-from grpo import Config
+import view
+from grpo import Config, Sample
 from harness.flags import ConfigError
+from harness.rows import Prompt
 from tests.common import BUNDLED, copy_cut_back, lines, small_run, state_of
 
 pytest_plugins = "tests.common"
 
 
+def log_of(out_dir, first=0, **flags):
+    """The log of a run that begins after the step `first`."""
+    return harness.log.Log(Config(out_dir=str(out_dir), **flags), first, started=0.0, rank0=True)
+
+
+# -- files
+
+
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
-    log = harness.log.JsonLines(str(tmp_path / "m.jsonl"), 0)
+    log = harness.jsonl.JsonLines(str(tmp_path / "m.jsonl"), 0)
     log.write({"step": 1})
     whole_open = open
 
@@ -28,7 +41,7 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
         file.close()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(harness.log, "open", full, raising=False)
+    monkeypatch.setattr(harness.jsonl, "open", full, raising=False)
     log.write({"step": 2})
     monkeypatch.undo()
     assert "No space left on device" in capsys.readouterr().out
@@ -40,7 +53,7 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch, capsys):
 def test_a_log_that_is_moved_away_comes_back(tmp_path, how):
     """Removed, or cut to nothing by a rotation that copies: later lines are in a new file."""
     path = tmp_path / "m.jsonl"
-    log = harness.log.JsonLines(str(path), 0)
+    log = harness.jsonl.JsonLines(str(path), 0)
     for step in (1, 2, 3, 4):
         log.write({"step": step})
         if step == 2:
@@ -59,7 +72,8 @@ def test_odd_lines_in_a_log_do_not_stop_a_resume(undisturbed, tmp_path):
 
 def test_a_model_that_scores_no_number_leaves_a_log_that_is_json(tmp_path, capsys):
     (tmp_path / "rewards.py").write_text(
-        "def none(completion, row): return None\ndef fails(completion, row): return row['nothing']\n"
+        "def none(completion, row): return None\n"
+        "def fails(completion, row): return row['nothing']\n"
     )
     options = dict(eval_data=BUNDLED.eval_data, max_steps=1, num_minibatches=1)
     small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:none,overlong", **options)
@@ -70,12 +84,77 @@ def test_a_model_that_scores_no_number_leaves_a_log_that_is_json(tmp_path, capsy
     assert "eval of step 0: reward fails failed on sample" in capsys.readouterr().out
 
 
+# -- lines, metrics, notes
+
+
+def test_the_line_of_a_step_shows_the_kl_by_k1(tmp_path, capsys):
+    """One unlikely token raises k3 tenfold."""
+    metrics = dict(step=1, reward=0.5, kl=0.172, kl_k1=0.0645, tokens_per_s=100)
+    log_of(tmp_path, max_steps=4).step(metrics | {"skipped_steps/left_out": 2}, [])
+    line = capsys.readouterr().out
+    assert line.startswith("step 1/4 reward 0.5 kl 0.0645 SKIPPED 2 (left_out) | 100 tok/s, ")
+
+
+def test_the_group_with_noted_tokens_is_the_first_card_of_the_page():
+    """Also if the last group is written in part: signal is a mean over the samples of a group."""
+
+    def sample(group, i, advantage):
+        ids = np.arange(3, dtype=np.int32)
+        prompt = Prompt(ids, "p", {})
+        return Sample(
+            group, prompt, ids, ids * 0.0, "stop", text=f"{i}", advantages=np.full(3, advantage)
+        )
+
+    advantages = {0: [0, 0, 0], 1: [1, -0.5, -0.5], 2: [2, -1, -1]}
+    samples = [sample(group, i, a) for group, row in advantages.items() for i, a in enumerate(row)]
+    for written, group in ((-1, 2), (9, 2), (7, 2), (6, 1), (3, 0)):
+        cfg = Config(log_completions=written)
+        noted = harness.log.samples_to_note(samples, cfg)
+        assert {s.group for s in noted} == {group}
+        rows = harness.log.completion_rows(samples, 1, tokenizer=None)
+        log = {1: rows[: harness.log.n_written(rows, cfg)]}
+        assert view.make_cards(1, [log], ["run"])[0]["title"] == f"group {group}"
+    assert harness.log.samples_to_note(samples, Config(log_tokens=4)) == samples[:4]
+
+
+# -- the end of a run
+
+
+def test_a_matplotlibrc_that_asks_for_latex_does_not_end_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # and there is no LaTeX
+    log = log_of(tmp_path)
+    log.step(dict(step=1, reward=1.0, tokens_per_s=1), [])
+    log.close()
+    assert f"curves: {tmp_path}/curves.png\n" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_odd_evals_in_a_log_do_not_end_a_run(tmp_path, capsys):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.write(
+            '{"step":0,"eval_accuracy":0.5}\n{"step":0,"eval_accuracy":"x","eval_stderr":1}\n'
+        )
+    log_of(tmp_path).close()
+    assert "accuracy" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no font\nand more"), ZeroDivisionError()])
+def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(tmp_path, monkeypatch, capsys, error):
+    def draw(out_dirs, path):
+        raise error
+
+    monkeypatch.setattr(harness.log, "draw", draw)
+    log_of(tmp_path).close()
+    cause = (str(error) or repr(error)).splitlines()[0]
+    assert f"curves: not drawn: {cause}\n" in capsys.readouterr().out
+
+
 # -- dashboards
 
 
 @pytest.fixture
 def dashboard(monkeypatch, undisturbed):
-    """Stands in for wandb or trackio, and for the pandas that their tables need, after a run has looked for them."""
+    """Stands in for wandb or trackio, and for the pandas that makes their tables."""
     sent = []
     run = types.SimpleNamespace(
         log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end")
@@ -83,7 +162,7 @@ def dashboard(monkeypatch, undisturbed):
     package = types.SimpleNamespace(
         init=lambda project, name, config, resume: run, Table=lambda dataframe: ("table", dataframe)
     )
-    monkeypatch.setattr(harness.log, "installed", lambda name: True)
+    monkeypatch.setattr(harness.dashboards, "is_installed", lambda name: True)
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, package)
@@ -92,44 +171,53 @@ def dashboard(monkeypatch, undisturbed):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_dashboard_gets_trls_names_and_table(dashboard, tmp_path, name):
-    small_run(
-        tmp_path / "out",
-        report_to=name,
-        max_steps=1,
-        eval_data=BUNDLED.eval_data,
-        log_completions=3,
-    )
+    options = dict(max_steps=1, eval_data=BUNDLED.eval_data, log_completions=3)
+    small_run(tmp_path / "out", report_to=name, **options)
     *logged, end = dashboard[2]
     assert [step for step, _ in logged] == [0, 1, 1] and end == "end"
-    assert (
-        "eval/accuracy" in logged[0][1]
-        and "train/reward" in logged[1][1]
-        and "train/step_time" in logged[1][1]
-    )
+    assert "eval/accuracy" in logged[0][1]
+    assert {"train/reward", "train/step_time"} <= set(logged[1][1])
     kind, rows = logged[1][1].pop("completions")
     assert kind == "table" and len(rows) == 3
     assert set(rows[0]) >= {"step", "prompt", "completion", "overlong", "advantage"}
-    assert all(
-        isinstance(value, int | float | np.floating)
-        for _, values in logged
-        for value in values.values()
-    )
+    for _, values in logged:
+        assert all(isinstance(value, int | float | np.floating) for value in values.values())
 
 
-def test_tensorboard_gets_the_same_names(tmp_path, monkeypatch):
-    sent, closed = {}, []
-    writer = types.SimpleNamespace(add_scalar=lambda k, v, step: sent.update({(k, step): v}))
-    writer.close = lambda: closed.append(1)
-    tensorboard = types.SimpleNamespace(SummaryWriter=lambda folder, flush_secs: writer)
-    monkeypatch.setattr(harness.log, "installed", lambda name: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """Stands in for torch.utils.tensorboard. Holds what a writer was made with, sent and closed."""
+    calls = types.SimpleNamespace(options={}, sent={}, closed=0)
+
+    class SummaryWriter:
+        def __init__(self, folder, **options):
+            calls.options = options
+
+        def add_scalar(self, name, value, step):
+            calls.sent[name, step] = value
+
+        def close(self):
+            calls.closed += 1
+
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setattr(harness.dashboards, "is_installed", lambda name: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return calls
+
+
+def test_tensorboard_gets_the_same_names(tmp_path, tensorboard):
     small_run(tmp_path / "out", report_to="tensorboard", max_steps=1, eval_data=BUNDLED.eval_data)
-    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std completions/mean_length kl entropy"
-    assert {(f"train/{name}", 1) for name in names.split()} | {
-        ("eval/accuracy", 0),
-        ("eval/accuracy", 1),
-    } <= set(sent)
-    assert closed == [1]
+    names = "loss grad_norm learning_rate reward reward_std frac_reward_zero_std "
+    names += "completions/mean_length kl entropy"
+    assert {(f"train/{name}", 1) for name in names.split()} <= set(tensorboard.sent)
+    assert {("eval/accuracy", 0), ("eval/accuracy", 1)} <= set(tensorboard.sent)
+    assert tensorboard.closed == 1
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path, tensorboard, first):
+    log_of(tmp_path, first, report_to="tensorboard")
+    assert tensorboard.options["purge_step"] == first + 1
 
 
 def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path, capsys):
@@ -139,9 +227,8 @@ def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path,
         raise ValueError("no network")
 
     run.log = fails
-    small_run(
-        tmp_path / "out", report_to="wandb", train_data=str(undisturbed.parent / "rows.jsonl")
-    )
+    rows = str(undisturbed.parent / "rows.jsonl")
+    small_run(tmp_path / "out", report_to="wandb", train_data=rows)
     assert "--report_to wandb failed: no network" in capsys.readouterr().out
     assert state_of(tmp_path / "out") == state_of(undisturbed)
     package.init = None
@@ -150,11 +237,10 @@ def test_a_dashboard_that_raises_costs_no_step(dashboard, undisturbed, tmp_path,
 
 
 def test_a_folder_is_no_dashboard(tmp_path, monkeypatch):
-    """wandb writes to a folder of its name."""
+    """wandb writes to a folder that has its name."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("wandb", "trackio"):
-        with pytest.raises(
-            ConfigError, match=f"--report_to {name}: not installed; pip install {name} pandas"
-        ):
+        why = f"--report_to {name}: not installed; pip install {name} pandas"
+        with pytest.raises(ConfigError, match=why):
             grpo.prepare(Config(report_to=name))

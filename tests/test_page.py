@@ -14,6 +14,7 @@ import zlib
 import pytest
 
 import view
+from harness.curves import PANELS
 from tests.test_view import HOSTILE, write_run
 
 UP, DOWN = "rgba(0, 130, 200, %s)", "rgba(213, 94, 0, %s)"
@@ -28,29 +29,30 @@ TOKENS = dict(  # in thousandths
 
 
 def write_groups(out_dir, steps=(1, 2, 3), groups=3, prompts="prompt {group} of step {step}"):
-    """A run whose group 2 has the most signal, then 1, then 0 with none; in each an equal pair and one cut off."""
+    """A run whose group 2 has the most signal, then 1; 0 has none. In each group one sample is
+    right and has token notes, two are equal, and one is cut off."""
     write_run(out_dir, steps=max(steps))
     with open(os.path.join(out_dir, "completions.jsonl"), "w") as f:
         for step in steps:
             for group in range(groups):
-                for i, text in enumerate(("4+4", "wrong", "wrong", "cut")):
+                for text in ("4+4", "wrong", "wrong", "cut"):
                     row = dict(
                         step=step,
                         group=group,
                         prompt=prompts.format(group=group, step=step),
                         completion=text,
-                    )
-                    row |= dict(
-                        reward=float(i == 0),
-                        parts={"answer": float(i == 0)},
-                        length=4 + i,
+                        reward=0.0,
+                        parts={"answer": 0.0},
                         row={"answer": 8},
+                        advantage=group * -0.5,
+                        length=3,
+                        finish_reason="stop",
                     )
-                    row |= dict(advantage=group * (1.5 if i == 0 else -0.5), length=3)
-                    row |= dict(
-                        finish_reason="length" if i == 3 else "stop",
-                        tokens=TOKENS if i == 0 else None,
-                    )
+                    if text == "4+4":
+                        row |= dict(reward=1.0, parts={"answer": 1.0}, advantage=group * 1.5)
+                        row["tokens"] = TOKENS
+                    if text == "cut":
+                        row["finish_reason"] = "length"
                     f.write(json.dumps(row) + "\n")
         f.write('{"step": 3, "group": 0, "prom')  # the run goes on
     return str(out_dir)
@@ -135,7 +137,7 @@ def test_measures_that_were_not_logged():
 def test_page_of_a_long_run_leaves_out_steps(tmp_path, monkeypatch, capsys):
     out = write_groups(tmp_path / "a", steps=range(1, 41))
     size = len(next(iter(data_of(write_page(tmp_path, out))["packed"].values())))
-    monkeypatch.setattr(view, "MOST_BYTES", 14 * size)
+    monkeypatch.setattr(view, "MAX_PAGE_BYTES", 14 * size)
     capsys.readouterr()
     steps = data_of(write_page(tmp_path, out, flags=["--step", "6"]))["steps"]
     assert 12 <= len(steps) <= 15 and 6 in steps and steps[-1] == 40
@@ -236,8 +238,11 @@ class Browser:
 
     def set(self, name, value):
         """What a user does with a field."""
-        script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
-        script += "for (const type of ['input', 'change']) e.dispatchEvent(new Event(type, {bubbles: true}))"
+        script = """
+            const field = document.getElementById(arguments[0]);
+            field.value = arguments[1];
+            field.dispatchEvent(new Event('input', {bubbles: true}));
+            field.dispatchEvent(new Event('change', {bubbles: true}));"""
         self.run(script, name, value)
 
     def press(self, key):
@@ -249,16 +254,18 @@ class Browser:
 
     def mouse(self, selector, click=False, along=0.5):
         """To a point of the first such element, along its width."""
-        script = (
-            "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center'}); "
-        )
-        script += "const r = e.getBoundingClientRect(); return [r.left + arguments[1] * r.width, r.top + r.height / 2]"
+        script = """
+            const element = document.querySelector(arguments[0]);
+            element.scrollIntoView({block: 'center'});
+            const box = element.getBoundingClientRect();
+            return [box.left + arguments[1] * box.width, box.top + box.height / 2];"""
         x, y = self.run(script, selector, along)
-        self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased") if click else ():
-            self.devtools(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+        event = "Input.dispatchMouseEvent"
+        self.devtools(event, type="mouseMoved", x=x, y=y)
+        if click:
+            button = dict(x=x, y=y, button="left", clickCount=1)
+            self.devtools(event, type="mousePressed", **button)
+            self.devtools(event, type="mouseReleased", **button)
 
     def errors(self):
         return [entry["message"] for entry in self.call("/se/log", type="browser")]
@@ -315,7 +322,7 @@ def test_browser_curves(tmp_path, browser):
     """The values of the chosen step, and while the mouse is there, of the step under it."""
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a", steps=(5, 10))), "step 10 of 10")
     assert [text.split("\n")[0] for text in browser.texts("#curves h3")] == [
-        panel[0] for panel in view.PANELS
+        panel[0] for panel in PANELS
     ]
     assert [text.strip() for text in browser.texts(".value")][:4] == [
         "1",
@@ -345,12 +352,13 @@ def test_browser_groups_and_filters(tmp_path, browser):
         "2 × reward 0, wrong, ended, answer 0, advantage -1, 3 tokens",
         "reward 0, wrong, cut off, answer 0, advantage -1, 3 tokens",
     ]
-    script = "return [...document.querySelectorAll('.sample')].map(e => getComputedStyle(e).borderLeftColor)"
+    script = """return [...document.querySelectorAll('.sample')].map(
+        sample => getComputedStyle(sample).borderLeftColor)"""
     assert browser.run(script)[:2] == [UP % 0.65, DOWN % 0.65]
     for field, value, samples, cards in [
         ("find", "CUT", 3, 3), ("find", "prompt 1", 4, 1), ("find", "(", 0, 0), ("find", "", 12, 3),
-        ("verdict", "right", 3, 3), ("verdict", "wrong", 9, 3), ("verdict", "cut off", 3, 3), ("find", "group 1", 1, 1),
-        ("verdict", "", 4, 1), ("find", "", 12, 3),
+        ("verdict", "right", 3, 3), ("verdict", "wrong", 9, 3), ("verdict", "cut off", 3, 3),
+        ("find", "group 1", 1, 1), ("verdict", "", 4, 1), ("find", "", 12, 3),
     ]:  # fmt: skip
         browser.set(field, value)
         assert (
@@ -368,7 +376,8 @@ def test_browser_tokens(tmp_path, browser):
     window(browser)
     browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
     assert browser.texts(".sample pre")[:3] == ["4+4<eos>", "wrong", "cut"]
-    script = "return [...document.querySelector('.sample pre').children].map(span => span.style.backgroundColor)"
+    script = """return [...document.querySelector('.sample pre').children].map(
+        span => span.style.backgroundColor)"""
     legends, colors = {}, {}
     for measure in view.MEASURES:
         browser.set("measure", measure)
@@ -386,6 +395,22 @@ def test_browser_tokens(tmp_path, browser):
         json.loads(browser.run(tip).replace("\\a ", "\\n"))
         == '"+"\npush −2\nlogp −3\nentropy 2\nkl −1\ngap −0.5'
     )
+
+
+@pytest.mark.slow
+def test_browser_clears_colours_of_a_measure_that_was_not_logged(tmp_path, browser):
+    """Two runs, of which only the first has a reference and so a KL."""
+    a, b = write_groups(tmp_path / "a"), write_groups(tmp_path / "b")
+    with open(f"{b}/completions.jsonl") as f:
+        text = f.read().replace('"kl": [1000, -1000, 0, 0], ', "")
+    with open(f"{b}/completions.jsonl", "w") as f:
+        f.write(text)
+    browser.open(write_page(tmp_path, a, b), "step 3 of 3")
+    colours = """return [...document.querySelectorAll('article:first-child section')].map(
+        run => run.querySelector('pre span').style.backgroundColor)"""
+    assert browser.run(colours) == [UP % 0.325] * 2
+    browser.set("measure", "kl")
+    assert browser.run(colours) == [UP % 0.65, UP % 0]
 
 
 @pytest.mark.slow
@@ -434,7 +459,8 @@ def test_browser_shows_several_runs_side_by_side(tmp_path, browser):
     a, b = write_groups(tmp_path / "a"), write_groups(tmp_path / "b", steps=(2, 3), groups=2)
     browser.open(write_page(tmp_path, a, b), "step 3 of 3")
     assert browser.texts("h1 span") == ["a", "b"] and len(browser.texts("article")) == 3
-    columns = "return [...document.querySelectorAll('article')].map(c => c.querySelectorAll('section').length)"
+    columns = """return [...document.querySelectorAll('article')].map(
+        card => card.querySelectorAll('section').length)"""
     assert browser.run(columns) == [1, 2, 2]
     browser.set("slider", 0)
     browser.until("document.querySelector('article pre').textContent", "prompt 2 of step 1")

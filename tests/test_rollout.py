@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import grpo
+import harness.log
 import harness.rows
 import reward
 from grpo import Config, Prompt, Sample
@@ -110,7 +111,7 @@ def test_a_reward_sees_special_tokens_but_not_the_end():
     assert [
         reward.BUILT_IN[name].function(text, row) for name in ("answer", "format", "gsm8k")
     ] == [1.0] * 3
-    assert "".join(harness.rows.pieces(tokenizer, ids, text)) == text
+    assert "".join(harness.log.token_texts(tokenizer, ids, text)) == text
 
 
 def test_bytes_that_make_no_character_have_their_place_in_the_log():
@@ -121,6 +122,6 @@ def test_bytes_that_make_no_character_have_their_place_in_the_log():
     )
     ids = ids_of(tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xF0>", "b", "c"]))
     text = grpo.decode(tokenizer, ids)
-    found = harness.rows.pieces(tokenizer, ids, text)
+    found = harness.log.token_texts(tokenizer, ids, text)
     assert found[0] == "a" and len(found) == len(ids) and "".join(found) == text
-    assert harness.rows.pieces(range(300), ids, text) == ["", "", "", "", text]
+    assert harness.log.token_texts(range(300), ids, text) == ["", "", "", "", text]

@@ -8,11 +8,14 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import warnings
 
+import matplotlib
 import pytest
 
 import view
+from harness import curves
 
 pytest_plugins = "tests.common"
 
@@ -84,8 +87,8 @@ def test_view_draws(tmp_path):
         d = write_run(
             tmp_path / "_$a$", steps=0, beta=0
         )  # nothing but the eval before the first step
-        view.draw([a, b, c, d], str(tmp_path / "all.png"))
-        view.draw([d], os.path.join(d, "curves.png"))
+        curves.draw([a, b, c, d], str(tmp_path / "all.png"))
+        curves.draw([d], os.path.join(d, "curves.png"))
     assert (
         png_size(tmp_path / "all.png") == png_size(tmp_path / "_$a$" / "curves.png") == (1600, 900)
     )
@@ -128,42 +131,60 @@ def test_view_draws_any_numbers(tmp_path):
                 None,
             ):  # a resumed run's lines, and worse
                 row = {
-                    key: rng.choice(values) for _, _, curves in view.PANELS for key, _, _ in curves
+                    key: rng.choice(values)
+                    for _, _, curves in curves.PANELS
+                    for key, _, _ in curves
                 }
                 f.write(json.dumps(row | dict(step=step, eval_stderr=rng.choice(values))) + "\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for chosen in (dirs[:1], dirs[2:3], dirs):
-            view.draw(chosen, str(tmp_path / "odd.png"))
+            curves.draw(chosen, str(tmp_path / "odd.png"))
             assert png_size(tmp_path / "odd.png") == (1600, 900)
 
 
 def test_view_reads_what_is_whole(tmp_path):
-    rows = view.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
+    rows = curves.read_jsonl(write_run(tmp_path / "a") + "/metrics.jsonl")
     assert sorted({row["step"] for row in rows}) == list(range(31)) and len(rows) == 34
-    assert list(view.series(rows, "reward")) == list(range(1, 31))
-    assert list(view.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
-    assert list(view.series(rows, "eval_stderr")) == [0]
+    assert list(curves.series(rows, "reward")) == list(range(1, 31))
+    assert list(curves.series(rows, "eval_accuracy")) == [0, 10, 20, 30]
+    assert list(curves.series(rows, "eval_stderr")) == [0]
     resumed = [
         dict(step=2, loss=1),
         dict(step=1, loss=2),
         dict(step=2, loss=3, reward=0),
         dict(step=2),
     ]
-    assert list(view.series(resumed, "loss").items()) == [
+    assert list(curves.series(resumed, "loss").items()) == [
         (1, 2),
         (2, 3),
     ]  # the later line of a step holds
-    assert view.smooth([1.0, 3.0]) == [1.0, 3.0]
-    assert view.smooth([2.0] * 100) == [2.0] * 100
-    assert view.smooth([0.0] * 50 + [5.0] + [0.0] * 49)[47:54] == [0.0] + [1.0] * 5 + [0.0]
+
+
+def test_smoothing_is_a_centred_mean():
+    assert curves.smooth([]) == []
+    assert curves.smooth([1.0, 3.0]) == [1.0, 3.0]
+    assert curves.smooth([2.0] * 100) == [2.0] * 100
+    assert curves.smooth([0.0] * 50 + [5.0] + [0.0] * 49)[47:54] == [0.0] + [1.0] * 5 + [0.0]
+    assert curves.smooth([float(i) for i in range(80)])[:3] == [1.0, 1.5, 2.0]  # less at the ends
+    after_a_spike = curves.smooth([9.9e99, -1e-99] + [0.1] * 398)[12:]
+    assert after_a_spike == [0.1] * 388  # sums of floats would have lost it
+
+
+def test_smoothing_a_long_run_takes_no_time():
+    """Seconds and 1.1 GB when each window was summed anew."""
+    values = [float(i % 7) for i in range(200_000)]
+    start = time.process_time()
+    means = curves.smooth(values)
+    assert time.process_time() - start < 5
+    assert means[100_000] == pytest.approx(3, abs=1e-3)
 
 
 def test_one_spike_does_not_flatten_the_rest(tmp_path):
     out = write_run(tmp_path / "a", steps=100)
     with open(f"{out}/metrics.jsonl", "a") as f:
         f.write('\n{"step": 50, "grad_norm": 800, "reward": -0.5}\n')
-    panels = {panel["title"]: panel for panel in view.read_panels([out])}
+    panels = {panel["title"]: panel for panel in curves.read_panels([out])}
     norm, reward = panels["Gradient norm"], panels["Reward"]
     assert (norm["low"], norm["high"], norm["unit"]) == (
         0,
@@ -225,7 +246,8 @@ def write_rows(out_dir, rows):
 
 
 def test_view_step_is_by_group(tmp_path, capsys):
-    """Groups by signal, samples by reward, the prompt and equal samples once; a sample without a reward is last."""
+    """Groups by signal, samples by reward, the prompt and equal samples once; a sample without a
+    reward comes last."""
     rows = [
         dict(group=0, prompt="weak", completion=f"w{i}", reward=r, advantage=0.1)
         for i, r in enumerate((0, None, 2))
@@ -305,7 +327,7 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
             advantage=0,
             length=1,
         )
-        assert view.group_of([row], "")["samples"][0]["verdicts"] == [
+        assert view.make_group([row])["samples"][0]["verdicts"] == [
             v for v in (verdict, "cut off") if v
         ]
 
@@ -349,6 +371,27 @@ def test_view_errors_are_one_line(tmp_path, monkeypatch, capsys, flags, says):
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err and not glob.glob("x.*")
+
+
+def test_view_draws_where_a_matplotlibrc_asks_for_latex(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)  # and there is no LaTeX
+    view.main([write_run(tmp_path / "a")])
+    assert capsys.readouterr().out == f"{tmp_path}/a/curves.png\n"
+    assert png_size(tmp_path / "a" / "curves.png") == (1600, 900)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no font\nand more"), ZeroDivisionError("zero")])
+def test_whatever_drawing_raises_is_one_line(tmp_path, monkeypatch, capsys, error):
+    def draw(out_dirs, path):
+        raise error
+
+    monkeypatch.setattr(view, "draw", draw)
+    with pytest.raises(SystemExit) as stop:
+        view.main([write_run(tmp_path / "a")])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("view.py: ")
+    assert str(error).split("\n")[0] in err
 
 
 def test_view_command_line(tmp_path):

@@ -125,9 +125,9 @@ class Copy:
         sys.argv = [program, *flags]
         sys.path.insert(0, str(self.directory))
 
-        import view
+        import harness.curves
 
-        view.draw = draw_nothing
+        harness.curves.draw = draw_nothing
         runpy.run_path(program, run_name="__main__")
 
     def saved(self, out="out") -> tuple[dict, dict]:
