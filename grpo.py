@@ -65,7 +65,6 @@ from harness import (
     ranks,
     rows,
     sampler_gap,
-    workers,
 )
 from harness.arrays import padded, padded_rows, to_device
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
@@ -85,7 +84,8 @@ from harness.ranks import (
 from harness.recompute import recomputing
 from harness.rows import Prompt
 from harness.run import Run
-from reward import load_rewards, sources
+from harness.scorer import Scorer, Scores
+from harness.user_code import load_rewards, reward_row, sources
 
 try:
     from harness.fast import FastPolicy
@@ -676,27 +676,14 @@ def decode(tokenizer, ids: np.ndarray) -> str:
 # Rewards and advantages
 
 
-def score(samples: list[Sample], scorer, step: int, cfg: Config) -> workers.Scores:
+def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
     """Fills in rewards. A reward is NaN if no reward function applies to the sample, or
     if one failed and --reward_failure is exclude."""
-    columns = []
-    for s in samples:
-        row = dict(s.prompt.row)
-        row.update(
-            prompt_text=s.prompt.text,
-            prompt_messages=s.prompt.messages,
-            completion_ids=s.completion_ids.tolist(),
-            completion_length=s.n_sampled,
-            max_completion_length=cfg.max_completion_length,
-            finish_reason=s.finish_reason,
-            trainer_state=dict(global_step=step - 1, max_steps=cfg.max_steps),
-        )
-        columns.append(row)
-    scores = scorer.score([s.text for s in samples], columns)
-
+    rows = [reward_row(s, step, cfg) for s in samples]
+    scores = scorer.score([s.text for s in samples], rows)
     for i, s in enumerate(samples):
         s.reward = scores.totals[i]
-        s.parts = {name: values[i] for name, values in scores.parts.items()}
+        s.parts = {name: values[i] for name, values in scores.by_reward.items()}
         s.extra = {name: values[i] for name, values in scores.extra.items()}
         if s.finish_reason == "length" and cfg.non_stop_reward is not None:
             s.reward = cfg.non_stop_reward
@@ -1284,7 +1271,7 @@ def eval_rewards(
     failures = [s.first_failure for s in scores if s.first_failure]
     if failures:
         say(f"eval of step {step}: {failures[0]}")
-    first_reward = next(iter(scores[0].parts))
+    first_reward = next(iter(scores[0].by_reward))
     results = world.gather([(s.group, s.parts[first_reward], s.n_sampled) for s in samples])
     results.sort(key=lambda result: result[0])  # by prompt
     values = np.array([value for _, value, _ in results]).reshape(len(prompts), -1)
@@ -1388,7 +1375,7 @@ def set_up(cfg: Config, command_line: bool):
             p.packs = packs
         length = longest_text(prompts, cfg)
         sampler = make_sampler(kind, policy, eos_ids, pad_id, length, cfg, world)
-        scorer = workers.Scorer(rewards, timeout=cfg.reward_timeout)
+        scorer = Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)
@@ -1439,7 +1426,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
                 add_texts(samples, tokenizer)
                 scores = world.gather([score(samples, parts.scorer, step, cfg)])
                 samples = sorted(world.gather(samples), key=lambda s: s.group)  # on every rank all
-            failures = run.failures(scores, step, len(samples))
+            failures = parts.scorer.failure_metrics(scores, step, len(samples))
             frac_zero_std = assign_advantages(samples, step, cfg)
 
             with run.clock("logps"):

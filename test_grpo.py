@@ -22,6 +22,7 @@ import harness.models
 import harness.ranks
 import harness.rows
 import harness.run
+import harness.scorer
 import harness.workers
 import reward
 from grpo import Config, group_advantages, grpo_loss, kl_estimate
@@ -1239,7 +1240,7 @@ def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(monkeypatch):
 
     prompts = [types.SimpleNamespace(row=[sample(group, i) for i in range(2)]) for group in right]
     value = reward.Reward("value", 1.0, lambda completion, row: row["value"], trusted=True)
-    scorer, cfg = harness.workers.Scorer([value]), Config(eval_samples=2)
+    scorer, cfg = harness.scorer.Scorer([value]), Config(eval_samples=2)
     monkeypatch.setattr(grpo, "add_texts", lambda samples, tokenizer: None)
     found = grpo.evaluate(None, prompts, None, scorer, 1, cfg, CPU)
     assert found["eval_accuracy"] == 0.5 and (found["eval_pass@1"], found["eval_pass@2"]) == (

@@ -16,7 +16,7 @@ import numpy as np
 import transformers
 
 from harness.flags import ConfigError, first_line, need, say
-from reward import TRAINER_KEYS, TRL_KEYS, import_file
+from harness.user_code import TRAINER_KEYS, TRL_KEYS, import_file
 
 TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
 COLUMN = r"\{([A-Za-z_]\w*)\}"  # in --prompt_template; other braces stay, as in \boxed{}
@@ -167,6 +167,8 @@ def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
             for column, why in needed.items():
                 if row.get(column) is None:
                     raise ValueError(f"no column '{column}'{why}")
+            for reward in rewards:
+                reward.check_row(row)
             prompts.append(encode_prompt(row, tokenizer, cfg))
         except Exception as error:
             raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None

@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -170,34 +169,6 @@ class Run:
             raise TrainingError(
                 f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}"
             )
-
-    def failures(self, scores: list, step: int, n_samples: int) -> dict:
-        """Of the reward functions that failed, on every rank: said the first time, counted, the end if nothing in the
-        first step got a reward. And what they logged of their own: the mean over the ranks that did."""
-        for line in [] if self.said else [s.first_failure for s in scores if s.first_failure][:1]:
-            self.said = True
-            say(line)
-        failed = sum(sum(s.failed) for s in scores)
-        if (
-            step == 1
-            and failed + sum(math.isnan(total) for s in scores for total in s.totals) == n_samples
-        ):
-            why = (
-                "failed; the line above says how the first one did"
-                if failed
-                else "returned None, for every sample"
-            )
-            raise TrainingError(f"every reward of the first step {why}")
-        causes = sum((s.failures for s in scores), Counter())
-        metrics = {f"reward_failed/{cause}": n for cause, n in causes.items()} | dict(
-            failed_rewards=failed or None
-        )
-        for name in sorted({name for s in scores for name in s.metrics}):
-            values = [
-                value for s in scores if (value := s.metrics.get(name)) is not None
-            ]  # not every one is finite
-            metrics[f"logged/{name}"] = sum(values) / len(values) if values else None
-        return metrics
 
     def eval_due(self, step: int) -> bool:
         """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""

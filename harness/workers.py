@@ -1,8 +1,23 @@
-"""The scorer: built-in rewards run here, others in processes that can be killed."""
+"""A pool of worker processes that can be killed. They call functions that may hang or crash.
+
+How trainer and worker talk: each worker has one end of a pipe, as its stdin, and both take turns.
+
+1. The trainer starts a worker and sends the settings, once: its process id, its sys.path, the
+   name of the function that loads what it will call, and the limits.
+2. The worker loads and answers with an empty Outcome: it is ready. It has START_LIMIT seconds for
+   this.
+3. The trainer sends a job, (name, *arguments). The worker calls the function of this name and
+   answers with the Outcome. This repeats.
+
+If an answer comes too late, the trainer kills the worker with everything that it started, and the
+next job starts a new one. If the pipe closes or the trainer is gone, the worker kills itself and
+everything that it started. All that travels is plain data: numbers, texts, lists, dicts, tuples.
+"""
 
 import contextlib
-import math
 import os
+import pkgutil
+import queue
 import random
 import resource
 import signal
@@ -10,178 +25,224 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
-
-from reward import Outcome, Reward, Scores, call_reward, find_reward
+from typing import Any, NamedTuple
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"  # found by place
-START_LIMIT = 120.0  # seconds that a worker may take to start and to import the reward file
-PATIENCE = 8  # timeouts in a row, after which the calls that wait count as timeouts, too
-GIVEN_UP = Outcome(None, "timeout", f"given up after {PATIENCE} timeouts in a row")
+MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"
+START_LIMIT = 120.0  # seconds that a worker may take to start and to load its functions
+PATIENCE = 8  # timeouts in a row, after which the waiting calls count as timeouts, too
+
+
+class Outcome(NamedTuple):
+    """The end of one call: its value, or the cause of its failure."""
+
+    value: Any = None
+    cause: str = ""  # "": it returned. Else exception, invalid, timeout, memory or died
+    message: str = ""
+
+
+class InvalidResult(Exception):
+    """A function returned something that its caller cannot use."""
+
+
+def outcome_of(function: Callable, *arguments) -> Outcome:
+    """Calls the function. Its exceptions are failures of this one call."""
+    try:
+        return Outcome(function(*arguments))
+    except InvalidResult as error:
+        return Outcome(cause="invalid", message=str(error))
+    except (Exception, SystemExit) as error:
+        cause = "memory" if isinstance(error, MemoryError) else "exception"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(last.filename)}:{last.lineno}"
+        return Outcome(cause=cause, message=f"{one_line(error)} ({place})")
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line. Escaped for the terminal: its text is untrusted."""
+    return ascii(f"{type(error).__name__}: {error}")[1:-1][:500]
+
+
+# -- In the trainer
+
+
+class WorkerPool:
+    """Calls functions in worker processes, which start when they are first needed.
+
+    load: the name of a function of this project, as "harness.user_code:load_in_worker". Each worker
+        calls it with the arguments; it returns the functions of the jobs: {name: function}.
+    timeout: seconds for one call; then its worker is killed.
+    memory: bytes that a worker may take after it has loaded its functions (Linux only).
+    """
+
+    def __init__(self, load: str, arguments: tuple, timeout: float, memory: int, workers: int):
+        self.workers = [Worker((load, arguments, memory, timeout)) for _ in range(workers)]
+
+    def call_all(self, jobs: list[tuple]) -> list[Outcome]:
+        """Calls each job, (name, *arguments). The outcomes are in the order of the jobs."""
+        timeouts_in_a_row = []
+        idle = queue.SimpleQueue()
+        for worker in self.workers:
+            idle.put(worker)
+
+        def call(job: tuple) -> Outcome:
+            recent = timeouts_in_a_row[-PATIENCE:]  # a copy: other threads change the list
+            if len(recent) == PATIENCE:
+                why = f"{recent[0].message}, {PATIENCE} times in a row: given up"
+                return Outcome(cause="timeout", message=why)
+            worker = idle.get()
+            try:
+                outcome = worker.call(job)
+            finally:
+                idle.put(worker)
+            if outcome.cause == "timeout":
+                timeouts_in_a_row.append(outcome)
+            else:
+                timeouts_in_a_row.clear()
+            return outcome
+
+        # A prompt's jobs are neighbours. Shuffled, they are no eight in a row if they all hang.
+        order = random.Random(0).sample(range(len(jobs)), len(jobs))
+        executor = ThreadPoolExecutor(len(self.workers), initializer=block_ctrl_c)
+        calls = {}
+        try:
+            for index in order:
+                calls[index] = executor.submit(call, jobs[index])
+            return [calls[index].result() for index in range(len(jobs))]
+        finally:  # after Ctrl-C, too: no call goes on without the trainer
+            executor.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in calls.values()):
+                self.close()
+                time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the workers and everything that they started. Another call starts new ones."""
+        for worker in self.workers:
+            worker.kill()
 
 
 class Worker:
-    """A process that runs reward functions, in a session of its own: Ctrl-C in the trainer's terminal does not
-    reach it, and it can be killed with everything that it started. It starts when it is first needed."""
+    """The trainer's side of one worker process.
 
-    def __init__(self, rewards: list[Reward], timeout: float, memory: int):
-        files = [
-            (reward.name, reward.path, reward.text) for reward in rewards if not reward.trusted
-        ]
-        self.settings, self.timeout, self.process = (files, memory, timeout), timeout, None
+    The process has a session of its own: Ctrl-C in the trainer's terminal does not reach it, and it
+    can be killed with everything that it started.
+    """
 
-    def call(self, *question) -> Outcome:
+    def __init__(self, settings: tuple):
+        """settings: load, arguments, memory and timeout of the pool."""
+        self.settings = settings
+        self.timeout = settings[-1]
+        self.process = None
+
+    def call(self, job: tuple) -> Outcome:
         try:
-            if (
-                self.process is None or self.connection.poll()
-            ):  # an idle worker says nothing: this is its end
+            if not self.is_idle():
                 self.start()
-            return self.ask(question, self.timeout)
+            return self.ask(job, self.timeout)
         except TimeoutError as error:
             self.kill()
-            return Outcome(None, "timeout", str(error))
-        except (OSError, EOFError):
-            time.sleep(
-                0.3
-            )  # for the exit code to be its own; without wait(), so that kill() finds its group
-            return Outcome(None, "died", f"the worker ended with exit code {self.kill()}")
+            return Outcome(cause="timeout", message=str(error))
+        except (OSError, EOFError):  # the worker closed the pipe
+            # So it is ending. The pause lets it set its exit code. No wait() before kill(): after
+            # that its process id, by which kill() finds its children, could be another's.
+            time.sleep(0.3)
+            return Outcome(cause="died", message=f"the worker ended with exit code {self.kill()}")
 
-    def start(self):
-        self.kill()  # what the last one started may still be there
+    def is_idle(self) -> bool:
+        """Tells if the process waits for a job. The pipe of an idle one is readable if it died."""
+        return self.process is not None and not self.connection.poll()
+
+    def start(self) -> None:
+        self.kill()  # the children of the last process may still be alive
         self.connection, theirs = Pipe()
         command = [sys.executable, "-c", MAIN, HERE]
-        with theirs:  # prints go to stderr, so as not to mix with the trainer's
+        with theirs:  # stdout=2: what functions print goes to stderr, not into the trainer's output
             self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
-        self.ask((os.getpid(), list(map(str, sys.path)), *self.settings), START_LIMIT)
+        path = [str(folder) for folder in sys.path]
+        self.ask((os.getpid(), path, *self.settings), START_LIMIT)
 
-    def ask(self, question: tuple, limit: float) -> Outcome:
-        self.connection.send(question)
+    def ask(self, message: tuple, limit: float) -> Outcome:
+        self.connection.send(message)
         if not self.connection.poll(limit):
             raise TimeoutError(f"no result after {limit} s")
         return Outcome(*self.connection.recv())
 
     def kill(self) -> int | None:
-        if (
-            self.process and self.process.returncode is None
-        ):  # else its number may be another's by now
+        """Kills the process with everything that it started. Returns its exit code."""
+        if self.process is None:
+            return None
+        if self.process.returncode is None:  # else its process id may be another's by now
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process and self.process.wait()
+        return self.process.wait()
 
 
-def serve():
+def block_ctrl_c() -> None:
+    """In a thread: Ctrl-C is for the main thread. A process that this thread starts ignores it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+# -- In the worker
+
+
+def serve() -> None:
     """The main function of a worker: one call after the other until the trainer is gone."""
-    for name in ("reward", "harness", "harness.workers"):
-        del sys.modules[name]  # a user's own modules may be called so
-    connection, worker = Connection(os.dup(0)), os.getpid()
-    os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
-    os.dup2(
-        os.open(os.devnull, os.O_RDONLY), 0
-    )  # a function that reads from stdin gets nothing, not its next call
-    sys.stdout = sys.stderr
-
-    def end_with(trainer: int):
-        while os.getppid() == trainer:
-            time.sleep(1)
-        os.killpg(0, signal.SIGKILL)
-
+    worker = os.getpid()
+    connection = take_connection()
     try:
-        trainer, path, files, memory, timeout = connection.recv()
+        trainer, path, load, arguments, memory, timeout = connection.recv()
         threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-        sys.path[:] = [
-            *(os.path.dirname(file) for _, file, _ in files if file),
-            *path,
-        ]  # for imports within a call
-        rewards = {name: find_reward(name, file, text) for name, file, text in files}
-        memory += (
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )  # on top of what the imports took
-        _limit(resource.RLIMIT_DATA, memory)
-        outcome = Outcome([])
+        load = pkgutil.resolve_name(load)
+        hide_our_modules()
+        sys.path[:] = path
+        functions = load(*arguments)
+        imported = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        limit_resource(resource.RLIMIT_DATA, imported + memory)
+
+        outcome = Outcome()
         while True:
             connection.send(tuple(outcome))
-            name, completions, rows = connection.recv()
-            # the trainer enforces `timeout`; this ends code that holds the GIL for ever when the trainer is gone
-            _limit(resource.RLIMIT_CPU, int(time.process_time() + os.cpu_count() * (timeout + 10)))
-            outcome = call_reward(rewards[name], completions, rows)
-            if os.getpid() != worker:
-                os._exit(0)  # the function forked, and this is the child
-    except (EOFError, OSError):
+            name, *arguments = connection.recv()
+            limit_processor_time(timeout)
+            outcome = outcome_of(functions[name], *arguments)
+            if os.getpid() != worker:  # the function forked, and this is the child
+                os._exit(0)
+    except (EOFError, OSError):  # the trainer closed the pipe
         os.killpg(0, signal.SIGKILL)
 
 
-def _limit(kind: int, amount: int):
-    with contextlib.suppress(OSError, ValueError):  # not every system has them, or lets them rise
+def take_connection() -> Connection:
+    """The worker's end of the pipe, out of the reach of the functions that it calls."""
+    connection = Connection(os.dup(0))
+    os.register_at_fork(after_in_child=connection.close)  # else a fork would keep the pipe open
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # who reads stdin gets nothing, not the next job
+    sys.stdout = sys.stderr
+    return connection
+
+
+def end_with(trainer: int) -> None:
+    while os.getppid() == trainer:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def hide_our_modules() -> None:
+    """Frees the names of this project's modules: the user's own modules may have the same names."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("harness", "reward"):
+            del sys.modules[name]
+
+
+def limit_processor_time(timeout: float) -> None:
+    """Ends a call that holds the interpreter for ever if the trainer, which keeps time, is gone."""
+    seconds = time.process_time() + os.cpu_count() * (timeout + 10)
+    limit_resource(resource.RLIMIT_CPU, int(seconds))
+
+
+def limit_resource(kind: int, amount: int) -> None:
+    with contextlib.suppress(OSError, ValueError):  # some systems have no such limit
         resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))
-
-
-class Scorer:
-    """timeout: seconds for one call of a function, which is killed then. memory: bytes for a worker (Linux).
-    Causes of failure: exception, invalid (no finite number), timeout, memory, died (exit, crash)."""
-
-    def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
-        self.rewards, self.workers = (
-            rewards,
-            [Worker(rewards, timeout, memory) for _ in range(workers)],
-        )
-
-    def score(self, completions: list[str], rows: list[dict]) -> Scores:
-        """Scores completions[i] against rows[i]. Whatever a reward function does, this does not raise."""
-        n, singles = len(rows), [[i] for i in range(len(rows))]
-        scores = Scores(
-            [math.nan] * n, {reward.name: [0.0] * n for reward in self.rewards}, [False] * n
-        )
-        for reward in self.rewards:
-            together = reward.batched and n > 1
-            results = self._outcomes(
-                reward, [list(range(n))] if together else singles, completions, rows
-            )
-            if together and (failed := results[0][1]).values is None:
-                line = f"reward {reward.name} failed on {n} samples at once, now one by one"
-                scores.first_failure = (
-                    scores.first_failure or f"{line}: {failed.cause}: {failed.message}"
-                )
-                results = self._outcomes(reward, singles, completions, rows)
-            for job, outcome in results:
-                scores.add(reward, job, outcome, rows)
-        return scores
-
-    def _outcomes(
-        self, reward: Reward, jobs: list[list[int]], completions: list[str], rows: list[dict]
-    ) -> list:
-        """One call for each job, which is a list of samples: [(job, outcome)]."""
-        if reward.trusted:
-            return [([i], call_reward(reward, [completions[i]], [rows[i]])) for [i] in jobs]
-        jobs = random.Random(0).sample(
-            jobs, len(jobs)
-        )  # one prompt that hangs does not end the step for the others
-        waiting, results = iter(jobs), []
-
-        def run(worker: Worker):
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # as in the process then: Ctrl-C is the trainer's
-            for job in waiting:
-                tired = [outcome.cause for _, outcome in results[-PATIENCE:]] == [
-                    "timeout"
-                ] * PATIENCE
-                call = reward.name, [completions[i] for i in job], [rows[i] for i in job]
-                results.append((job, GIVEN_UP if tired else worker.call(*call)))
-
-        pool = ThreadPoolExecutor(len(self.workers))
-        threads = [pool.submit(run, worker) for worker in self.workers]
-        try:
-            [thread.result() for thread in threads]
-        finally:  # also where the trainer is to stop: nothing goes on behind its back
-            jobs.clear()
-            while not all(thread.done() for thread in threads):
-                self.close()
-                time.sleep(0.01)
-        return results
-
-    def close(self):
-        """Ends the workers and everything they started. Scoring again starts new ones."""
-        for worker in self.workers:
-            worker.kill()

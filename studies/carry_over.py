@@ -39,6 +39,7 @@ import grpo
 import harness.engine
 import harness.models
 import harness.packing
+import harness.scorer
 import harness.workers
 
 SKETCH = 2**20  # numbers of a sketched gradient: see sketch()
@@ -83,7 +84,7 @@ class Real:
     def __init__(self, path: str, cfg: grpo.Config):
         rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
         self.cfg = cfg
-        self.scorer = harness.workers.Scorer(rewards)
+        self.scorer = harness.scorer.Scorer(rewards)
         self.model = grpo.load_model(path, cfg)
         self.policy = fast_policy(self.model, cfg.temperature)
 

@@ -25,8 +25,8 @@ from transformers.utils import logging
 
 import grpo
 import harness.models
-import harness.workers
-import reward
+import harness.scorer
+import harness.user_code
 import view
 from grpo import Config
 from harness.fast import FastPolicy
@@ -140,7 +140,7 @@ class Run:
         eos_ids, pad_id = harness.models.special_ids(self.model, self.tokenizer, cfg)
         self.sampler = grpo.HFSampler(self.model, eos_ids, pad_id, cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = harness.workers.Scorer(reward.load_rewards(cfg.reward))
+        self.scorer = harness.scorer.Scorer(harness.user_code.load_rewards(cfg.reward))
 
     def rollout(self, step: int) -> list:
         """Samples with rewards and advantages; the samples of a group are consecutive."""

@@ -27,8 +27,9 @@ from transformers import PreTrainedTokenizerFast
 import grpo
 import harness.log
 import harness.run
+import harness.scorer
+import harness.user_code
 import harness.workers
-import reward
 from grpo import Completion, Config, Sample
 from harness.ranks import World
 from harness.rows import Prompt
@@ -266,7 +267,7 @@ class Host:
                 )
         self.tokens = sum(s.n_tokens for s in self.samples)
         self.tokenizer = tokenizer
-        self.scorer = harness.workers.Scorer(reward.load_rewards(self.cfg.reward))
+        self.scorer = harness.scorer.Scorer(harness.user_code.load_rewards(self.cfg.reward))
         grpo.score(self.samples, self.scorer, 1, self.cfg)
 
     def peers(self, size: int) -> dict:

@@ -32,6 +32,7 @@ import torch
 from common import CPU, FIGURES, HERE, legend, plt, quick_folder, save
 
 import grpo
+import harness.scorer
 import harness.workers
 from view import COLORS, read_jsonl
 
@@ -214,7 +215,7 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
     rewards, tokenizer, train, held_out = grpo.load_data(cfg)
-    scorer = harness.workers.Scorer(rewards)
+    scorer = harness.scorer.Scorer(rewards)
     spec = dict(bench.SETTINGS["135M, its own reward"])
     spec.update(num_prompts=cfg.num_prompts, completion=cfg.max_completion_length)
     with tempfile.TemporaryDirectory() as folder:

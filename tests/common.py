@@ -39,8 +39,8 @@ import reward
 from grpo import Config, Prompt, Sample
 from harness.fast import FastPolicy
 from harness.ranks import World
-from harness.workers import Scorer
-from reward import load_rewards
+from harness.scorer import Scorer
+from harness.user_code import load_rewards
 
 torch.set_num_threads(1)  # here: a test's file may have imported torch before
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -381,7 +381,7 @@ def encode(tmp_path):
     def call(rows, tokenizer=None, columns=(), **options):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rewards = [types.SimpleNamespace(columns=columns)]
+        rewards = [reward.Reward("none", 1.0, None, tuple(columns))]
         tokenizer = tokenizer or harness.rows.load_tokenizer(BUNDLED)
         return harness.rows.load_prompts(
             "train_data", rewards, tokenizer, Config(train_data=str(path), **options)

@@ -1,8 +1,10 @@
-"""The built-in rewards: what is paid, what is not, and that no text breaks them."""
+"""The built-in rewards pay right answers and no others, and no text breaks them."""
 
+import ast
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reward
-from harness.workers import Scorer
-from reward import load_rewards
+from harness.numbers import OPERATORS, final_number
+from harness.scorer import Scorer
+from harness.user_code import load_rewards
 from tests.common import part
 
 pytest_plugins = "tests.common"
@@ -59,17 +62,72 @@ def test_answer(completion, gold, expected):
     assert part("answer", completion, answer=gold) == expected
 
 
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        (0.00005, "0.00005"),
+        (-1e-7, "-.0000001"),
+        (1e16, "10,000,000,000,000,000"),
+        (1.5e300, "15" + "0" * 299),
+        (0.5, "0.5"),
+        (Decimal("1E-7"), "0.0000001"),
+    ],
+)
+@pytest.mark.parametrize("name", ("answer", "gsm8k"))
+def test_a_float_is_written_without_an_exponent(name, gold, text):
+    """Python's str() gives 5e-05 for 0.00005 from JSON, and no model writes that."""
+    assert part(name, text, answer=gold) == 1
+    assert part(name, text + "1", answer=gold) == 0
+
+
+def test_a_text_with_an_exponent_is_a_text():
+    assert part("answer", "5e-05", answer="5e-05") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "why"),
+    [
+        ("answer", {"answer": ["5"]}, "is of type list"),
+        ("answer", {"answer": {"value": 5}}, "is of type dict"),
+        ("answer", {"answer": ""}, "no completion can have the answer ''"),
+        ("answer", {"answer": " \n"}, "no completion can have the answer ''"),
+        ("answer", {"answer": "\u200b"}, "no completion can have the answer"),
+        ("answer", {"answer": "<answer>5</answer>"}, "no completion can have the answer"),
+        ("answer", {"answer": "a</think>5"}, "no completion can have the answer"),
+        ("gsm8k", {"answer": "#### 18 or 19"}, "ends on no number"),
+        ("countdown", {"numbers": [1, 2], "target": "three"}, "three"),
+        ("countdown", {"numbers": [1.5, 2], "target": 3}, "whole numbers"),
+        ("countdown", {"numbers": [-1, 2], "target": 3}, "whole numbers"),
+        ("countdown", {"numbers": "1 2", "target": 3}, "Invalid literal"),
+        ("countdown", {"numbers": [], "target": 3}, "whole numbers"),
+    ],
+)
+def test_a_row_that_nothing_can_satisfy_is_an_error(name, row, why):
+    with pytest.raises(ValueError, match=why):
+        reward.BUILT_IN[name].check_row(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *(("answer", {"answer": gold}) for gold in ("5", 5, 5e-5, True, "a b", "x < y", "nan")),
+        ("gsm8k", {"answer": "4 + 4 = 8\n#### 8"}),
+        ("gsm8k", {"answer": 1e16}),
+        ("countdown", {"numbers": ["1", 2.0], "target": "3"}),
+        ("format", {}),
+    ],
+)
+def test_other_rows_are_none(name, row):
+    reward.BUILT_IN[name].check_row(row)
+
+
 @pytest.mark.parametrize("name", ("<think>", "<answer>"))
 def test_a_tag_that_is_a_special_token_is_text(name):
-    """What the tokenizer calls special reaches the rewards as the text that it stands for."""
+    """A tag that the tokenizer calls a special token reaches the rewards as its text."""
     text = "<think> two and two </think> <answer> 4 </answer>"
-    assert (
-        name in text
-        and part("format", text)
-        == part("answer", text, answer="4")
-        == part("gsm8k", text, answer="4")
-        == 1
-    )
+    assert name in text
+    assert part("format", text) == 1
+    assert part("answer", text, answer="4") == part("gsm8k", text, answer="4") == 1
 
 
 def test_think_prefilled_by_the_chat_template():
@@ -82,7 +140,7 @@ def test_think_prefilled_by_the_chat_template():
     assert part("format", "<think>a</think>42", PREFILLED) == 0
 
 
-# right answers that the rule of gsm8k leaves unpaid: with a mark, it wants one number alone
+# Right answers that gsm8k does not pay: the text after a mark has to hold one number only.
 UNPAID = {
     "#### 18!",  # 18 factorial
     "#### 18 ####",
@@ -107,16 +165,17 @@ UNPAID = {
 
 
 def test_gsm8k_on_completions_graded_by_hand():
-    """In the file stands whether a teacher would accept the completion. Nothing wrong is paid, and of what is right
-    only the list above is unpaid."""
-    rows = map(
-        json.loads, Path(__file__).with_name("graded_answers.jsonl").read_text().splitlines()
-    )
-    wrong = [
-        row for row in rows if part("gsm8k", row["completion"], answer=row["gold"]) != row["right"]
-    ]
-    assert not [row for row in wrong if not row["right"]]
-    assert {row["completion"] for row in wrong} == UNPAID
+    """No wrong answer is paid. `right` in the file: a teacher would accept the completion."""
+    lines = Path(__file__).with_name("graded_answers.jsonl").read_text().splitlines()
+    paid, unpaid = [], []
+    for row in map(json.loads, lines):
+        if part("gsm8k", row["completion"], answer=row["gold"]):
+            paid.append(row)
+        else:
+            unpaid.append(row)
+    assert len(lines) == 353
+    assert all(row["right"] for row in paid)
+    assert {row["completion"] for row in unpaid if row["right"]} == UNPAID
 
 
 @pytest.mark.parametrize(
@@ -147,10 +206,13 @@ def test_gsm8k_on_completions_graded_by_hand():
         ("4\x002", None),
         ("\u202e42\u202c \ud800", None),  # shown as 24
         ("42 \ud800", "42"),
+        ("#### 42 \u0664", None),
+        ("42.\xb2", None),
+        ("42 m\xb2", "42"),
     ],
 )
 def test_final_number(text, expected):
-    assert reward.final_number(text) == (None if expected is None else Fraction(expected))
+    assert final_number(text) == (None if expected is None else Fraction(expected))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +368,7 @@ def test_overlong():
 
 
 def test_math_needs_no_signal():
-    """Its library's own limits need SIGALRM, so a main thread; here the worker's limit holds, and is counted."""
+    """math-verify's own time limits need SIGALRM, so the main thread: the worker's limit holds."""
     pytest.importorskip("math_verify")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(reward.math_reward, "$\\frac{2}{4}$", dict(answer="0.5")).result() == 1
@@ -359,8 +421,8 @@ def test_math():
         part("math", "5", answer="")
 
 
-PIECES = """<think> </think> <answer> </answer> #### \\boxed{ { } ( ) + - * / ** // = , . $ % \\ 0 7 42 1,234
-    1e9 .5 \u0664 \x00 \ud800 \u202e \u2212 \u00d7 9**9 lambda [ ] ' " _ # \n""".split(" ")
+PIECES = """<think> </think> <answer> </answer> #### \\boxed{ { } ( ) + - * / ** // = , . $ % \\ 0 7
+    42 1,234 1e9 .5 \u0664 \x00 \ud800 \u202e \u2212 \u00d7 9**9 lambda [ ] ' " _ # \n""".split(" ")
 
 
 TEXTS = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
@@ -384,7 +446,7 @@ def test_no_text_breaks_a_built_in(text, prompt, gold):
             except ValueError as error:  # of the gold answer, never of the completion
                 assert (
                     name == "gsm8k"
-                    and reward.final_number(str(gold)) is None
+                    and final_number(str(gold)) is None
                     and "no number" in str(error)
                 )
 
@@ -396,7 +458,7 @@ def test_no_text_breaks_a_built_in(text, prompt, gold):
     st.sampled_from(["{}", "#### {}", "\\boxed{{{}}}."]),
 )
 def test_numbers_come_back(number, commas, form):
-    assert reward.final_number(form.format(f"{number:,}" if commas else number)) == number
+    assert final_number(form.format(f"{number:,}" if commas else number)) == number
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -411,10 +473,10 @@ def test_expressions_agree_with_python(tree):
     def build(node):
         if isinstance(node, int):
             numbers.append(node)
-            return str(node), reward.Fraction(node)
+            return str(node), Fraction(node)
         (left, a), operator, (right, b) = build(node[0]), node[1], build(node[2])
         undefined = None in (a, b) or (operator == "/" and b == 0)
-        value = None if undefined else reward.OPERATORS[OP[operator]](a, b)
+        value = None if undefined else OPERATORS[OP[operator]](a, b)
         return f"({left} {operator} {right})", value
 
     text, value = build(tree)
@@ -424,7 +486,7 @@ def test_expressions_agree_with_python(tree):
     assert part("countdown", f"<answer>{text}</answer>", **row) == 0
 
 
-OP = {"+": reward.ast.Add, "-": reward.ast.Sub, "*": reward.ast.Mult, "/": reward.ast.Div}
+OP = {"+": ast.Add, "-": ast.Sub, "*": ast.Mult, "/": ast.Div}
 
 
 @pytest.mark.parametrize(

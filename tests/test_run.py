@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-import types
 import weakref
 
 import pytest
@@ -21,7 +20,7 @@ import harness.run
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
 from harness.ranks import World
-from harness.workers import Scores
+from harness.scorer import Scorer, Scores
 from tests.common import (
     BUNDLED,
     CPU,
@@ -486,7 +485,7 @@ def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_
 
 def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
     def failures(step, *scores):
-        return harness.run.Run.failures(types.SimpleNamespace(said=set()), scores, step, 4)
+        return Scorer([]).failure_metrics(scores, step, 4)
 
     scores = [Scores([1.0] * 2, {}, [False] * 2, metrics=dict(step=n)) for n in (2.0, 4)]
     assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}

@@ -21,7 +21,7 @@ import harness.run
 import harness.sampler_gap
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
-from harness.workers import Scores
+from harness.scorer import Scores
 from tests.common import (
     HERE,
     PRIME,
