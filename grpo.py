@@ -67,7 +67,8 @@ from harness import (
     sampler_gap,
 )
 from harness.arrays import padded, padded_rows, to_device
-from harness.checkpoints import find_checkpoint, fingerprint, model_writer, with_run
+from harness.checkpoints import find_checkpoint, fingerprint, model_writer
+from harness.directory import resumed_flags
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
 from harness.hf_sampler import Completion, HFSampler
 from harness.log import completion_rows, sample_metrics
@@ -269,7 +270,7 @@ def parse_args(argv=None) -> Config:
 def prepare(cfg: Config) -> Config:
     """All flags: those that were given, over those of the run that is resumed, over the bundled
     task's if no model is named. Impossible values stop here, before anything is loaded."""
-    given = with_run(Config, {name: getattr(cfg, name) for name in cfg.given})
+    given = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
     values = {}
     if given.get("model", "") == "":
         values.update(BUNDLED)
@@ -1414,7 +1415,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
         policy, reference, tokenizer = parts.policy, parts.reference, parts.tokenizer
         ddp = wrap(policy, cfg, world)
         at_reference = reference is not None and models.same_weights(policy.model, reference.model)
-        push_and_evaluate(parts, run.first)
+        push_and_evaluate(parts, run.start_step)
 
         for step in run.steps():
             with run.clock("rollout"):

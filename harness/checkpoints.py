@@ -1,125 +1,19 @@
-"""A run's files: its directory, and its checkpoints."""
+"""Checkpoints: a directory that from_pretrained loads, with trainer_state.pt."""
 
 import contextlib
-import dataclasses
-import glob
-import itertools
-import json
+import io
 import os
-import re
 import shutil
+import zipfile
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
+from torch.utils._pytree import tree_map
 
+from harness.directory import LATEST, STATE, checkpoint_path, checkpoints, saved_config, step_of
 from harness.flags import ConfigError, first_line, say
-
-UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ... that does not exist
-# Names this start of torchrun; the same over its --max_restarts
-LAUNCH = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}"
-
-
-# -- The directory: each run has its own. What another one left is never moved, mixed or overwritten
-
-
-def saved_config(path: str) -> dict:
-    """The config.json of the run in this directory, {} where there is none. That of a model has no launch."""
-    try:
-        saved = json.loads(Path(path or os.devnull, "config.json").read_text())
-        return saved if "launch" in saved else {}
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def with_run(config, given: dict) -> dict:
-    """The flags that are given, over those of the run or checkpoint that they resume. In the result resume is "latest"
-    where the run in out_dir goes on, a checkpoint where a new run begins with that, and else empty."""
-    out_dir, resume = given.get("out_dir", UNNAMED), given.get("resume", "")
-    names = [out_dir, *glob.glob(f"{UNNAMED}.[0-9]*")] if out_dir == UNNAMED else [out_dir]
-    if saved_config(resume) and (
-        out_dir == UNNAMED or os.path.realpath(out_dir) == os.path.realpath(resume)
-    ):
-        names, resume = [resume], "latest"  # a run's own folder
-    runs = {name: saved for name in names if (saved := saved_config(name))}
-    own = {name: saved for name, saved in runs.items() if saved["launch"] == LAUNCH}
-    if own and int(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    ):  # by torchrun: with the run of this launch
-        runs, resume = own, "latest"
-    saved = {}
-    if resume == "latest" and runs:
-        out_dir = max(
-            runs, key=lambda name: os.path.getmtime(os.path.join(name, "config.json"))
-        )  # the last to start
-        saved = runs[out_dir]
-    elif resume == "latest":
-        say(f"--resume: no run in {out_dir} yet, so one begins")
-        resume = ""
-    elif resume:
-        resume = (checkpoints(resume) or [resume])[
-            -1
-        ]  # of a run, where --out_dir is another directory
-        with contextlib.suppress(Exception):  # find_checkpoint says what is wrong with it
-            saved = torch.load(
-                os.path.join(resume, "trainer_state.pt"), mmap=True, weights_only=True
-            )["config"]
-    known = {f.name for f in dataclasses.fields(config)}
-    return (
-        {k: v for k, v in saved.items() if k in known}
-        | given
-        | dict(out_dir=out_dir, resume=resume)
-    )
-
-
-def refuse_used(out: str, goes_on: bool) -> None:
-    if not goes_on and (
-        checkpoints(out) or glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))
-    ):
-        why = "--resume goes on with a run, for a new one name another directory"
-        raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
-
-
-def claim_out_dir(cfg, code: dict, exits: contextlib.ExitStack):
-    """Rank 0 only. The Config with the directory of this run, which is locked and holds config.json from now on."""
-    out, goes_on = cfg.out_dir, cfg.resume == "latest"
-    try:
-        for number in itertools.count(1) if out == UNNAMED and not goes_on else ():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(out)  # fails if another process was faster
-                break
-            out = f"{UNNAMED}.{number}"
-        os.makedirs(out, exist_ok=True)
-        refuse_used(out, goes_on)  # before a lock lies in it
-        lock = FileLock(
-            os.path.join(out, ".lock")
-        )  # the system frees it with this process, however that ends
-        lock.acquire(timeout=3)  # the ranks of a torchrun that was killed take a second to notice
-        exits.callback(lock.release)
-        refuse_used(out, goes_on)  # by the run that had the lock
-        cfg = dataclasses.replace(cfg, out_dir=out)
-        new = Path(out, "config.json.new")  # with that ending until it is whole
-        began = (
-            saved_config(out).get("resume", "")
-            if goes_on
-            else cfg.resume and os.path.abspath(cfg.resume)
-        )
-        notes = dict(process=os.getpid(), launch=LAUNCH, reward_code=code, resume=began)
-        new.write_text(json.dumps(dataclasses.asdict(cfg) | notes, indent=1))
-        new.replace(new.with_suffix(""))
-        return cfg
-    except Timeout:
-        process = saved_config(out).get("process")
-        raise ConfigError(
-            f"--out_dir {out}: another run (process {process}) is writing there"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
-
-
-# -- Checkpoints: a directory that from_pretrained loads, with trainer_state.pt and the checksum of every file
 
 
 class Checkpoint(NamedTuple):
@@ -127,91 +21,152 @@ class Checkpoint(NamedTuple):
     state: dict
 
 
-def checkpoints(out_dir: str) -> list[str]:
-    """Complete ones, oldest first."""
-    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
-    steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{6,}", name))
-    return [os.path.join(out_dir, f"step_{step:06d}") for step in steps]
-
-
-def load_checkpoint(path: str) -> Checkpoint:
-    """An exception if a file of it is missing, cut short or changed."""
-    for name, expected in json.loads(Path(path, "checksums.json").read_text()).items():
-        if checksum(os.path.join(path, name)) != expected:
-            raise OSError(f"{name} is not as it was written")
-    return Checkpoint(
-        path,
-        torch.load(os.path.join(path, "trainer_state.pt"), map_location="cpu", weights_only=True),
-    )
-
-
-def checksum(path: str) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            value = zlib.crc32(part, value)  # seven times as fast as SHA-256
-    return value
-
-
 def find_checkpoint(cfg) -> Checkpoint | None:
-    """The newest whole one of the run that goes on, or the one that is named; None: from the beginning."""
-    paths = [cfg.resume] if cfg.resume else []
-    if cfg.resume == "latest":  # before its own first checkpoint: where it began
-        began = saved_config(cfg.out_dir).get("resume")
-        paths = checkpoints(cfg.out_dir)[::-1] or ([began] if began else [])
+    """The one that is named, or the newest intact one of the run that goes on. None: the run begins
+    with --model. Raises ConfigError if there are some and all are damaged."""
+    if cfg.resume == LATEST:
+        paths = checkpoints(cfg.out_dir)[::-1]
+        began_with = saved_config(cfg.out_dir).get("resume")
+        if began_with and not paths:
+            paths = [began_with]
+    else:
+        paths = [cfg.resume] if cfg.resume else []
+
     for path in paths:
         try:
             return load_checkpoint(path)
-        except (
-            Exception
-        ) as error:  # half a dozen types; the directory stays until the run saves that step again
+        except Exception as error:  # half a dozen types
             say(f"checkpoint {path} is damaged ({first_line(error)})")
     if paths:
         raise ConfigError(f"--resume {paths[-1]}: not a whole checkpoint")
     return None
 
 
-def write_checkpoint(final: str, write_model, state: dict) -> None:
-    """It gets its name only when it is whole and on the disk."""
-    partial = os.path.join(os.path.dirname(final), ".partial")
+def load_checkpoint(path: str) -> Checkpoint:
+    """Raises if one of its files is missing, truncated or changed."""
+    state_file = os.path.join(path, STATE)
+    with zipfile.ZipFile(state_file) as archive:  # torch.save() stores a CRC-32 for each tensor
+        if archive.testzip() is not None:
+            raise OSError(f"{STATE} is not as it was written")
+    state = torch.load(state_file, map_location="cpu", weights_only=True)
+    for name, expected in state.pop("checksums").items():
+        if checksum(os.path.join(path, name)) != expected:
+            raise OSError(f"{name} is not as it was written")
+    return Checkpoint(path, state)
+
+
+def write_checkpoint(path: str, write_model, state: dict) -> None:
+    """The directory gets its name only when it is complete and on the disk."""
+    partial = os.path.join(os.path.dirname(path), ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a save that a kill cut short
     try:
         write_model(partial)
-        torch.save(state, os.path.join(partial, "trainer_state.pt"))
-        files = [
-            os.path.join(folder, name) for folder, _, names in os.walk(partial) for name in names
-        ]
-        sums = Path(partial, "checksums.json")
-        sums.write_text(
-            json.dumps({os.path.relpath(path, partial): checksum(path) for path in files}, indent=1)
-        )
-        for path in [*files, sums, partial]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one, which the run did not go on from
-        os.replace(partial, final)
+        files = [file for file in Path(partial).rglob("*") if file.is_file()]
+        checksums = {str(file.relative_to(partial)): checksum(file) for file in files}
+        state_file = os.path.join(partial, STATE)
+        torch.save(state | dict(checksums=checksums), state_file)
+        for name in [*files, state_file, partial]:
+            flush_to_disk(name)
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was passed over
+        os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def checksum(path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)  # seven times as fast as SHA-256
+    return value
+
+
+def flush_to_disk(path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def try_checkpoint(out_dir: str, write_model, state: dict, size: int) -> None:
+    """Raises ConfigError if checkpoints of `size` bytes cannot be saved there or not be loaded
+    back: before the first step and not after hours. Writes a small part of one."""
+    trial = os.path.join(out_dir, ".trial")
+    try:
+        for name, value in state.items():
+            refuse_unloadable(name, value)
+        write_checkpoint(trial, lambda path: write_model(path, trial=True), {})
+        needed = 2 * size  # the old checkpoint stays until the new one is complete
+        if checkpoints(out_dir):
+            needed = size
+        free = shutil.disk_usage(out_dir).free
+        if free < needed:
+            raise OSError(f"{needed / 1e9:.2g} GB are needed, {free / 1e9:.2g} GB are free")
+    except Exception as error:
+        why = f"no checkpoint can be saved there ({first_line(error)})"
+        raise ConfigError(f"--out_dir {out_dir}: {why}") from error
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+def refuse_unloadable(name: str, value) -> None:
+    """Saves and loads one number per tensor, in memory."""
+    file = io.BytesIO()
+    torch.save(tree_map(first_number, value), file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        why = "holds more than tensors, numbers, text, lists and dicts, and could not be loaded"
+        raise ValueError(f"the part {name} {why}") from error
+
+
+def first_number(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(-1)[:1].clone()
+    return value
+
+
+def remove_old(out_dir: str, step: int, best: int, keep: int) -> None:
+    """Keeps the best checkpoint, the newest `keep` (0: all), and those of steps after `step`: they
+    are damaged, and will be written again."""
+    past = [path for path in checkpoints(out_dir) if step_of(path) <= step]
+    if keep:
+        for path in past[:-keep]:
+            if step_of(path) != best:
+                shutil.rmtree(path)
+
+
+def link_best(out_dir: str, best: int) -> None:
+    """Points the link `best` to the checkpoint of that step."""
+    link = os.path.join(out_dir, "best")
+    target = checkpoint_path(out_dir, best)
+    if not os.path.isdir(target):
+        return
+    if os.path.isfile(os.path.join(link, STATE)) and not os.path.islink(link):
+        shutil.rmtree(link)  # in a copy of a run the link has become the checkpoint once more
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{link}.new")
+    os.symlink(os.path.basename(target), f"{link}.new")
+    os.replace(f"{link}.new", link)
+
+
 def fingerprint(model) -> int:
-    """Names the weights: the sum of their bits, by parameter. The same on every device."""
-    parameters = enumerate(model.parameters(), 1)
-    return (
-        int(
-            sum(
-                n * p.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64)
-                for n, p in parameters
-            )
-        )
-        % 2**63
-    )
+    """A number that names the weights, the same on every device: the sum over all parameters of
+    (position of the parameter) * (sum of its bits, as 32-bit integers)."""
+    total = 0
+    for position, parameter in enumerate(model.parameters(), 1):
+        bits = parameter.detach().reshape(-1).view(torch.int32)
+        total = total + position * bits.sum(dtype=torch.int64)  # no number leaves the device here
+    return int(total) % 2**63
 
 
-def model_writer(model, tokenizer, source: str, weights=lambda: None):
-    """write(directory), which writes what from_pretrained loads. weights(): the tensors by name, where they are not the
-    model's own. The generation_config.json of `source` is copied: transformers refuses to write some that it reads."""
+def model_writer(model, tokenizer, source: str, weights=None):
+    """Returns write(directory), which writes what from_pretrained loads.
+
+    source: the directory or hub name that the model came from. Its generation_config.json is
+        copied, because transformers refuses to write some that it reads.
+    weights: returns the tensors by name, if they are not those of the model.
+    """
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
@@ -220,16 +175,18 @@ def model_writer(model, tokenizer, source: str, weights=lambda: None):
         generation = Path(cached_file(source, "generation_config.json")).read_bytes()
     try:
         model.generation_config.validate(strict=True)
-    except (
-        ValueError
-    ):  # it would not be written, and the sampler does not need it: vLLM has its own parameters
+    except ValueError:  # save_pretrained() would refuse it
         model.generation_config = GenerationConfig()
 
-    def write(path):
-        model.save_pretrained(path, state_dict=weights())
-        tokenizer.save_pretrained(path)
-        file = Path(path, "generation_config.json")
-        file.unlink(missing_ok=True)  # the one that samples for us
+    def write(directory: str, trial: bool = False) -> None:
+        """trial: only vectors (norms, biases), which are small."""
+        tensors = weights() if weights else model.state_dict()
+        if trial:
+            tensors = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 1}
+        model.save_pretrained(directory, state_dict=tensors)
+        tokenizer.save_pretrained(directory)
+        file = Path(directory, "generation_config.json")
+        file.unlink(missing_ok=True)  # of the model, which the sampler may have changed
         if generation:
             file.write_bytes(generation)
 

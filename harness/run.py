@@ -1,36 +1,45 @@
-"""A run: what it saves and when, how it stops, its clock. Nothing here knows what an advantage is."""
+"""A run on disk: what it saves and when, how it ends, its clock. Nothing here is about rewards or
+advantages."""
 
 import contextlib
 import dataclasses
 import gc
 import math
 import os
-import select
-import shutil
-import signal
-import threading
 import time
 
 import torch
 import torch.distributed as dist
 
-from harness.checkpoints import Checkpoint, checkpoints, claim_out_dir, write_checkpoint
+from harness.checkpoints import (
+    Checkpoint,
+    link_best,
+    remove_old,
+    try_checkpoint,
+    write_checkpoint,
+)
+from harness.directory import checkpoint_path, claim_out_dir, write_config
 from harness.flags import ConfigError, TrainingError, differing_flags, first_line, say
 from harness.log import Log
-from harness.ranks import World, leave_world, seed_of
+from harness.ranks import TORCH, World, leave_world, seed_of, stream
+from harness.stops import Stops
 
 BAD_STEPS = 5  # steps in a row without a finite gradient that end a run
 
 
 class Run:
-    """A run between its first and its last step: it saves when that is due, on signals, and on the way out of an error.
+    """Saves a run when that is due, before a stop (stops.py) and before an error ends it.
 
-    A step is a pure function of (seed, step): what the last whole step left can be saved while the next one is under
-    way, which --resume makes again. So a stop waits only while weights change: from the first optimiser step of a
-    rollout until that step is recorded. On the command line a thread answers it: it saves and ends the process. Python
-    callers get KeyboardInterrupt, after the save. SIGUSR1, or a file `save` in out_dir, saves after the step.
-    For patches: parts {name: (save, load)} are what trainer_state.pt holds. save() is called on every rank, load() in
-    track(). alone = False: a save takes all ranks. change() comes before anything else that moves weights.
+    A step depends on the seed, its number and what the step before left. So a save always holds
+    the last recorded step, and --resume repeats the one that was cut off.
+
+    For changed copies:
+    - checkpoint_parts[name] = (save, load) adds a part to trainer_state.pt, of tensors, numbers,
+      text, lists and dicts. Every rank calls save(); track() calls load().
+    - collective_save = True says that some save() works on all ranks together. A stop by signal
+      then saves nothing, because the other ranks may be gone.
+    - Call change() before you alter anything that a checkpoint holds: at any other moment a
+      signal may save.
     """
 
     def __init__(
@@ -39,272 +48,258 @@ class Run:
         world: World,
         checkpoint: Checkpoint | None,
         started: float,
-        command_line=False,
-        code=None,
+        command_line: bool = False,
+        code: dict | None = None,
     ):
-        """code: {path: SHA-256} of the files that rewards come from."""
-        self.world, self.checkpoint, self.command_line, self.rank0 = (
-            world,
-            checkpoint,
-            command_line,
-            world.rank == 0,
-        )
-        self.step = self.first = checkpoint.state["step"] if checkpoint else 0
-        if len(set(world.gather([self.first]))) > 1:
-            raise TrainingError(
-                f"--resume: the machines hold different checkpoints in {cfg.out_dir}; share it"
-            )
-        self.exits, self.clock = contextlib.ExitStack(), Clock(world.device)
-        self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, code, self.exits))
+        """
+        checkpoint: the run continues from it; None: from the beginning.
+        started: time.monotonic() at the start of the process.
+        command_line: a stop ends the process. Otherwise it raises KeyboardInterrupt.
+        code: {path: SHA-256} of the files that rewards come from.
+        """
+        self.world = world
+        self.rank0 = world.rank == 0
+        self.checkpoint = checkpoint
+        self.started = started
+        self.start_step = checkpoint.state["step"] if checkpoint else 0
+        if len(set(world.gather([self.start_step]))) > 1:
+            why = f"the machines hold different checkpoints in {cfg.out_dir}; share it"
+            raise TrainingError(f"--resume: {why}")
+
+        self.exits = contextlib.ExitStack()  # what has to be closed at the end, last one first
+        self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, self.exits))
         self.exits.callback(leave_world, world)
         self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
-        self.saved = self.first if checkpoint and checkpoint.path == self.path_of(self.first) else 0
-        self.lock, self.changing = (
-            threading.RLock(),
-            False,
-        )  # held while weights change and while they are saved
-        self.asked, self.left = (
-            0.0,
-            False,
-        )  # when the first signal came; whether nothing is left to save
-        self.parts, self.alone, self.due, self.bad, self.said = (
-            {},
-            True,
-            False,
-            0,
-            False,
-        )  # said: how a reward failed
-        self.log = Log(cfg, self.first, started, self.rank0)
+
+        self.clock = Clock(world.device)
+        self.stops = Stops(self.save_and_close, command_line, delay=0.0 if self.rank0 else 1.0)
+        self.log = None  # until track()
+        self.step = self.start_step  # the last recorded one
+        self.saved_step = 0  # the last one with a checkpoint in out_dir; 0: none
+        if checkpoint and checkpoint.path == self.path_of(self.start_step):
+            self.saved_step = self.start_step
+        self.checkpoint_parts = {}
+        self.collective_save = False
+        self.bad_steps = 0  # in a row, without a finite gradient
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
-        """What a checkpoint is made of. identity: the fingerprint of the weights before the first step."""
-        self.model, self.write_model, self.identity = model, write_model, identity
-        self.parts.setdefault("optimizer", (optimizer.state_dict, optimizer.load_state_dict))
+        """Restores the checkpoint, and opens the log and config.json once nothing can be refused.
+
+        write_model: as model_writer() returns it.
+        identity: the fingerprint of the weights before the first step.
+        """
+        self.model = model
+        self.write_model = write_model
+        self.identity = identity
+        self.checkpoint_parts.setdefault(
+            "optimizer", (optimizer.state_dict, optimizer.load_state_dict)
+        )
         optimizer.register_step_pre_hook(lambda *_: self.change())
-        if not self.checkpoint:
-            return self.world.first(self.try_to_save)
-        given = [
-            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        if self.checkpoint:
+            self.restore(optimizer)
+        self.try_to_save()
+        self.log = Log(self.cfg, self.start_step, self.started, self.rank0)
+        self.world.first(lambda: write_config(self.cfg, self.config["reward_code"]))
+
+    def restore(self, optimizer) -> None:
+        state = self.checkpoint.state
+        flags = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
-        self.restore(self.checkpoint.state)
-        for group, own in zip(
-            optimizer.param_groups, given, strict=True
-        ):  # flags that are given now win
-            group.update(own)
+        for name, (_, load) in self.checkpoint_parts.items():
+            if name not in state:
+                why = f"it holds no {name}, which is needed here"
+                raise ConfigError(f"--resume {self.checkpoint.path}: {why}")
+            load(state.pop(name))  # pop: no second copy stays in memory
+        for group, given in zip(optimizer.param_groups, flags, strict=True):
+            group.update(given)  # the flags of this start win over the saved ones
+
+        changed = [
+            name
+            for name, value in state["config"].items()
+            if self.config.get(name) != value and name not in ("resume", "out_dir")
+        ]
+        names = ", ".join(changed) or "nothing"
+        where = f"{self.checkpoint.path} at step {self.start_step}"
+        say(f"resumed from {where}; changed since then: {names}")
 
     def try_to_save(self) -> None:
-        """That a checkpoint can be written is proved now, not found out after hours."""
-        trial = os.path.join(self.cfg.out_dir, ".trial")
-        try:
-            write_checkpoint(trial, self.write_model, {})
-            shutil.rmtree(trial)
-        except Exception as error:
-            why = f"no checkpoint can be saved there ({first_line(error)})"
-            raise ConfigError(f"--out_dir {self.cfg.out_dir}: {why}") from error
-
-    def restore(self, state: dict) -> None:
-        for name, (_, load) in self.parts.items():
-            if name not in state:
-                raise ConfigError(
-                    f"--resume {self.checkpoint.path}: it holds no {name}, which is needed here"
-                )
-            load(state.pop(name))  # pop: nothing else keeps it in memory
-        changed = [name for name, old in state["config"].items() if self.config.get(name) != old]
-        changed = (
-            ", ".join(name for name in changed if name not in ("resume", "out_dir")) or "nothing"
-        )
-        say(
-            f"resumed from {self.checkpoint.path} at step {self.first}; changed since then: {changed}"
-        )
+        state = {name: save() for name, (save, _) in self.checkpoint_parts.items()}
+        weights = list(self.model.parameters())
+        size = sum(p.nbytes for p in weights)
+        size += sum(2 * p.nbytes for p in weights if p.requires_grad)  # Adam's two moments
+        self.world.first(lambda: try_checkpoint(self.cfg.out_dir, self.write_model, state, size))
 
     def introduce(self, defaults, what: str) -> None:
         say(f"flags: {differing_flags(self.cfg, defaults)}")
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
-        say(
-            f"{self.cfg.model}: {size:.2f} M parameters on {self.world.device}, {self.world.size} rank(s); {what}"
-        )
+        where = f"{self.world.device}, {self.world.size} rank(s)"
+        say(f"{self.cfg.model}: {size:.2f} M parameters on {where}; {what}")
 
     def steps(self):
-        """The numbers of the steps that are left. After each one: what is due is saved."""
+        """Yields the numbers of the steps to come. After each one it saves, if that is due."""
         if self.rank0:
-            with contextlib.suppress(OSError):
-                self.tidy()  # an eval that was made again may have another best
-        for step in range(self.first + 1, self.cfg.max_steps + 1):
-            torch.manual_seed(
-                seed_of(self.cfg.seed, 2, step, self.world.rank)
-            )  # for a changed copy that draws
+            self.tidy()  # an eval that is repeated may have changed the best checkpoint
+        for step in range(self.start_step + 1, self.cfg.max_steps + 1):
+            # no number is drawn from torch here: this is for copies that do
+            numbers = stream(self.cfg.seed, TORCH, step, self.world.rank)
+            torch.manual_seed(seed_of(*numbers))
             yield step
-            every, asked = self.cfg.save_every, os.path.join(self.cfg.out_dir, "save")
-            due = [self.due, step == self.cfg.max_steps, bool(every) and step % every == 0]
-            if self.rank0:
-                due += [step == self.log.best(), os.path.isfile(asked)]
-            if any(self.world.gather(due)):
-                self.due = False
+            if any(self.world.gather([self.save_due(step)])):
+                self.stops.save_requested = False
                 with contextlib.suppress(OSError):
-                    os.remove(asked)
+                    os.remove(self.save_file())
                 self.save()
 
+    def save_due(self, step: int) -> bool:
+        if self.stops.save_requested or step == self.cfg.max_steps:
+            return True
+        if self.cfg.save_every and step % self.cfg.save_every == 0:
+            return True
+        return self.rank0 and (step == self.log.best() or os.path.isfile(self.save_file()))
+
+    def save_file(self) -> str:
+        """`touch out/save` asks for a save."""
+        return os.path.join(self.cfg.out_dir, "save")
+
     def change(self) -> None:
-        """From here until the step is recorded the weights are of no whole step: a stop waits."""
-        if not self.changing:
-            self.lock.acquire()
-            self.changing = True
+        """From here until record() something that a checkpoint holds changes: a stop waits."""
+        self.stops.hold()
 
     def record(self, step: int, metrics: dict, rows: list[dict]) -> None:
-        """The step is whole: from here on a stop saves it. rows: of its samples, for completions.jsonl."""
+        """The step is complete: from now on a save holds it. rows: for completions.jsonl."""
         self.change()
         seconds = self.clock.take()
-        total = sum(seconds.values())
-        speed = dict(step_time=total, tokens_per_s=metrics["tokens"] / max(1e-9, total))
-        self.step, self.changing = step, False
-        try:
-            self.log.step(dict(step=step) | metrics | seconds | speed, rows)
-        finally:
-            self.lock.release()
-        if self.asked and not self.command_line:
-            raise KeyboardInterrupt
-        self.bad = self.bad + 1 if metrics["skipped_steps"] else 0
-        if self.bad == BAD_STEPS:
-            why = "lower --learning_rate, look at the rewards and at completions.jsonl, and go on with --resume"
+        step_time = sum(seconds.values())
+        speed = dict(step_time=step_time, tokens_per_s=metrics["tokens"] / max(1e-9, step_time))
+        self.log.step(dict(step=step) | metrics | seconds | speed, rows)
+        self.step = step
+        self.stops.release()
+        self.refuse_bad_steps(metrics["skipped_steps"])
+
+    def refuse_bad_steps(self, skipped: int) -> None:
+        self.bad_steps = self.bad_steps + 1 if skipped else 0
+        if self.bad_steps == BAD_STEPS:
             raise TrainingError(
-                f"no finite gradient in {self.bad} steps in a row, so nothing was updated: {why}"
+                f"no finite gradient in {BAD_STEPS} steps in a row, so nothing was updated: lower "
+                "--learning_rate, look at the rewards and at completions.jsonl, and go on with "
+                "--resume"
             )
 
     def eval_due(self, step: int) -> bool:
-        """Before the first step, every --eval_every steps and after the last; again where a stop came before it."""
-        done = any(m["step"] == step and "eval_accuracy" in m for m in self.log.history[-1:])
-        due = step in (0, self.cfg.max_steps) or bool(
-            self.cfg.eval_every and step % self.cfg.eval_every == 0
-        )
-        return bool(self.cfg.eval_data) and self.world.first(lambda: due and not done)
+        """Before the first step, every --eval_every steps and after the last one; and again if a
+        stop prevented it."""
+        if not self.cfg.eval_data:
+            return False
+        due = step in (0, self.cfg.max_steps)
+        if self.cfg.eval_every and step % self.cfg.eval_every == 0:
+            due = True
+        return self.world.first(lambda: due and not self.has_eval(step))
+
+    def has_eval(self, step: int) -> bool:
+        newest = self.log.history[-1] if self.log.history else {}
+        return newest.get("step") == step and "eval_accuracy" in newest
 
     def record_eval(self, step: int, metrics: dict) -> None:
-        with self.lock:
+        with self.stops.lock:
             self.log.eval(step, metrics)
 
     def path_of(self, step: int) -> str:
-        return os.path.join(self.cfg.out_dir, f"step_{step:06d}")
+        return checkpoint_path(self.cfg.out_dir, step)
 
     def save(self) -> None:
-        """Rank 0 writes the last whole step. A save that fails is said: the run goes on, the next save tries again."""
-        cuda = (
-            self.world.device.type == "cuda"
-        )  # a stream of its own does not wait for what a lost rank never joins
-        with self.lock, torch.cuda.stream(torch.cuda.Stream(self.world.device) if cuda else None):
-            state = {}
+        """Writes the last recorded step, on rank 0. If that fails the run goes on, and the next
+        save tries again."""
+        with self.stops.lock, own_stream(self.world.device):
+            state = None
             try:
-                state = {name: save() for name, (save, _) in self.parts.items()}
-                if not self.rank0 or self.saved == self.step:
+                state = {name: save() for name, (save, _) in self.checkpoint_parts.items()}
+                if not self.rank0 or self.saved_step == self.step:
                     return
-                state |= dict(step=self.step, identity=self.identity, config=self.config)
                 if not torch.nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
                     raise ArithmeticError("some parameters are not finite")
+                state |= dict(step=self.step, identity=self.identity, config=self.config)
                 write_checkpoint(self.path_of(self.step), self.write_model, state)
-                self.saved = self.step
-                self.tidy()
-            except Exception as error:  # a full disk has half a dozen types, too
-                if not (self.alone or state):
+            except Exception as error:  # a full disk alone has six types
+                if self.collective_save and state is None:
                     raise  # the other ranks wait for this one
-                say(
-                    f"step {self.step}: could not save ({first_line(error)}); the checkpoint before stands"
-                )
+                why = f"could not save ({first_line(error)}); the checkpoint before stands"
+                say(f"step {self.step}: {why}")
+                return
+            self.saved_step = self.step
+            self.tidy()
 
     def tidy(self) -> None:
-        """Keeps the newest checkpoints and the best one, to which the link `best` points."""
-        best, link = self.path_of(self.log.best()), os.path.join(self.cfg.out_dir, "best")
-        past = [
-            path for path in checkpoints(self.cfg.out_dir) if path <= self.path_of(self.step)
-        ]  # later: damaged
-        for path in set(past[: -self.cfg.keep] if self.cfg.keep else []) - {best}:
-            shutil.rmtree(path)
-        if os.path.isdir(best):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(link)
-            os.symlink(os.path.basename(best), link)
+        """Not a part of saving: if it fails the checkpoint is there, and the run goes on."""
+        out = self.cfg.out_dir
+        best = self.log.best()
+        with report_error(f"could not remove old checkpoints in {out}"):
+            remove_old(out, self.step, best, self.cfg.keep)
+        with report_error(f"could not point {out}/best to the checkpoint of step {best}"):
+            link_best(out, best)
 
     def save_last(self, why: str) -> None:
-        """Saves what the last whole step left, if it is not saved yet and still there; says what stands."""
-        if self.step > self.first and self.alone and not self.changing:
+        """Saves the last recorded step if that can still be done, and says which step is saved."""
+        if self.step > self.start_step and not self.collective_save and not self.stops.mid_step:
             self.save()
-        stands = (
-            f"{self.path_of(self.saved)} is saved; go on with --resume"
-            if self.saved
-            else "nothing is saved"
-        )
-        say(f"{why}stopped in step {self.step + 1}, {stands}")
+        outcome = "nothing is saved"
+        if self.saved_step:
+            outcome = f"{self.path_of(self.saved_step)} is saved; go on with --resume"
+        say(f"{why}stopped in step {self.step + 1}, {outcome}")
+
+    def save_and_close(self) -> None:
+        """A stop by signal; the process ends after it."""
+        self.save_last("signal: ")
+        self.close_log()
+
+    def close_log(self) -> None:
+        if self.log is not None:
+            with report_error("could not finish the log"):
+                self.log.close()
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # only there signals can be had
-            hear, tell = os.pipe()
-            os.set_blocking(tell, False)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # which nohup asks for
-                    self.exits.callback(
-                        signal.signal, number, signal.signal(number, self.on_signal)
-                    )
-            self.exits.callback(os.close, tell)  # ends the thread
-            self.exits.callback(
-                signal.set_wakeup_fd, signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-            )
-            threading.Thread(target=self.watch, args=(hear,), daemon=True).start()
+        self.stops.start(self.exits)
         return self
 
-    def on_signal(self, number, frame) -> None:
-        """In the main thread. A stop on the command line is for watch()."""
-        if number == signal.SIGUSR1:
-            self.due = True
-        elif not self.command_line and not self.left:
-            if self.asked or not self.changing:
-                raise KeyboardInterrupt
-            self.asked = time.monotonic()
-
-    def watch(self, hear: int) -> None:
-        """In a thread: hears signals, even while the main thread sits in one long call."""
-        parent = os.getppid()
-        while True:
-            heard = os.read(hear, 64) if select.select([hear], [], [], 1.0)[0] else None
-            if heard == b"":
-                return os.close(hear)  # the run has ended
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != parent:
-                os._exit(1)  # torchrun was killed: no orphan trains on beside a --resume
-            for number in set(heard or b"") - {signal.SIGUSR1} if self.command_line else ():
-                if not self.asked:
-                    self.asked = time.monotonic()
-                    threading.Thread(target=self.stop, daemon=True).start()
-                elif time.monotonic() - self.asked > 1:  # sooner: the same Ctrl-C, by torchrun
-                    os._exit(128 + number)
-
-    def stop(self) -> None:
-        time.sleep(0 if self.rank0 else 1)  # rank 0 hears of the stop before it misses the others
-        with self.lock:
-            if not self.left:
-                self.save_last("signal: ")
-                self.log.close()
-                os._exit(0)
-
     def __exit__(self, kind, error, trace):
-        if self.changing:  # what is there is of no whole step, and save_last() knows
-            self.lock.release()
-        while self.asked and self.command_line:  # until stop() ends the process
-            time.sleep(1)
-        hidden = (
-            () if error is None else (Exception,)
-        )  # what follows from an error does not hide it
-        with contextlib.suppress(*hidden), self.exits, self.lock:
-            self.left = True
+        """After the last save no failure changes how the process ends."""
+        self.stops.finish()
+        try:
             if error is not None:
                 self.save_last("")
-            self.log.close()
+            self.close_log()
             if error is None and self.world.size > 1:
-                dist.barrier()  # nobody leaves while rank 0 still writes
-                gc.collect()  # what is left of DDP, before its group: later it can wait for ever for gloo
+                with report_error("could not wait for the other ranks"):
+                    dist.barrier()  # nobody leaves while rank 0 still writes
+                gc.collect()  # frees DDP before its process group: later it can hang in gloo
+        finally:
+            with report_error("could not close everything"):
+                self.exits.close()
+
+
+@contextlib.contextmanager
+def report_error(what: str):
+    """For what only reports or cleans up: an error there is printed and does not end the run."""
+    try:
+        yield
+    except Exception as error:
+        say(f"{what} ({first_line(error)})")
+
+
+def own_stream(device: torch.device):
+    """On CUDA a stream of its own, which does not wait for a collective that a lost rank left."""
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device))
+    return contextlib.nullcontext()
 
 
 class Clock:
-    """Seconds of each phase of a step."""
+    """Seconds of each phase of a step, the work of the device included."""
 
-    def __init__(self, device):
-        self.device, self.seconds = device, {}
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str):
@@ -312,8 +307,12 @@ class Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         self.seconds[f"time_{phase}"] = time.perf_counter() - started
 
     def take(self) -> dict:
-        seconds, self.seconds = self.seconds, {}
+        """{"time_" + phase: seconds} since the last call."""
+        seconds = self.seconds
+        self.seconds = {}
         return seconds

@@ -435,13 +435,18 @@ def copy_cut_back(run, out, saved):
         shutil.rmtree(path)
 
 
+def write_whole(model):
+    """A writer as model_writer() returns it, without a tokenizer."""
+    return lambda path, trial=False: model.save_pretrained(path)
+
+
 def tracked_run(out, model=None, **options):
     """A Run as train() makes one, around a tiny model that nobody trains."""
     policy = fast_policy(model or tiny_model(), 1.0)
     cfg = Config(model="m", out_dir=str(out), **options)
     run = harness.run.Run(cfg, CPU, None, time.monotonic())
     optimizer = grpo.make_optimizer(policy, cfg)
-    run.track(policy.model, optimizer, lambda path: policy.model.save_pretrained(path), 0)
+    run.track(policy.model, optimizer, write_whole(policy.model), 0)
     return run
 
 

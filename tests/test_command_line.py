@@ -161,10 +161,10 @@ def test_two_machines(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_dies_or_raises_is_named(two_ranks, tmp_path):
-    """The others end with it; torchrun --max_restarts resumes from its checkpoint, to the bit."""
+    """The others end with it; torchrun --max_restarts with --resume continues it, to the bit."""
     script, out = tmp_path / "planted.py", tmp_path / "out"
     script.write_text(PLANTED)
-    args = [*PRIME, "--rollout", "hf", "--out_dir", out]
+    args = [*PRIME, "--rollout", "hf", "--resume", "--out_dir", out]
     done = run(script, *args, nproc=2, launch=["--max_restarts", "1"])
     # killed in step 2, then an exception in step 3
     assert re.search(r"exitcode: -9\) local_rank: 1", done.stderr)

@@ -226,11 +226,10 @@ def updates(path):
         found.append((log_tokens, len(made), dict(cuda_standin.waits)))
     written, harness.run.write_checkpoint = [], lambda *_: written.append(dict(cuda_standin.waits))
     run = types.SimpleNamespace(
-        world=World(0, 1, CUDA), lock=contextlib.nullcontext(), parts={}, rank0=True, saved=0
-    )
-    vars(run).update(
-        step=1, identity=0, config={}, model=policy.model, write_model=None, path_of=str, tidy=int
-    )
+        world=World(0, 1, CUDA), stops=types.SimpleNamespace(lock=contextlib.nullcontext()),
+        checkpoint_parts={}, rank0=True, saved_step=0, step=1, identity=0, config={},
+        model=policy.model, write_model=None, path_of=str, tidy=int,
+    )  # fmt: skip
     cuda_standin.waits.clear()
     harness.run.Run.save(run)
     cuda_standin.waits.clear()

@@ -7,13 +7,16 @@ import os
 import shutil
 import threading
 import time
+import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 import grpo
 import harness.checkpoints
+import harness.directory
 import harness.log
 import harness.rows
 import harness.run
@@ -32,6 +35,7 @@ from tests.common import (
     state_of,
     tiny_model,
     tracked_run,
+    write_whole,
 )
 
 pytest_plugins = "tests.common"
@@ -82,7 +86,8 @@ def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, 
 
 def test_a_directory_that_a_run_leaves_while_another_waits_for_it_is_refused(tmp_path):
     out, first = tmp_path / "out", contextlib.ExitStack()
-    harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, first)
+    cfg = harness.directory.claim_out_dir(Config(out_dir=str(out)), first)
+    harness.directory.write_config(cfg, {})
     before = (out / "config.json").read_bytes()
     os.rename(out / "config.json", out / "later")  # as it was when the second one first looked
     timer = threading.Timer(
@@ -90,7 +95,7 @@ def test_a_directory_that_a_run_leaves_while_another_waits_for_it_is_refused(tmp
     )
     timer.start()
     with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="holds files of a run"):
-        harness.checkpoints.claim_out_dir(Config(out_dir=str(out)), {}, second)
+        harness.directory.claim_out_dir(Config(out_dir=str(out)), second)
     timer.join()
     assert (out / "config.json").read_bytes() == before
 
@@ -171,12 +176,11 @@ def test_a_named_checkpoint_begins_a_run_of_its_own(
     assert state_of(tmp_path / "whole") == state_of(undisturbed)
 
 
-@pytest.mark.parametrize("by", ["the user", "torchrun"])
 def test_before_its_first_checkpoint_a_run_begins_where_it_began(
-    by, undisturbed, again, tmp_path, monkeypatch
+    undisturbed, again, tmp_path, monkeypatch
 ):
     """And not with the model of --model."""
-    out, resume = tmp_path / "out", str(undisturbed / "step_000002")
+    out = tmp_path / "out"
     monkeypatch.chdir(undisturbed)
     for i in range(2):  # killed twice
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -184,26 +188,34 @@ def test_before_its_first_checkpoint_a_run_begins_where_it_began(
             again(out, resume="latest" if i else "step_000002")
     assert names_in(out) == []
     monkeypatch.chdir(tmp_path)
-    if by == "torchrun":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    history = again(out, resume="latest" if by == "the user" else resume)
-    assert [m["step"] for m in history] == [3, 4] and state_of(out)[2] == state_of(undisturbed)[2]
+    history = again(out, resume="latest")
+    assert [m["step"] for m in history] == [3, 4]
+    assert state_of(out)[2] == state_of(undisturbed)[2]
 
 
-def test_a_restart_goes_on_with_what_its_own_launch_wrote_and_nothing_else(
+def test_a_restart_by_torchrun_resumes_nothing_by_itself(undisturbed, again, tmp_path, monkeypatch):
+    """In a container torchrun has the same process id and rendezvous id each time: another run in
+    `out` looks as if this torchrun had started it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(undisturbed, "out")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [m["step"] for m in again("out", max_steps=1)] == [1]
+    assert state_of(tmp_path / "out") == state_of(undisturbed)
+    assert names_in("out.1") == ["step_000001"]
+
+
+def test_a_restart_by_torchrun_resumes_where_the_command_says_so(
     undisturbed, again, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(undisturbed, "out")  # of an earlier launch
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(harness.checkpoints, "LAUNCH", "another launch")
-    resume = str(tmp_path / "out" / "step_000001")
-    assert [m["step"] for m in again("out", resume=resume, max_steps=3)] == [2, 3]
-    assert [m["step"] for m in again("out", resume=resume)] == [2, 3, 4]
-    assert state_of(tmp_path / "out") == state_of(undisturbed)
-    assert state_of(tmp_path / "out.1")[2] == state_of(undisturbed)[2] and not os.path.exists(
-        "out.2"
-    )
+    out = tmp_path / "named"
+    for restart in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        with pytest.MonkeyPatch.context() as patch:
+            at_step(patch, {2 + restart: lambda: 1 / 0})
+            with pytest.raises(ZeroDivisionError):
+                again(out, resume="latest")
+    again(out, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
 
 
 def test_the_reference_is_the_runs_own(undisturbed, again, tmp_path):
@@ -292,14 +304,12 @@ def test_a_changed_byte_is_found(undisturbed, again, tmp_path, capsys):
 
 
 def test_that_nothing_can_be_saved_is_found_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "model_writer", lambda *_: lambda path: 1 / 0)
+    monkeypatch.setattr(grpo, "model_writer", lambda *_: lambda path, trial=False: 1 / 0)
     with pytest.raises(
         ConfigError, match="--out_dir .*: no checkpoint can be saved there .division by zero"
     ):
         small_run(tmp_path / "out")
-    assert lines(tmp_path / "out" / "metrics.jsonl") == [] and not list(
-        (tmp_path / "out").glob(".*a*")
-    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_that_is_not_finite_is_saved(tmp_path, capsys):
@@ -399,11 +409,11 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path, capsys):
         )
         run, model = harness.run.Run(cfg, CPU, checkpoint, time.monotonic()), tiny_model()
         for name in parts:
-            run.parts[name] = (
+            run.checkpoint_parts[name] = (
                 lambda name=name: parts[name],
                 lambda value, name=name: parts.update({name: value}),
             )
-        run.track(model, torch.optim.AdamW(model.parameters()), model.save_pretrained, 0)
+        run.track(model, torch.optim.AdamW(model.parameters()), write_whole(model), 0)
         return run
 
     for step in (run := run_with(None, dict(adapters=[1], reference=torch.ones(2)))).steps():
@@ -417,10 +427,9 @@ def test_a_patch_adds_to_a_checkpoint(tmp_path, capsys):
     failing = harness.run.Run(
         Config(model="m", out_dir=str(tmp_path / "other")), CPU, None, time.monotonic()
     )
-    failing.track(
-        tiny_model(), torch.optim.AdamW(tiny_model().parameters()), lambda path: os.mkdir(path), 0
-    )
-    failing.parts["adapters"] = (lambda: 1 / 0, None)
+    model = tiny_model()
+    failing.track(model, torch.optim.AdamW(model.parameters()), write_whole(model), 0)
+    failing.checkpoint_parts["adapters"] = (lambda: 1 / 0, None)
     failing.save()  # a stop by a signal would wait for ever for what it raises
     failing.exits.close()
     assert "step 0: could not save (division by zero)" in capsys.readouterr().out
@@ -501,3 +510,157 @@ def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
     assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(
         failed_rewards=None
     )
+
+
+def files_of(folder):
+    """Everything in a directory, but for the lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
+    return {path: path.read_bytes() for path in paths}
+
+
+def test_a_resume_that_is_refused_late_leaves_no_trace(undisturbed, again, tmp_path, monkeypatch):
+    """By a part that the checkpoint lacks, a model that cannot be written, a dashboard."""
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed, out)
+    before = files_of(out)
+    track = harness.run.Run.track
+
+    def track_more(run, *args):
+        run.checkpoint_parts["other"] = (dict, dict)
+        track(run, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.run.Run, "track", track_more)
+        with pytest.raises(ConfigError, match="holds no other"):
+            again(out, resume="latest", num_prompts=4)
+    assert files_of(out) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "model_writer", lambda *_: lambda path, trial=False: 1 / 0)
+        with pytest.raises(ConfigError, match="no checkpoint can be saved"):
+            again(out, resume="latest", num_prompts=4)
+    assert files_of(out) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.log, "reporter", lambda cfg: 1 / 0)
+        with pytest.raises(ConfigError, match="--report_to"):
+            again(out, resume="latest", num_prompts=4)
+    assert files_of(out) == before
+    again(out, resume="latest")
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_a_new_run_that_is_refused_late_leaves_its_directory_free(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "model_writer", lambda *_: lambda path, trial=False: 1 / 0)
+        with pytest.raises(ConfigError, match="no checkpoint can be saved there"):
+            small_run("out", max_steps=1, train_data=BUNDLED.train_data)
+    assert not os.path.exists("out")
+
+
+def test_a_part_that_could_not_be_loaded_is_refused_before_the_first_step(tmp_path):
+    """torch.save() takes a numpy array; torch.load(weights_only=True) does not."""
+    model = tiny_model()
+    run = harness.run.Run(Config(model="m", out_dir=str(tmp_path / "out")), CPU, None, 0.0)
+    run.checkpoint_parts["draws"] = (lambda: np.zeros(2), None)
+    with pytest.raises(ConfigError, match="the part draws holds more than tensors"):
+        run.track(model, torch.optim.AdamW(model.parameters()), write_whole(model), 0)
+    run.exits.close()
+
+
+def test_room_for_two_checkpoints_is_asked_for_before_the_first_step(tmp_path, monkeypatch):
+    model = tiny_model()
+    size = 3 * sum(p.nbytes for p in model.parameters())
+    for number, free in enumerate((2 * size - 1, 2 * size)):
+        space = types.SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, space=space: space)
+        if free < 2 * size:
+            with pytest.raises(ConfigError, match="GB are needed, .* GB are free"):
+                tracked_run(tmp_path / str(number), model)
+        else:
+            tracked_run(tmp_path / str(number), model).exits.close()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "gemma3"])
+def test_a_trial_writes_a_small_part_of_the_model(kind, tmp_path):
+    """Also of one whose experts are written in another form than they are computed in."""
+    writer = harness.checkpoints.model_writer(
+        tiny_model(kind), harness.rows.load_tokenizer(BUNDLED), BUNDLED.model
+    )
+    sizes = []
+    for trial in (True, False):
+        writer(str(tmp_path / str(trial)), trial=trial)
+        sizes.append((tmp_path / str(trial) / "model.safetensors").stat().st_size)
+    assert sizes[0] < sizes[1] / 10
+
+
+def run_with_two_evals(out):
+    """Keeps the better first step, the newest, and a link to the first."""
+    run = tracked_run(out, eval_data="x", keep=1, save_every=1, max_steps=2)
+    for step in run.steps():
+        run.record(step, METRICS, [])
+        run.record_eval(step, dict(eval_accuracy=-step, eval_stderr=0.0, eval_length=1.0))
+    return run
+
+
+def better_step(run):
+    """One more step of a run, which becomes the best."""
+    run.record(3, METRICS, [])
+    run.record_eval(3, dict(eval_accuracy=0.5, eval_stderr=0.0, eval_length=1.0))
+    run.save()
+
+
+def test_in_a_copy_of_a_run_best_is_a_link_again(tmp_path, capsys):
+    run = run_with_two_evals(tmp_path)
+    os.remove(tmp_path / "best")
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "best")  # as `cp -rL` and zip leave it
+    better_step(run)
+    assert "could not" not in capsys.readouterr().out
+    assert os.readlink(tmp_path / "best") == "step_000003"
+    assert names_in(tmp_path) == ["step_000003"]
+
+
+def test_a_directory_of_the_users_with_the_name_best_stays(tmp_path, capsys):
+    run = run_with_two_evals(tmp_path)
+    os.remove(tmp_path / "best")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "notes.txt").write_text("mine")
+    better_step(run)
+    said = capsys.readouterr().out
+    assert "could not save" not in said and "best to the checkpoint of step 3 (" in said
+    assert (tmp_path / "best" / "notes.txt").read_text() == "mine"
+    assert names_in(tmp_path) == ["step_000003"]
+
+
+def test_a_file_system_without_links_costs_the_link_only(tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refused)
+    better_step(run_with_two_evals(tmp_path))
+    said = capsys.readouterr().out
+    assert "could not save" not in said and "best to the checkpoint of step 3 (" in said
+    assert names_in(tmp_path) == ["step_000003"]
+
+
+def test_a_save_asks_no_device_that_the_run_does_not_use(tmp_path, monkeypatch, capsys):
+    """On a Mac torch.cuda.stream(None) asks for torch.mps.current_device, which does not exist."""
+    run = tracked_run(tmp_path, max_steps=2)
+    run.record(1, METRICS, [])
+    with monkeypatch.context() as mac:
+        mac.setattr(torch.backends.mps, "is_available", lambda: True)
+        run.save()
+    assert names_in(tmp_path) == ["step_000001"]
+
+
+def test_a_phase_waits_for_the_device(monkeypatch):
+    waits = []
+    for name in ("cuda", "mps"):
+        monkeypatch.setattr(
+            getattr(torch, name), "synchronize", lambda name=name: waits.append(name)
+        )
+    for name in ("cpu", "cuda", "mps"):
+        clock = harness.run.Clock(torch.device(name))
+        with clock("rollout"):
+            pass
+        assert list(clock.take()) == ["time_rollout"]
+    assert waits == ["cuda", "mps"]

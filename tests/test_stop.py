@@ -19,6 +19,7 @@ import harness.checkpoints
 import harness.log
 import harness.run
 import harness.sampler_gap
+import harness.stops
 from grpo import Config
 from harness.flags import ConfigError, TrainingError
 from harness.scorer import Scores
@@ -31,6 +32,7 @@ from tests.common import (
     read,
     small_run,
     state_of,
+    stuck_run,
     wait_for,
 )
 
@@ -252,9 +254,11 @@ def test_two_runs_in_one_directory_are_refused(fork, undisturbed, rows, tmp_path
 
 
 def test_a_full_disk_and_a_read_only_one(undisturbed, rows, disk, monkeypatch, capsys):
-    out = disk("size=9m") / "out"  # room for one checkpoint of 6 MB, not for two
+    out = disk("size=64m") / "out"
     options = dict(train_data=rows, keep=1)
-    small_run(out, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, {1: lambda: disk("size=9m")})  # room for one checkpoint of 6 MB, not for two
+        small_run(out, **options)
     said = capsys.readouterr().out
     assert [f"step {n}: could not save" in said for n in (1, 2, 3, 4)] == [False, True, True, True]
     assert names_in(out) == ["step_000001"]
@@ -276,7 +280,7 @@ def test_a_failed_save_does_not_stop_the_run(undisturbed, rows, tmp_path, monkey
     calls, replace = [], os.replace
 
     def fails_twice(source, target):
-        if ".partial" in str(source) and ".trial" not in str(target) and len(calls) < 2:
+        if ".partial" in str(source) and "step_" in str(target) and len(calls) < 2:
             calls.append(target)
             raise OSError(28, "No space left on device")
         return replace(source, target)
@@ -350,3 +354,84 @@ def test_a_torchrun_that_ends_leaves_nobody_behind(tmp_path, how):
     agent.wait()
     assert gone(ranks, 300)  # a second or a few, on a machine that is not busy
     assert names_in(out) == ["step_000001"][: how == signal.SIGTERM]
+
+
+WITH_PARENT = """
+import os, sys, threading, time
+from harness import stops
+sys.platform = sys.argv[1]
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+stops.end_with_torchrun()
+print(os.getpid(), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])  # prctl, and the poll
+def test_a_rank_ends_with_its_torchrun(platform):
+    start = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", start, "-c", WITH_PARENT, platform]
+    parent = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+    rank = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    assert gone([rank])
+    parent.wait()
+    parent.stdout.close()
+
+
+# -- what only reports
+
+
+def no_latex(*_):
+    raise RuntimeError("Failed to process string with tex because latex could not be found")
+
+
+def stuck_run_without_latex(out, marker, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.log.Log, "close", no_latex)
+        stuck_run(out, "step", marker, **options)
+
+
+def test_a_run_whose_curves_cannot_be_drawn_ends_well(rows, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness.log.Log, "close", no_latex)
+    assert len(small_run(tmp_path / "out", train_data=rows, max_steps=2)) == 2
+    assert "could not finish the log (Failed to process" in capsys.readouterr().out
+    assert names_in(tmp_path / "out")[-1] == "step_000002"
+
+
+def test_a_stop_ends_the_process_even_if_curves_cannot_be_drawn(fork, rows, tmp_path):
+    out, marker = tmp_path / "out", tmp_path / "on"
+    name = "tests.test_stop.stuck_run_without_latex"
+    [pid], wait = fork(name, out, marker, train_data=rows, save_every=0, command_line=True)
+    wait_for(marker.exists)
+    os.kill(pid, signal.SIGTERM)
+    assert gone([psutil.Process(pid)])
+    assert wait().returncode == 0
+    assert names_in(out) == ["step_000002"]
+
+
+def run_with_a_signal_of_its_own(out, **options):
+    signal.signal(signal.SIGUSR2, lambda number, frame: print("mine", flush=True))
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, {2: lambda: os.kill(os.getpid(), signal.SIGUSR2)})
+        small_run(out, **options)
+
+
+def test_other_signals_do_not_stop_a_run(fork, undisturbed, rows, tmp_path):
+    name, out = "tests.test_stop.run_with_a_signal_of_its_own", tmp_path / "out"
+    done = fork(name, out, train_data=rows, command_line=True)[1]()
+    assert done.returncode == 0 and "mine" in done.stdout
+    assert state_of(out) == state_of(undisturbed)
+
+
+def test_in_python_a_second_signal_interrupts_even_while_weights_change():
+    stops = harness.stops.Stops(None, command_line=False, delay=0.0)
+    stops.hold()
+    stops.receive(signal.SIGINT)  # waits
+    stops.receive(signal.SIGINT)  # within a second: the same Ctrl-C
+    stops.first_stop -= 2
+    with pytest.raises(KeyboardInterrupt):
+        stops.receive(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        stops.release()
+    assert not stops.mid_step
