@@ -47,53 +47,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import numpy as np
-import torch
-import transformers
-from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
-
-from harness import (
-    auto,
-    check,
-    dashboards,
-    engine,
-    flags,
-    log,
-    models,
-    ranks,
-    rows,
-    sampler_gap,
-)
-from harness.arrays import padded, padded_rows, to_device
-from harness.checkpoints import find_checkpoint, fingerprint, model_writer
-from harness.directory import resumed_flags
+from harness import flags
 from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
-from harness.hf_sampler import Completion, HFSampler
-from harness.log import completion_rows, sample_metrics
-from harness.ranks import (
-    EVAL,
-    MINIBATCHES,
-    NOISE,
-    PROMPT_ORDER,
-    SAMPLING,
-    World,
-    seed_of,
-    stream,
-)
-from harness.recompute import recomputing
-from harness.rows import Prompt
-from harness.run import Run
-from harness.scorer import Scorer, Scores
-from harness.user_code import load_rewards, reward_row, sources
-
-try:
-    from harness.fast import FastPolicy
-except ModuleNotFoundError as error:
-    if error.name != "harness.fast":
-        raise
-    FastPolicy = None  # everything runs without it, slower
 
 # ------------------------------------------------------------------------------------------------
 # Config: every field is a flag
@@ -263,6 +218,64 @@ BUNDLED = dict(
 )
 
 
+if __name__ == "__main__":
+    # Before torch is imported, which takes seconds: --help and a mistyped flag answer at once.
+    exit_code = flags.exit_code(
+        "grpo.py", lambda: flags.parse_flags(Config, None, "grpo.py", __doc__)
+    )
+    if exit_code != 0:
+        sys.exit(exit_code)
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import (
+    auto,
+    check,
+    dashboards,
+    engine,
+    log,
+    models,
+    ranks,
+    rows,
+    sampler_gap,
+)
+from harness.arrays import padded, padded_rows, to_device
+from harness.checkpoints import find_checkpoint, fingerprint, model_writer
+from harness.directory import resumed_flags
+from harness.hf_sampler import Completion, HFSampler
+from harness.log import completion_rows, sample_metrics
+from harness.ranks import (
+    EVAL,
+    MINIBATCHES,
+    NOISE,
+    PROMPT_ORDER,
+    SAMPLING,
+    World,
+    seed_of,
+    stream,
+)
+from harness.recompute import recomputing
+from harness.rows import Prompt
+from harness.run import Run
+from harness.scorer import Scorer, Scores
+from harness.user_code import load_rewards, reward_row, sources
+
+try:
+    from harness.fast import FastPolicy
+except ModuleNotFoundError as error:
+    if error.name != "harness.fast":
+        raise
+    FastPolicy = None  # everything runs without it, slower
+
+# ------------------------------------------------------------------------------------------------
+# Flags: those that were given, and what they mean together
+
+
 def parse_args(argv=None) -> Config:
     return prepare(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__)))
 
@@ -291,6 +304,10 @@ def validate(cfg: Config) -> None:
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
     dashboards.check_installed(cfg)
+    if cfg.updates_per_step > 1:
+        why = "with several updates per rollout, rounding would decide what a clip of 0 cuts"
+        need(cfg.clip_low > 0, cfg, "clip_low", why)
+        need(cfg.clip_high > 0, cfg, "clip_high", why)
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there"
         need(cfg.kl_estimator == "k1", cfg, "kl_in", why)
@@ -1351,6 +1368,20 @@ def load_data(cfg: Config) -> tuple:
     return rewards, tokenizer, train_prompts, eval_prompts
 
 
+def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identity: int) -> None:
+    """ConfigError if the ranks hold different flags, rows, reward functions or weights. A path may
+    differ from machine to machine: what it leads to is compared."""
+    values = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items()}
+    for path in ("--tokenizer", "--out_dir", "--resume"):
+        del values[path]
+    values["--model"] = identity
+    values["--train_data"] = inputs["train_rows"]
+    values["--eval_data"] = inputs["eval_rows"]
+    code = sorted(inputs["reward_code"].values())
+    values["--reward"] = [(reward.name, reward.weight) for reward in rewards] + code
+    world.same(values)
+
+
 @contextlib.contextmanager
 def set_up(cfg: Config, command_line: bool):
     """Everything before the first step, and the teardown. Each rank first finds what is wrong with
@@ -1368,7 +1399,13 @@ def set_up(cfg: Config, command_line: bool):
     kind, why = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
 
     world = ranks.join_world(device)
-    with Run(cfg, world, checkpoint, started, command_line, sources(rewards)) as run:
+    inputs = dict(
+        train_rows=rows.fingerprint_of_data(train_prompts),
+        eval_rows=rows.fingerprint_of_data(eval_prompts),
+        reward_code=sources(rewards),
+    )
+    refuse_other_ranks(world, cfg, inputs, rewards, identity)
+    with Run(cfg, world, checkpoint, started, command_line, inputs) as run:
         cfg = run.cfg  # with the run's own directory
         policies = [policy, reference] if reference else [policy]
         packs = all(world.gather([p.packs for p in policies]))  # the ranks deal samples by it
@@ -1404,6 +1441,8 @@ def set_up(cfg: Config, command_line: bool):
         )
 
 
+@torch.inference_mode(False)  # whatever mode the caller is in
+@torch.enable_grad()
 def train(cfg: Config, command_line: bool = False) -> list[dict]:
     """The whole run; returns the lines of metrics.jsonl. command_line: signals end the process."""
     if cfg.show_prompt:

@@ -147,15 +147,16 @@ def remove_unused(out: str) -> None:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def write_config(cfg, reward_code: dict | None) -> None:
-    """The flags of this run, and in `resume` the checkpoint that it began with."""
+def write_config(cfg, inputs: dict) -> None:
+    """The flags of this run, fingerprints of its inputs, and in `resume` the checkpoint that it
+    began with."""
     if cfg.resume == LATEST:
         began_with = saved_config(cfg.out_dir).get("resume", "")
     elif cfg.resume:
         began_with = os.path.abspath(cfg.resume)
     else:
         began_with = ""
-    values = dataclasses.asdict(cfg) | dict(resume=began_with, reward_code=reward_code)
+    values = dataclasses.asdict(cfg) | dict(resume=began_with) | inputs
     partial = Path(cfg.out_dir, ".config.json")
     partial.write_text(json.dumps(values, indent=1))
     partial.replace(config_file(cfg.out_dir))

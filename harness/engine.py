@@ -20,6 +20,12 @@ def vllm_problem(cfg, device: torch.device) -> str:
         return f"vllm cannot be imported: {error}; pip install {requirements}"
     if device.type != current_platform.device_type:
         return f"the installed vllm has no {device.type} build; pip install {requirements}"
+    if device.type == "cpu":
+        # vLLM itself only warns if its library cannot be loaded, for example without libnuma.
+        try:
+            import vllm._C  # noqa: F401
+        except ImportError as error:
+            return f"vllm's library cannot be loaded: {error}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
         return "vllm has no kernels for cards below compute capability 7.5; --rollout hf needs none"
     return ""

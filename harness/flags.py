@@ -44,7 +44,7 @@ def say(text: str) -> None:
 # -- The end of a program
 
 
-def exit_code(program: str, call, less_memory: str) -> int:
+def exit_code(program: str, call, less_memory: str = "") -> int:
     """Runs call(). An error becomes one line and an exit code: 2 for a user's mistake, else 1.
 
     less_memory: the flags to name when memory runs out. A fault of the program keeps its traceback.

@@ -49,13 +49,13 @@ class Run:
         checkpoint: Checkpoint | None,
         started: float,
         command_line: bool = False,
-        code: dict | None = None,
+        inputs: dict | None = None,
     ):
         """
         checkpoint: the run continues from it; None: from the beginning.
         started: time.monotonic() at the start of the process.
         command_line: a stop ends the process. Otherwise it raises KeyboardInterrupt.
-        code: {path: SHA-256} of the files that rewards come from.
+        inputs: fingerprints of what the run reads, for config.json. A resume names what changed.
         """
         self.world = world
         self.rank0 = world.rank == 0
@@ -69,7 +69,8 @@ class Run:
         self.exits = contextlib.ExitStack()  # what has to be closed at the end, last one first
         self.cfg = cfg = world.first(lambda: claim_out_dir(cfg, self.exits))
         self.exits.callback(leave_world, world)
-        self.config = dataclasses.asdict(cfg) | dict(ranks=world.size, reward_code=code)
+        self.inputs = inputs or {}
+        self.config = dataclasses.asdict(cfg) | dict(ranks=world.size) | self.inputs
 
         self.clock = Clock(world.device)
         self.stops = Stops(self.save_and_close, command_line, delay=0.0 if self.rank0 else 1.0)
@@ -99,7 +100,7 @@ class Run:
             self.restore(optimizer)
         self.try_to_save()
         self.log = Log(self.cfg, self.start_step, self.started, self.rank0)
-        self.world.first(lambda: write_config(self.cfg, self.config["reward_code"]))
+        self.world.first(lambda: write_config(self.cfg, self.inputs))
 
     def restore(self, optimizer) -> None:
         state = self.checkpoint.state

@@ -1,0 +1,187 @@
+"""Anybody's machine and anybody's process: what a run must not depend on without a word."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import grpo
+import harness.engine
+from grpo import Config
+from harness.flags import ConfigError
+from tests.common import HERE, command_line, run, small_run
+
+pytest_plugins = "tests.common"
+
+
+# -- one process
+
+
+@pytest.mark.parametrize("flags, code", [(["--help"], 0), (["--bta", "1"], 2)])
+def test_help_and_a_mistyped_flag_need_no_torch(flags, code, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    done = run(*flags, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == code and "imported" not in done.stderr
+    if code == 0:
+        assert "--kl_estimator" in done.stdout
+    else:
+        assert "did you mean --beta?" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_still_trains(mode, tmp_path):
+    with mode():
+        [step] = small_run(tmp_path / "out", max_steps=1, save_every=0)
+        assert not torch.is_grad_enabled()
+    assert step["grad_norm"] > 0
+
+
+def test_rounding_does_not_decide_what_is_clipped(tmp_path):
+    options = dict(out_dir=str(tmp_path / "out"), num_minibatches=2)
+    for side in ("clip_low", "clip_high"):
+        with pytest.raises(ConfigError, match=rf"--{side} 0\.0: .*rounding"):
+            grpo.prepare(Config(**options, **{side: 0.0}))
+        grpo.prepare(Config(**options | {"num_minibatches": 1}, **{side: 0.0}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_whose_library_cannot_be_loaded_is_not_chosen(monkeypatch):
+    """Without libnuma vLLM imports, warns, and ends later in an error about another thing."""
+    pytest.importorskip("vllm")
+    monkeypatch.setitem(sys.modules, "vllm._C", None)
+    cpu = torch.device("cpu")
+    kind, why = harness.engine.choose_sampler(Config(), cpu, False)
+    assert kind == "hf" and "vllm's library cannot be loaded" in why
+    with pytest.raises(ConfigError, match="--rollout vllm: vllm's library cannot be loaded"):
+        harness.engine.choose_sampler(Config(rollout="vllm"), cpu, False)
+
+
+TWO_COPIES = """
+import importlib.util, sys
+first, second, out = sys.argv[1:]
+
+def load(folder, name):
+    spec = importlib.util.spec_from_file_location(name, folder + "/grpo.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+copies = {first: load(first, "grpo_1"), second: load(second, "grpo_2")}
+for folder, copy in copies.items():
+    rooms = [copy.Policy.__module__ and copy]
+    seen, waiting = set(), [copy]
+    while waiting:
+        module = waiting.pop()
+        for value in vars(module).values():
+            name = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+            if not str(name).split(".")[0] in ("harness", "reward", "view"):
+                continue
+            room = value if hasattr(value, "__path__") or hasattr(value, "__spec__") else None
+            marks = getattr(room, "COPY", None) or getattr(value, "__globals__", {}).get("COPY")
+            if marks is not None:
+                assert marks == folder, (folder, name, marks)
+                seen.add(str(name))
+            if room is not None and room not in rooms:
+                rooms.append(room)
+                waiting.append(room)
+    assert len(seen) > 15, seen
+for i, (folder, copy) in enumerate(copies.items()):
+    options = dict(num_prompts=2, num_generations=2, max_steps=1, eval_data="")
+    copy.train(copy.Config(**options, out_dir=out + str(i)))
+print("both trained")
+"""
+
+
+def test_two_copies_in_one_process_do_not_mix(tmp_path):
+    """Of the second one, whose folder begins with the first one's name, every room is its own."""
+    folders = [tmp_path / "copy", tmp_path / "copy2"]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("grpo.py", "reward.py", "view.py"):
+            shutil.copy(os.path.join(HERE, name), folder)
+        for name in ("harness", "sample_data"):
+            shutil.copytree(os.path.join(HERE, name), folder / name)
+        for room in [*folder.glob("*.py"), *folder.glob("harness/*.py")]:
+            with open(room, "a") as file:
+                if room.name != "grpo.py":
+                    file.write(f"\n\nCOPY = {str(folder)!r}\n")
+    script = tmp_path / "two.py"
+    script.write_text(TWO_COPIES)
+    done = run(str(script), *map(str, folders), str(tmp_path / "out"), env={"PYTHONPATH": ""})
+    assert done.returncode == 0 and "both trained" in done.stdout, done.stderr[-2000:]
+
+
+# -- several ranks, several machines
+
+
+def differing_ranks(what, folder, *args):
+    """Rank 1 starts with another flag, other rows, or another reward file under the same name."""
+    if os.environ["RANK"] == "1":
+        os.chdir(os.path.join(folder, "other"))
+        if what in ("--learning_rate", "--beta"):
+            args = [*args, what, "0"]
+    else:
+        os.chdir(os.path.join(folder, "first"))
+    command_line(*args)
+
+
+@pytest.mark.parametrize("what", ["--learning_rate", "--beta", "--train_data", "--reward"])
+def test_ranks_that_differ_are_refused(what, fork, tmp_path):
+    for name, answer in (("first", "1"), ("other", "2")):
+        (tmp_path / name).mkdir()
+        row = {"prompt": "1+1=", "answer": answer if what == "--train_data" else "2"}
+        (tmp_path / name / "rows.jsonl").write_text(json.dumps(row))
+        value = answer if what == "--reward" else "1"
+        (tmp_path / name / "mine.py").write_text(f"def r(completion, row):\n    return {value}\n")
+    flags = ["--train_data", "rows.jsonl", "--reward", "mine.py:r", "--num_prompts", 2]
+    flags += ["--num_generations", 2, "--max_steps", 1, "--out_dir", tmp_path / "out"]
+    function = "tests.test_machines.differing_ranks"
+    done = fork(function, what, tmp_path, *flags, ranks=2)[1]()
+    assert done.returncode in (2, -15)  # -15: of the rank that lets the first one speak
+    assert f"error: {what}: not the same on rank 1 as on rank 0" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_says_that_the_rows_have_changed(tmp_path, capsys):
+    small_run(tmp_path / "out", max_steps=1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
+    capsys.readouterr()
+    small_run(tmp_path / "out", max_steps=2, resume="latest")
+    assert "changed since then: max_steps, train_rows\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_machines_with_other_rows_under_one_name(tmp_path):
+    """Two torchrun agents on one machine: rows of the second one were mixed in, exit code 0."""
+    port = 20000 + os.getpid() % 20000
+    agents = []
+    for node in (0, 1):
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
+        row = {"prompt": f"{node}+1=", "answer": str(node + 1)}
+        (folder / "train.jsonl").write_text(json.dumps(row))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += [f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        command += [os.path.join(HERE, "grpo.py"), "--train_data", "train.jsonl", "--max_steps"]
+        command += ["1", "--num_prompts", "2", "--num_generations", "2"]
+        agents.append(
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        time.sleep(0.5)
+    outputs = [agent.communicate(timeout=300)[0] for agent in agents]
+    assert all(agent.returncode != 0 for agent in agents), outputs
+    assert "--train_data: not the same on rank 1 as on rank 0" in outputs[0]
+    assert not any((tmp_path / f"node{node}" / "out").exists() for node in (0, 1))
