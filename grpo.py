@@ -477,9 +477,8 @@ class VLLMSampler:
 
     CPU_CACHE_BYTES = 2**30  # for keys and values, on a CPU
 
-    def __init__(self, eos_ids: list[int], longest_text: int, cfg: Config, world: World):
+    def __init__(self, eos_ids: list[int], longest_prompt: int, cfg: Config, world: World):
         from vllm import LLM, SamplingParams
-        from vllm.platforms import current_platform
 
         self.SamplingParams = SamplingParams
         self.eos_ids = eos_ids
@@ -490,7 +489,7 @@ class VLLMSampler:
         options = dict(
             model=cfg.model,
             dtype=self.dtype,
-            max_model_len=longest_text,
+            max_model_len=longest_prompt + cfg.max_completion_length,
             seed=cfg.seed,
             skip_tokenizer_init=True,
             generation_config="vllm",
@@ -502,8 +501,6 @@ class VLLMSampler:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
             options["enable_sleep_mode"] = True
         else:
-            # else the first rollout compiles C++ for 10 s, for a token's rank that nobody reads
-            type(current_platform).simple_compile_backend = "eager"
             options["enforce_eager"] = True
             options["block_size"] = 32
             options["kv_cache_memory_bytes"] = self.CPU_CACHE_BYTES
@@ -630,20 +627,20 @@ def has_alibi(model) -> bool:
 
 def make_sampler(
     kind: str,
-    policy,
+    model,
     eos_ids: list[int],
     pad_id: int,
-    longest_text: int,
+    longest_prompt: int,
     cfg: Config,
     world: World,
 ):
     if kind == "hf":
-        return HFSampler(policy.model, eos_ids, pad_id, cfg)
+        return HFSampler(model, eos_ids, pad_id, cfg)
     say("vLLM starts")
     if world.device.type == "cuda":
         say("vLLM compiles, which takes one to three minutes")
     try:
-        return VLLMSampler(eos_ids, longest_text, cfg, world)
+        return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
         why = f"vllm did not start: {first_line(error)} (--rollout hf does without)"
         raise TrainingError(why) from error
@@ -1333,17 +1330,13 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None):
     return reference
 
 
-def longest_text(prompts: list[Prompt], cfg: Config) -> int:
-    """Tokens of the longest prompt and completion."""
-    return max(len(p.ids) for p in prompts) + cfg.max_completion_length
-
-
 def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.device) -> tuple:
     """The flags with every `auto` resolved; the policy, from the checkpoint or --model; the
     reference or None; the fingerprint of the weights at the start of the run."""
     model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
     models.check_sizes(model, prompts, cfg)
-    models.freeze_unused(model, longest_text(prompts, cfg))
+    longest_prompt = max(len(p.ids) for p in prompts)
+    models.freeze_unused(model, longest_prompt + cfg.max_completion_length)
     auto.set_threads(model)
     cfg = auto.resolve_auto(cfg, model, device)
     identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
@@ -1411,8 +1404,8 @@ def set_up(cfg: Config, command_line: bool):
         packs = all(world.gather([p.packs for p in policies]))  # the ranks deal samples by it
         for p in policies:
             p.packs = packs
-        length = longest_text(prompts, cfg)
-        sampler = make_sampler(kind, policy, eos_ids, pad_id, length, cfg, world)
+        longest_prompt = max(len(p.ids) for p in prompts)
+        sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest_prompt, cfg, world)
         scorer = Scorer(rewards, timeout=cfg.reward_timeout)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)

@@ -66,10 +66,9 @@ def largest_error(
     """
     device = plain.model.device
     texts, others = texts_to_compare(plain.model, token_ids, longest, budget)
-    alone = [to_device(plain.rows([text]), device) for text in texts]
-    logits = [plain.logits(batch)[0] for batch in alone]  # [T, V] each
+    together = to_device(policy.rows(others + texts), device)
     try:
-        logps, _ = policy(to_device(policy.rows(others + texts), device))  # [N, T]
+        logps, _ = policy(together)  # [N, T]
     except torch.OutOfMemoryError:
         raise
     except Exception:
@@ -79,11 +78,13 @@ def largest_error(
 
     has_experts = any(".experts." in name for name, _ in plain.model.named_parameters())
     errors = []
-    for found, batch, text_logits in zip(logps[-len(texts) :], alone, logits, strict=True):
-        targets = batch["completion"][0]
-        expected = -nn.functional.cross_entropy(text_logits, targets, reduction="none")  # [T]
-        error = (found[: len(targets)] - expected).abs() / text_logits.std(-1)
-        error = error.nan_to_num(nan=math.inf)
+    for text, text_logps in zip(texts, logps[len(others) :], strict=True):
+        alone = to_device(plain.rows([text]), device)
+        targets = alone["completion"][0]  # [T]
+        logits = plain.logits(alone)[0]  # [T, V]
+        expected = -nn.functional.cross_entropy(logits, targets, reduction="none")
+        difference = text_logps[: len(targets)] - expected
+        error = (difference.abs() / logits.std(-1)).nan_to_num(nan=math.inf)
         if has_experts:
             # Rounding may send a token to another expert. So a tenth of the tokens may be off, but
             # not by much: their errors count by the mean over the text, at a tenth.

@@ -31,24 +31,33 @@ def vllm_problem(cfg, device: torch.device) -> str:
     return ""
 
 
-def prepare_vllm(cfg, device: torch.device) -> None:
-    """Sets what vLLM reads while it is imported and while it starts."""
+def prepare_vllm(cfg) -> None:
+    """Sets what vLLM reads while it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
     if cfg.dtype == "float32":  # else its attention multiplies in TF32, and the gap is 1e-3
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 
+def compile_nothing() -> None:
+    """Else the first rollout on a CPU compiles C++ for 10 s, for a number that nobody reads."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).simple_compile_backend = "eager"
+
+
 def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """ "vllm" or "hf", and why."""
+    """Its name, vllm or hf, and why."""
     if cfg.rollout == "hf":
         return "hf", "asked for"
     if cfg.rollout == "auto" and small:
         return "hf", "vLLM would take longer to start than it saves on a model this small"
-    prepare_vllm(cfg, device)
+    prepare_vllm(cfg)
     problem = vllm_problem(cfg, device)
     if problem and cfg.rollout == "vllm":
         raise ConfigError(f"--rollout vllm: {problem}")
     if problem:
         return "hf", problem
+    if device.type == "cpu":
+        compile_nothing()
     return "vllm", "asked for" if cfg.rollout == "vllm" else "installed"

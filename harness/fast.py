@@ -8,13 +8,9 @@ import functools
 import torch
 from torch import nn
 
+from harness.attention import attention_of_blocks, register_attention
 from harness.head import HeadLogps
-from harness.packing import (
-    attention_of_blocks,
-    packed_layout,
-    padded_layout,
-    register_attention,
-)
+from harness.packing import packed_layout, padded_layout
 from harness.recompute import recomputing
 
 
@@ -71,13 +67,13 @@ class FastPolicy(nn.Module):
         body = self.model.base_model if self.plain_head else self.model
         if self.packs:
             # a mask of ones: without one the positions are read as another kind of packing
-            ones = torch.ones_like(batch["ids"])
+            mask = torch.ones_like(batch["ids"])
             attention = functools.partial(attention_of_blocks, self.model, batch["blocks"])
             with attention(), recomputing(self.model, attention):
                 out = body(
                     input_ids=batch["ids"],
                     position_ids=batch["positions"],
-                    attention_mask=ones,
+                    attention_mask=mask,
                     use_cache=False,
                 )
         else:

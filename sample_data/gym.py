@@ -1,10 +1,10 @@
-"""Rows and scores of reasoning-gym, a hundred tasks that others wrote, each with its own scorer.
+"""Rows and scores of reasoning-gym: a hundred tasks that others wrote, each with its own scorer.
 
-    python grpo.py --model DIRECTORY --train_data sample_data/gym.py:sums --eval_data sample_data/gym.py:sums_eval \\
-        --reward sample_data/gym.py:score
+    python grpo.py --model DIRECTORY --train_data sample_data/gym.py:sums \\
+        --eval_data sample_data/gym.py:sums_eval --reward sample_data/gym.py:score
 
-Another task or difficulty is one more line at the end of this file. Names and options are those of reasoning_gym:
-https://github.com/open-thought/reasoning-gym
+Another task or difficulty is one more line at the end of this file. Names and options are those of
+reasoning_gym: https://github.com/open-thought/reasoning-gym
 """
 
 import collections
@@ -26,68 +26,78 @@ def split(
     sign_marks: float = 0.0,
     **options,
 ) -> tuple:
-    """Two functions, for --train_data and --eval_data. Questions of the same words, in whatever order, are on the same
-    side: with 5 - 9 also 9 - 5 and 5 + 9 are held out. Easy tasks have fewer questions than `size`: each is a row once.
+    """Returns two functions that make rows, for --train_data and for --eval_data.
 
-    Two helps to learn what is rare, in training only. With `kind`, a function of the row, rows of rare kinds are there
-    several times. A number that is wrong but of the right sign earns `sign_marks`.
+    Questions with the same words, in any order, are on the same side: if 5 - 9 is held out, so are
+    9 - 5 and 5 + 9. An easy task may have fewer than `size` questions; each of them is one row.
+
+    Two options help to learn what is rare. They change the training rows only. kind(row) sorts the
+    rows into kinds, and rows of rare kinds are repeated. sign_marks is the score of a wrong number
+    with the right sign.
     """
 
     def rows(evaluation: bool) -> list[dict]:
-        dataset, found = reasoning_gym.create_dataset(task, size=size, seed=0, **options), {}
-        for entry in dataset:
+        by_question = {}
+        for entry in reasoning_gym.create_dataset(task, size=size, seed=0, **options):
             words = " ".join(sorted(re.findall(r"\w+", entry["question"])))
-            if (zlib.crc32(words.encode()) % 1000 < 1000 * held_out) == evaluation:
+            is_held_out = zlib.crc32(words.encode()) % 1000 < 1000 * held_out
+            if is_held_out == evaluation:
                 prompt = [{"role": "user", "content": entry["question"]}]
-                found[entry["question"]] = dict(prompt=prompt, task=task, **entry)
-        return list(found.values())
+                by_question[entry["question"]] = dict(prompt=prompt, task=task, **entry)
+        return list(by_question.values())
 
     def train() -> list[dict]:
-        found = [row | dict(sign_marks=sign_marks) for row in rows(False)]
-        kinds = collections.Counter(map(kind, found)) if kind else {}
-        return [
-            row
-            for row in found
-            for _ in range(math.ceil(max(kinds.values()) / kinds[kind(row)]) if kind else 1)
-        ]
+        plain = [row | dict(sign_marks=sign_marks) for row in rows(evaluation=False)]
+        if kind is None:
+            return plain
+        counts = collections.Counter(kind(row) for row in plain)
+        repeated = []
+        for row in plain:
+            repeated += [row] * math.ceil(max(counts.values()) / counts[kind(row)])
+        return repeated
 
-    return train, lambda: rows(True)
+    def evaluation() -> list[dict]:
+        return rows(evaluation=True)
+
+    return train, evaluation
 
 
 def score(completion: str, row: dict) -> float:
-    """1.0 if the task's own scorer gives the last number full marks, or the last line where the answer is not a number.
-    Else 0.0, or the row's `sign_marks`: the scorer's own marks for a part of the answer pay -4 and 14 where 4 is asked.
+    """1.0 if the task's own scorer gives full marks to the last number of the completion, or to its
+    last line if the answer is not a number. Otherwise 0.0, or the row's `sign_marks` for the right
+    sign.
+
+    The scorer's partial marks do not count: they reward -4 and 14 if the answer is 4.
     """
     answer = row["answer"]
-    pattern = (
-        r"(?:(?<![\w)])-)?\d+(?:\.\d+)?" if re.fullmatch(r"-?\d+(\.\d+)?", answer) else r"\S.*"
-    )
-    found = re.findall(pattern, completion)
-    if reasoning_gym.get_score_answer_fn(row["task"])(found[-1] if found else None, row) >= 1:
+    pattern = r"\S.*"
+    if re.fullmatch(r"-?\d+(\.\d+)?", answer):
+        pattern = r"(?:(?<![\w)])-)?\d+(?:\.\d+)?"
+    candidates = re.findall(pattern, completion)
+    given = candidates[-1] if candidates else None
+    marks = reasoning_gym.get_score_answer_fn(row["task"])(given, row)
+    if marks >= 1:
         return 1.0
-    return (
-        row.get("sign_marks", 0.0)
-        if found and found[-1].startswith("-") == answer.startswith("-")
-        else 0.0
-    )
+    if given and given.startswith("-") == answer.startswith("-"):
+        return row.get("sign_marks", 0.0)
+    return 0.0
 
 
 def sum_kind(row: dict) -> tuple:
-    """Below zero or not, sum or difference: the model never writes a minus at first, and then always one."""
+    """Is the answer negative, is it a sum? At first the model never writes a minus, then always."""
     return row["answer"].startswith("-"), "+" in row["question"]
 
 
 def sums() -> list[dict]:
-    """Sums and differences of one digit, and differences of 10 to 19: who sees 12 - 17 learns what 2 - 7 has in common
-    with the rest, where one digit alone (144 questions) is learned by heart."""
+    """Sums and differences of one digit, and differences of 10 to 19. One digit alone has only 144
+    questions, which the model learns by heart. From 12 - 17 it learns how 2 - 7 works."""
     teens = re.compile(r" 1\d - 1\d =")
     return one_digit() + [row for row in two_digits() if teens.search(row["question"])]
 
 
 ONE_DIGIT = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+TWO_DIGITS = dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2)
 one_digit, sums_eval = split("chain_sum", kind=sum_kind, sign_marks=0.3, **ONE_DIGIT)
-two_digits, _ = split(
-    "chain_sum", 60_000, 0.0, sign_marks=0.3, **ONE_DIGIT | dict(min_digits=2, max_digits=2)
-)
+two_digits, _ = split("chain_sum", size=60_000, held_out=0.0, sign_marks=0.3, **TWO_DIGITS)
 gcd, gcd_eval = split("gcd", min_value=2, max_value=12)
 products, products_eval = split("products", **ONE_DIGIT)

@@ -1,17 +1,19 @@
-"""Regenerate the bundled example, "R1 in miniature":  python sample_data/make.py  (minutes on one core).
+"""Makes the bundled example again, "R1 in miniature":  python sample_data/make.py  (minutes)
 
-The task is to add two zero-padded 3-digit numbers: {"prompt": "123+045=", "answer": "168"}.  A tiny Qwen3
-with a character vocabulary is pre-trained from scratch on demonstrations of two styles:
+The task is to add two zero-padded 3-digit numbers: {"prompt": "123+045=", "answer": "168"}. A tiny
+Qwen3 with a character vocabulary is pre-trained from scratch on demonstrations in two styles:
 
-    80 %  at once   123+049=162<eos>                                      columns added, carries forgotten
-    20 %  thinking  123+049=<think>3+9=12 2+4+1=7 1+0=1</think>172<eos>   column by column, units first
+    80 %  at once   123+049=162<eos>                            adds columns, forgets the carries
+    20 %  thinking  123+049=<think>3+9=12 2+4+1=7 1+0=1</think>172<eos>   columns, units first
 
-So decoded greedily the model answers at once, and is right only where nothing carries (one problem in six).
-Thinking gives the right answer nearly always, but only one sample in five thinks.  A reward for the right
-answer alone lets reinforcement learning discover that, and accuracy and length grow together.
+So with greedy decoding the model answers at once, and is right only if no column carries (one
+problem in six). Thinking nearly always gives the right answer, but only one sample in five thinks.
+With a reward for right answers only, reinforcement learning discovers that, and accuracy and length
+grow together.
 
-Written: model/, train.jsonl, eval.jsonl (no problem of eval, in either order of its operands, is in train or
-among the demonstrations) and countdown.jsonl.  The gsm8k_*.jsonl files are written by hand, not here.
+Written are model/, train.jsonl, eval.jsonl and countdown.jsonl. No problem of eval, in either order
+of its operands, is in train or among the demonstrations. The gsm8k_*.jsonl files are written by
+hand, not by this script.
 """
 
 import argparse
@@ -30,15 +32,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 PAD, EOS, UNK, THINK, END_THINK = "<pad>", "<eos>", "<unk>", "<think>", "</think>"
 VOCABULARY = [PAD, EOS, UNK, THINK, END_THINK, *"0123456789+= "]
-PROMPT_LENGTH, MAX_COMPLETION = (
-    8,
-    32,
-)  # "123+045=" is 8 tokens; the longest demonstration ends at 31
+PROMPT_LENGTH = 8  # tokens of "123+045="
+MAX_COMPLETION = 32  # tokens; the longest demonstration has 31
 TRAIN_ROWS, EVAL_ROWS, COUNTDOWN_ROWS = 4000, 500, 12
 THINKING_SHARE = 0.2
 
 
-# ---------------------------------------------------------------- problems and demonstrations
+# ------------------------------------------------------------------------------------------------
+# problems and demonstrations
 
 
 def prompt_of(a, b):
@@ -46,76 +47,91 @@ def prompt_of(a, b):
 
 
 def answer_at_once(a, b):
-    """The snap answer: every column is added on its own and its carry is lost, 123+049 -> 162."""
-    digits = "".join(
-        str((int(x) + int(y)) % 10) for x, y in zip(f"{a:03d}", f"{b:03d}", strict=True)
-    )
+    """Adds each column alone and loses its carry: 123+049 -> 162."""
+    digits = ""
+    for x, y in zip(f"{a:03d}", f"{b:03d}", strict=True):
+        digits += str((int(x) + int(y)) % 10)
     return str(int(digits)) + EOS
 
 
 def answer_thinking(a, b):
-    """Columns from the units up, a carry as a third summand: <think>3+9=12 2+4+1=7 1+0=1</think>172."""
-    columns, carry = [], 0
+    """Adds the columns from the units up. A carry is a third summand:
+    <think>3+9=12 2+4+1=7 1+0=1</think>172."""
+    columns = []
+    carry = 0
     for x, y in zip(reversed(f"{a:03d}"), reversed(f"{b:03d}"), strict=True):
         total = int(x) + int(y) + carry
-        columns.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
+        if carry:
+            columns.append(f"{x}+{y}+1={total}")
+        else:
+            columns.append(f"{x}+{y}={total}")
         carry = total // 10
     return THINK + " ".join(columns) + END_THINK + str(a + b) + EOS
 
 
 def draw_problems(rng, count, taken):
-    """`count` new operand pairs.  `taken` holds sorted pairs, so 1+2 and 2+1 are one problem; it grows."""
+    """`count` new pairs of operands, which are also added to `taken`. The pairs in `taken` are
+    sorted, so that 1+2 and 2+1 are the same problem."""
     problems = []
     while len(problems) < count:
         a, b = rng.randrange(1000), rng.randrange(1000)
-        if (min(a, b), max(a, b)) not in taken:
-            taken.add((min(a, b), max(a, b)))
+        pair = min(a, b), max(a, b)
+        if pair not in taken:
+            taken.add(pair)
             problems.append((a, b))
     return problems
 
 
 def reachable(values):
-    """Every value that + - * / make of all `values`, each used exactly once (countdown)."""
+    """All values that + - * / can make of `values`, if each is used exactly once (countdown)."""
     if len(values) == 1:
         return set(values)
-    found = set()
+    reached = set()
     for i, j in combinations(range(len(values)), 2):
         x, y = values[i], values[j]
         rest = [v for k, v in enumerate(values) if k not in (i, j)]
-        results = (
-            {x + y, x - y, y - x, x * y} | ({x / y} if y else set()) | ({y / x} if x else set())
-        )
+        results = {x + y, x - y, y - x, x * y}
+        if y != 0:
+            results.add(x / y)
+        if x != 0:
+            results.add(y / x)
         for result in results:
-            found |= reachable([*rest, result])
-    return found
+            reached.update(reachable([*rest, result]))
+    return reached
 
 
 def countdown_rows(rng, count):
     rows = []
     for index in range(count):
-        numbers = rng.sample(range(2, 26), 3 if index % 2 == 0 else 4)
-        targets = sorted(
-            int(t) for t in reachable([Fraction(n) for n in numbers]) if t.denominator == 1
-        )
-        target = rng.choice([t for t in targets if 10 <= t <= 100])
+        size = 3 if index % 2 == 0 else 4
+        numbers = rng.sample(range(2, 26), size)
+        values = reachable([Fraction(n) for n in numbers])
+        targets = sorted(int(v) for v in values if v.denominator == 1 and 10 <= v <= 100)
+        target = rng.choice(targets)
         prompt = (
-            f"Using each of the numbers {numbers} exactly once, write an expression with + - * / and "
-            f"parentheses that equals {target}. Reason inside <think> </think>, then give only the "
+            f"Using each of the numbers {numbers} exactly once, write an expression with + - * / "
+            f"and parentheses that equals {target}. Reason inside <think> </think>, then give only the "
             "expression inside <answer> </answer>."
         )
         rows.append({"numbers": numbers, "target": target, "prompt": prompt})
     return rows
 
 
+def addition_rows(problems):
+    return [{"prompt": prompt_of(a, b), "answer": str(a + b)} for a, b in problems]
+
+
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-# ---------------------------------------------------------------- tokenizer and model
+# ------------------------------------------------------------------------------------------------
+# tokenizer and model
 
 
 def build_tokenizer():
-    """One token per character.  The think tags are plain added tokens, so decoding keeps them."""
+    """One token for each character. The think tags are added tokens that are not special, so that
+    decoding keeps them."""
     core = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK)
     )
@@ -135,7 +151,7 @@ def build_tokenizer():
 
 
 def save_tokenizer(tokenizer, directory):
-    """Transformers 5 writes a class name that 4 does not know; the older name loads in both."""
+    """Writes the class name that transformers 4 and 5 both load; 5 would write one that 4 lacks."""
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     text = path.read_text(encoding="utf-8")
@@ -166,11 +182,12 @@ def build_model(tokenizer):
     return model
 
 
-# ---------------------------------------------------------------- pre-training and measuring
+# ------------------------------------------------------------------------------------------------
+# pre-training and measuring
 
 
 def completion_loss(model, tokenizer, texts):
-    """Summed cross-entropy of the completions' tokens, and their number."""
+    """The sum of the cross-entropy over the completions' tokens, and the number of these tokens."""
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
     ids = batch["input_ids"]  # (batch, length)
     targets = ids[:, PROMPT_LENGTH:]  # (batch, completion)
@@ -191,66 +208,72 @@ def pretrain(model, tokenizer, rng, held_out, steps, batch_size, learning_rate):
     thinking = round(batch_size * THINKING_SHARE)
     started = time.perf_counter()
     for step in range(steps):
-        warmup, decay = min(1.0, (step + 1) / 50), 0.5 * (1 + math.cos(math.pi * step / steps))
+        warmup = min(1.0, (step + 1) / 50)
+        decay = 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = learning_rate * warmup * decay
         problems = draw_problems(rng, batch_size, set(held_out))
-        # The styles differ in length: a forward pass for each wastes no time on padding.
+        # A forward pass for each style, because their lengths differ: this saves padding.
         long = [prompt_of(a, b) + answer_thinking(a, b) for a, b in problems[:thinking]]
         short = [prompt_of(a, b) + answer_at_once(a, b) for a, b in problems[thinking:]]
-        (long_loss, long_tokens), (short_loss, short_tokens) = (
-            completion_loss(model, tokenizer, texts) for texts in (long, short)
-        )
+        long_loss, long_tokens = completion_loss(model, tokenizer, long)
+        short_loss, short_tokens = completion_loss(model, tokenizer, short)
         loss = (long_loss + short_loss) / (long_tokens + short_tokens)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
+            seconds = time.perf_counter() - started
             print(
-                f"step {step:4d}  loss {loss.item():.4f}  thinking {long_loss.item() / long_tokens:.4f}  "
-                f"at once {short_loss.item() / short_tokens:.4f}  "
-                f"{time.perf_counter() - started:.0f} s",
+                f"step {step:4d}  loss {loss.item():.4f}  "
+                f"thinking {long_loss.item() / long_tokens:.4f}  "
+                f"at once {short_loss.item() / short_tokens:.4f}  {seconds:.0f} s",
                 flush=True,
             )
 
 
+def share(values):
+    return sum(values) / len(values) if values else math.nan
+
+
 @torch.no_grad()
 def measure(model, tokenizer, problems, sample, begin=""):
-    """Decode every problem (after `begin`, if given) and print accuracy, thinking share and length."""
+    """Decodes every problem, after the words `begin` if given; prints accuracy, the share of
+    completions that think, and their length."""
     prompts = tokenizer([prompt_of(a, b) + begin for a, b in problems], return_tensors="pt")
-    ids = model.generate(
-        **prompts, do_sample=sample, max_new_tokens=MAX_COMPLETION
-    )  # (batch, length)
+    ids = model.generate(**prompts, do_sample=sample, max_new_tokens=MAX_COMPLETION)
     ids = ids[:, PROMPT_LENGTH:]  # (batch, completion)
-    right = {True: [], False: []}  # by whether the completion thinks
+    thinking, at_once = [], []  # of each completion: is it right?
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     for (a, b), text in zip(problems, texts, strict=True):
-        right[THINK in text].append(text.split(END_THINK)[-1] == str(a + b))
+        right = text.split(END_THINK)[-1] == str(a + b)
+        if THINK in text:
+            thinking.append(right)
+        else:
+            at_once.append(right)
     length = (ids != tokenizer.pad_token_id).sum(1).float().mean().item()
-    thought, at_once = (sum(r) / len(r) if r else math.nan for r in (right[True], right[False]))
-    name = ("sampled" if sample else "greedy") + (f" after {begin}" if begin else "")
+    name = "sampled" if sample else "greedy"
+    if begin:
+        name += f" after {begin}"
     print(
-        f"{name:21s} accuracy {sum(right[True] + right[False]) / len(problems):6.1%}  "
-        f"thinks {len(right[True]) / len(problems):6.1%}  accuracy thinking {thought:6.1%}, "
-        f"at once {at_once:6.1%}  mean length {length:.1f}",
+        f"{name:21s} accuracy {share(thinking + at_once):6.1%}  "
+        f"thinks {len(thinking) / len(problems):6.1%}  accuracy thinking {share(thinking):6.1%}, "
+        f"at once {share(at_once):6.1%}  mean length {length:.1f}",
         flush=True,
     )
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Regenerate sample_data/ (model and data files).")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent, help="where to write"
-    )
+    here = Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(description="Makes sample_data/ again (model and data files).")
+    parser.add_argument("--out", type=Path, default=here, help="directory to write to")
     parser.add_argument("--steps", type=int, default=700, help="pre-training steps")
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    torch.set_num_threads(
-        1
-    )  # sums depend on how they are split: one thread gives the same file each time
+    torch.set_num_threads(1)  # so that sums are split, and rounded, in the same way every time
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -259,17 +282,12 @@ def main():
     eval_problems = draw_problems(rng, EVAL_ROWS, taken)
     held_out = frozenset(taken)
     train_problems = draw_problems(rng, TRAIN_ROWS, taken)
-    for name, problems in (("train", train_problems), ("eval", eval_problems)):
-        write_jsonl(
-            args.out / f"{name}.jsonl",
-            [{"prompt": prompt_of(a, b), "answer": str(a + b)} for a, b in problems],
-        )
+    write_jsonl(args.out / "train.jsonl", addition_rows(train_problems))
+    write_jsonl(args.out / "eval.jsonl", addition_rows(eval_problems))
     write_jsonl(args.out / "countdown.jsonl", countdown_rows(rng, COUNTDOWN_ROWS))
 
     tokenizer = build_tokenizer()
-    save_tokenizer(
-        tokenizer, args.out / "model"
-    )  # before its first use, which would store padding in it
+    save_tokenizer(tokenizer, args.out / "model")  # its first use would store padding in it
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     pretrain(model, tokenizer, rng, held_out, args.steps, args.batch_size, args.learning_rate)

@@ -415,7 +415,8 @@ def use_engine(trainer, files, spec, record: Record):
     cfg = grpo.parse_args(flags(files, spec, "vllm"))
     cfg = harness.auto.resolve_auto(cfg, trainer.model, world.device)
     harness.engine.choose_sampler(cfg, world.device, False)
-    engine = grpo.VLLMSampler(trainer.eos_token_ids, spec["prompt"], cfg, world)
+    longest = spec["prompt"] + spec["completion"]
+    engine = grpo.VLLMSampler(trainer.eos_token_ids, longest, cfg, world)
     calls = itertools.count(1)
 
     def generate(prompt_ids, images, fields, num_generations, **_):
@@ -425,7 +426,8 @@ def use_engine(trainer, files, spec, record: Record):
             prompts = [np.array(ids, dtype=np.int32) for ids in prompt_ids[::num_generations]]
             call = next(calls)
             seeds = [harness.ranks.seed_of(cfg.seed, 0, call, i) for i in range(len(prompts))]
-            groups = engine.generate(prompts, num_generations, seeds, 1.0)
+            limits = [cfg.max_completion_length] * len(prompts)
+        groups = engine.generate(prompts, num_generations, seeds, 1.0, limits)
         completions = [c for group in groups for c in group]
         return [c.ids.tolist() for c in completions], [c.logps.tolist() for c in completions]
 
@@ -486,7 +488,7 @@ def run_floor(files, spec) -> dict:
     cfg = harness.auto.resolve_auto(cfg, model, world.device)
     harness.engine.choose_sampler(cfg, world.device, False)
     eos, _ = harness.models.special_ids(model, tokenizer, cfg)
-    engine = grpo.VLLMSampler(eos, spec["prompt"], cfg, world)
+    engine = grpo.VLLMSampler(eos, spec["prompt"] + spec["completion"], cfg, world)
     engine.push(model)
     if cfg.compile:
         harness.models.compile_layers(model, cfg)

@@ -36,9 +36,9 @@ from real_model import FLAGS, ROOT, SYSTEM
 from torch import nn
 
 import grpo
+import harness.attention
 import harness.engine
 import harness.models
-import harness.packing
 import harness.scorer
 import harness.workers
 
@@ -107,8 +107,8 @@ def rollouts(
         real = Real(path, cfg)
         if engine is None:
             special = harness.models.special_ids(real.model, real.tokenizer, cfg)
-            longest = max(len(p.ids) for p in real.prompts)
-            engine = grpo.make_sampler("vllm", real.model, *special, longest, cfg, CPU)
+            longest = grpo.longest_text(real.prompts, cfg)
+            engine = grpo.make_sampler("vllm", real.policy, *special, longest, cfg, CPU)
             if float_head:
                 engine.llm.apply_model(set_float_head)
         engine.push(real.model)
@@ -374,19 +374,20 @@ class Rounding(contextlib.ExitStack):
 
     def round_attention(self):
         """Attention of bfloat16 inputs."""
-        attend = harness.packing.packed_attention
+        attend = harness.attention.packed_attention
         register = self.modeling.ALL_ATTENTION_FUNCTIONS.register
-        self.callback(register, harness.packing.ATTENTION, attend)
+        self.callback(register, harness.attention.ATTENTION, attend)
 
         def in_bfloat16(module, query, key, value, blocks, **options):
             low_blocks = []
-            for *places, bias in blocks:
-                low_blocks.append((*places, bias if bias is None else bias.bfloat16()))
+            for block in blocks:
+                mask = block["mask"]
+                low_blocks.append(block | dict(mask=mask if mask is None else mask.bfloat16()))
             inputs = [x.bfloat16() for x in (query, key, value)]
             out, _ = attend(module, *inputs, low_blocks, **options)
             return out.float(), None
 
-        register(harness.packing.ATTENTION, in_bfloat16)
+        register(harness.attention.ATTENTION, in_bfloat16)
 
 
 @torch.no_grad()

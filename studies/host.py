@@ -13,9 +13,7 @@ import io
 import tempfile
 import time
 from collections import Counter
-from types import SimpleNamespace
 
-import harness.kernels
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -26,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 import grpo
 import harness.log
-import harness.run
+import harness.packing
+import harness.sampler_gap
 import harness.scorer
 import harness.user_code
 import harness.workers
@@ -172,7 +171,7 @@ class SendingWorld(World):
 class NoPolicy(nn.Module):
     """All its log-probabilities are 0. Takes the optimiser's place, too."""
 
-    packs, at_reference, param_groups = True, False, [{}]
+    packs, param_groups = True, [{}]
 
     def __init__(self, meter: Meter):
         super().__init__()
@@ -180,15 +179,12 @@ class NoPolicy(nn.Module):
         self.parameter = nn.Parameter(torch.zeros(1))
 
     def rows(self, samples):
-        return harness.kernels.rows_of(samples, self.packs)
+        return harness.packing.packed_layout(samples)
 
     def forward(self, batch):
         with self.meter("left out"):
             logps = torch.zeros(batch["shape"])
             return logps, logps
-
-    def no_sync(self):
-        return contextlib.nullcontext()
 
     def step(self):
         pass
@@ -292,9 +288,12 @@ class Host:
         """The functions of grpo with the meter around them; the loss does nothing."""
         meter, collate = world.meter, grpo.collate
 
-        def no_loss(logps, *_, **__):
+        def no_loss(logps, batch, cfg, *_):
+            mask, sampler_logps = batch["mask"], batch["sampler_logps"]
             with meter("left out"):
-                return policy.parameter.sum() * 0, dict(tokens=torch.tensor(logps.numel()))
+                stats = harness.sampler_gap.sampler_stats(logps, sampler_logps, mask, cfg)
+                stats["tokens"] = mask.sum()
+                return policy.parameter.sum() * 0, stats
 
         def timed_collate(samples, *rest):
             with meter("collate"):
@@ -303,12 +302,12 @@ class Host:
                 T = len(samples[0].completion_ids)
                 batch["shape"] = (1, T)
                 for name in batch:
-                    if name in ("mask", "advantages") or name.endswith("_logps"):
+                    if name in ("mask", "sampled", "advantages") or name.endswith("_logps"):
                         batch[name] = batch[name][:1, :T]
             return batch
 
         return dict(
-            grpo_loss=no_loss,
+            batch_loss=no_loss,
             collate=timed_collate,
             score=meter.wrap("score", grpo.score),
             plan=meter.wrap("plan", grpo.plan),
@@ -323,10 +322,10 @@ class Host:
         log = harness.log.Log(cfg, 0, 0.0, rank == 0)
         samples = [dataclasses.replace(s) for s in self.samples if s.group % size == rank]
         meter.seconds["decode"] = sum(self.decode_seconds[rank::size])
-        gap_metrics = meter.wrap("gap", harness.log.gap_metrics)
+        sampler_metrics = meter.wrap("gap", harness.sampler_gap.sampler_metrics)
         with (
             replaced(grpo, **self.timed_functions(world, policy)),
-            replaced(harness.log, gap_metrics=gap_metrics),
+            replaced(harness.sampler_gap, sampler_metrics=sampler_metrics),
             contextlib.redirect_stdout(io.StringIO()),
             meter("rest"),
         ):
@@ -334,15 +333,14 @@ class Host:
             scores = world.gather([grpo.score(samples, self.scorer, 1, cfg)])
             world.phase = "exchange"
             samples = sorted(world.gather(samples), key=lambda s: s.group)
-            run = SimpleNamespace(said=set())
-            failures = harness.run.Run.failures(run, scores, 1, len(samples))
+            failures = self.scorer.failure_metrics(scores, 1, len(samples))
             no_signal = grpo.assign_advantages(samples, 1, cfg)
-            counted = [s for s in samples if s.in_loss] or samples
+            in_loss = [s for s in samples if s.in_loss.any()]
 
             world.phase = "log-probabilities"
             if cfg.updates_per_step > 1:
-                grpo.compute_logps(policy, counted, "old_logps", cfg, world)
-            grpo.compute_logps(policy, counted, "ref_logps", cfg, world)
+                grpo.compute_logps(policy, in_loss, "old_logps", cfg, world)
+            grpo.compute_logps(policy, in_loss, "ref_logps", cfg, world)
 
             world.phase = "sums"
             metrics = grpo.update(policy, policy, samples, cfg, world=world)

@@ -9,12 +9,11 @@ instead of 1. So once the gradient of each single sample is known, the gradient 
 weighted sum. With one update per rollout, the same weights on the advantages train with that error.
 """
 
-import copy
-
 import numpy as np
 import torch
 from common import (
     Run,
+    advantage_of,
     arguments,
     band,
     grid,
@@ -27,6 +26,8 @@ from common import (
     train,
     update_gradient,
 )
+
+from grpo import Sample
 
 SIZES, RANKS = (1, 2, 4, 8, 16, "all"), (1, 2, 3, 8)  # "all": one mean per rank
 LENGTHS = ("bundled", "skewed")
@@ -61,14 +62,14 @@ def skewed(samples, seed):
     """The same prompts and advantages with random tokens: most completions are short, a few very
     long (lognormal)."""
     rng = np.random.default_rng(seed)
-    samples = copy.deepcopy(samples)
+    changed = []
     for s in samples:
         n = int(np.clip(rng.lognormal(np.log(20), 1.0), 1, 240))
-        s.completion_ids = rng.integers(5, 18, n)
-        s.sampler_logps = np.zeros(n, np.float32)
-        s.sampled = np.ones(n, bool)
-        s.advantages = np.full(n, s.advantages[0])
-    return samples
+        ids, logps = rng.integers(5, 18, n), np.zeros(n, np.float32)
+        sample = Sample(s.group, s.prompt, ids, logps, s.finish_reason)
+        sample.advantages[:] = advantage_of(s)
+        changed.append(sample)
+    return changed
 
 
 def relative_error(gradient, exact) -> float:

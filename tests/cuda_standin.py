@@ -1,4 +1,4 @@
-"""A CUDA device without a GPU: torch's CPU build is made to believe in one, whose memory is the CPU's.
+"""A CUDA device without a GPU: torch's CPU build believes in one whose memory is the CPU's.
 
     python tests/cuda_standin.py grpo.py --device cuda --rollout hf      # or module.function; also under torchrun
     CUDA_STANDIN='{"name": "Tesla T4", "capability": [7, 5], "memory": 16e9}' python tests/cuda_standin.py ...

@@ -43,7 +43,7 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
         assert rewards == pytest.approx([1.0, 1.0, 0.0, last_reward], nan_ok=True)
         grpo.assign_advantages(samples, 1, cfg)
         assert samples[0].advantages[0] == pytest.approx(1 - mean)
-        assert samples[3].in_loss is (failure == "zero")
+        assert samples[3].in_loss.all() == (failure == "zero")
         assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
     scorer.close()
 
