@@ -570,7 +570,7 @@ class VLLMSampler:
             for seed, limit in zip(seeds, limits, strict=True)
         ]
         texts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        requests = self.llm.generate(texts, params, use_tqdm=False)
+        requests = self.llm.generate(texts, params, use_tqdm=engine.progress_bar)
         return [[self.completion(c) for c in request.outputs] for request in requests]
 
     def completion(self, output) -> Completion:

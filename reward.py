@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from harness.numbers import arithmetic_value, as_text, final_number, read_number, without_latex
+from harness.numbers import SIGNS, as_text, final_number, read_number
 
 SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, which may be ordinary text
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")  # <answer>, </b>, <br />
+ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
 
 
 # -- The answer in a completion
@@ -65,10 +66,8 @@ def answer_reward(completion: str, row: dict) -> float:
 
 def check_answer(row: dict) -> None:
     """A gold answer that does not earn the reward itself is one that no completion can earn."""
-    if isinstance(row["answer"], (list, tuple, dict)):
-        raise ValueError(f"row['answer'] is of type {type(row['answer']).__name__}, not a text")
-    gold = as_text(row["answer"])
-    if answer_reward(gold, {"answer": gold}) == 0.0:
+    gold = row["answer"]
+    if isinstance(gold, (list, tuple, dict)) or answer_reward(as_text(gold), row) == 0.0:
         raise ValueError(f"no completion can have the answer {gold!r}")
 
 
@@ -94,37 +93,36 @@ def format_reward(completion: str, row: dict) -> float:
     if not reasoning.startswith("<think>") or not closed:
         return 0.0
     reasoning = reasoning.removeprefix("<think>")
-    answer = answer.strip()
-    if answer.startswith("<answer>") and answer.endswith("</answer>"):
-        answer = answer.removeprefix("<answer>").removesuffix("</answer>")
+    inside = re.fullmatch("<answer>(.*)</answer>", answer.strip(), re.DOTALL)
+    if inside:
+        answer = inside[1]
     if "<think>" in reasoning or TAG.search(answer):
         return 0.0
     return float(is_visible(reasoning) and is_visible(answer))
 
 
 def countdown_reward(completion: str, row: dict) -> float:
-    """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"]."""
+    """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"].
+
+    The line is an expression of whole numbers, + - * / and (), and nothing else.
+    """
     line = answer_of(completion, row).rpartition("\n")[2]
-    if len(line) > 400:  # deep nesting would exhaust the stack of Python's parser
+    expression = line.translate(SIGNS).strip(" .")
+    if not ARITHMETIC.fullmatch(expression):
         return 0.0
-    expression, equals, result = without_latex(line).partition("=")
-    expression = expression.strip(" .").translate(str.maketrans("{}[]", "()()"))
-    if not re.fullmatch(r"[0-9()+*/ -]+", expression):
+    numbers = [int(digits) for digits in re.findall("[0-9]+", expression)]
+    if sorted(numbers) != sorted(int(number) for number in row["numbers"]):
         return 0.0
-    used = [int(digits) for digits in re.findall("[0-9]+", expression)]
-    if sorted(used) != sorted(Fraction(number) for number in row["numbers"]):
-        return 0.0
-    value = arithmetic_value(expression)
-    if equals and value != read_number(result.strip(" .}")):
+    try:  # Python may evaluate such a text: it has no names and no powers, and is not too deep
+        value = eval(re.sub("([0-9]+)", r"Fraction(\1)", expression))
+    except (SyntaxError, TypeError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == Fraction(row["target"]))
 
 
 def check_countdown(row: dict) -> None:
     Fraction(row["target"])  # a ValueError if it is no number
-    numbers = [Fraction(number) for number in row["numbers"]]
-    whole = [number for number in numbers if number >= 0 and number.denominator == 1]
-    if not numbers or numbers != whole:
+    if not all(str(number).isdecimal() for number in row["numbers"]):
         raise ValueError("row['numbers'] must be a list of whole numbers")
 
 
@@ -139,7 +137,6 @@ def overlong_reward(completion: str, row: dict) -> float:
 def math_reward(completion: str, row: dict) -> float:
     """1.0 if math-verify finds the answer equal to row["answer"]."""
     from math_verify import parse, verify
-    from sympy import And, Eq
 
     # math-verify warns if its own time limits are off. They are: they need SIGALRM.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -150,15 +147,7 @@ def math_reward(completion: str, row: dict) -> float:
     answer = parse(answer_of(completion, row), parsing_timeout=None)
     if not expected:
         raise ValueError("math-verify reads nothing in row['answer']")
-    if not verify(expected, answer, timeout_seconds=None):
-        return 0.0
-
-    # math-verify takes `4=5` for 5. Here all numbers in a chain of equations have to be equal.
-    if not isinstance(answer[0], (Eq, And)):
-        return 1.0
-    sides = [side for equation in answer[0].atoms(Eq) for side in equation.args]
-    numbers = [side for side in sides if side.is_number]
-    return float(all(verify(numbers[0], side, timeout_seconds=None) for side in numbers))
+    return float(verify(expected, answer, timeout_seconds=None))
 
 
 # -- The table
@@ -177,11 +166,6 @@ class Reward:
     batched: bool = False  # TRL's form: fn(completions, **columns) -> list
     path: str = ""  # the file it came from
     text: str = ""  # the text of this file: workers that start later run the same text
-
-    def check_row(self, row: dict) -> None:
-        """Raises an error if no completion can earn the reward with this data row."""
-        if self.check is not None:
-            self.check(row)
 
 
 BUILT_IN = {

@@ -3,8 +3,17 @@
 import os
 
 import torch
+from tqdm import tqdm
 
-from harness.flags import ConfigError
+from harness.flags import ConfigError, this_rank
+
+
+def progress_bar(**options):
+    """A bar on rank 0 while completions are sampled, if stderr is a terminal; nothing in a log."""
+    hidden = None  # tqdm then looks if it writes to a terminal
+    if this_rank() > 0:
+        hidden = True
+    return tqdm(**options, disable=hidden, leave=False)
 
 
 def vllm_problem(cfg, device: torch.device) -> str:

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from harness.arrays import padded, to_device
+from harness.engine import progress_bar
 
 CALL_ROWS = 256  # samples of one call of generate
 
@@ -86,11 +87,13 @@ class HFSampler:
         ids = padded(prompts, np.int64, self.pad_id, left=True)  # [N, P]
         mask = padded([np.ones(len(p)) for p in prompts], np.int64, left=True)
         inputs = to_device(dict(input_ids=ids, attention_mask=mask), device)
-        sampling = SeededSampling(streams, temperature, max(limits), device)
+        bar = progress_bar(total=max(limits), desc="tokens")
+        sampling = SeededSampling(streams, temperature, max(limits), device, bar)
         bfloat16 = self.cfg.dtype == "bfloat16"
 
         # force_eager: the cache grows with every token, and each length would be compiled
         with (
+            bar,
             torch.autocast(device.type, torch.bfloat16, enabled=bfloat16),
             torch.compiler.set_stance("force_eager"),
         ):
@@ -123,8 +126,14 @@ class SeededSampling:
     """
 
     def __init__(
-        self, streams: list[tuple], temperature: float, max_length: int, device: torch.device
+        self,
+        streams: list[tuple],
+        temperature: float,
+        max_length: int,
+        device: torch.device,
+        bar,  # advances by one for each token
     ):
+        self.bar = bar
         self.cdf_device = device
         if device.type == "mps":
             self.cdf_device = "cpu"  # the CDF is in float64, which MPS lacks
@@ -142,6 +151,7 @@ class SeededSampling:
         else:
             token = self.draw(logps)  # [N, 1]
         self.logps.append(logps.gather(-1, token).squeeze(-1))
+        self.bar.update()
         return torch.full_like(logits, -torch.inf).scatter(-1, token, 0.0)
 
     def draw(self, logps):

@@ -1,12 +1,10 @@
-"""Numbers in free text, and arithmetic: which number does a completion give as its answer?
+"""Numbers in free text: which number does a completion give as its answer?
 
 Completions are untrusted: the model is rewarded for any loophole it finds. So a number counts only
 if no word or sign beside it changes its value. Only ASCII digits count, and reading takes linear
 time.
 """
 
-import ast
-import operator
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -25,7 +23,6 @@ NUMBER = r"""
       | \.[0-9]{1,1000} )                        # .5
 """
 WHOLE_NUMBER = re.compile(NUMBER, re.VERBOSE)
-WITH_EXPONENT = re.compile(r"-?[0-9.]+[eE][-+]?[0-9]+")  # 5e-05, as Python writes a float
 LAST_NUMBER = re.compile(rf"(?: ^ | (?<=[ =]) ) ({NUMBER}) ([^0-9]*) $", re.VERBOSE)
 
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")  # \boxed{18 \text{ eggs}}
@@ -67,10 +64,9 @@ FOREIGN_LETTER = re.compile(r"[^\WA-Za-z\xb5\xb2\xb3\xc0-\u024f\u03bc\u03a9]")  
 
 def as_text(value) -> str:
     """The text of a value in a data row. Floats are written out: 5e-05 becomes 0.00005."""
-    text = str(value).strip()
-    if not isinstance(value, str) and WITH_EXPONENT.fullmatch(text):
-        return format(Decimal(text), "f")
-    return text
+    if isinstance(value, float):
+        return format(Decimal(str(value)), "f")
+    return str(value).strip()
 
 
 def read_number(text: str) -> Fraction | None:
@@ -138,43 +134,3 @@ def changes_a_number(word: str) -> bool:
     if re.fullmatch("[A-Za-z]", word):
         return word not in UNIT_LETTERS
     return FOREIGN_LETTER.search(word) is not None
-
-
-# -- Arithmetic
-
-FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")  # \frac{8-2}{3}
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
-
-
-def arithmetic_value(expression: str) -> Fraction | None:
-    """The exact value of an expression of whole numbers, + - * / and (). None for anything else."""
-    try:
-        return value_of(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
-        return None
-
-
-def value_of(node: ast.AST) -> Fraction:
-    """The exact value of a syntax tree. Anything but arithmetic is a KeyError or SyntaxError."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp):
-        return OPERATORS[type(node.op)](value_of(node.operand))
-    if isinstance(node, ast.BinOp):
-        return OPERATORS[type(node.op)](value_of(node.left), value_of(node.right))
-    raise SyntaxError("not arithmetic")
-
-
-def without_latex(text: str) -> str:
-    r"""Arithmetic in plain signs: $\frac{8-2}{3}\times 4$ becomes ((8-2)/(3))* 4."""
-    text = text.translate(SIGNS)
-    for _ in range(4):  # fractions in fractions, from the innermost outwards
-        text = FRACTION.sub(r"((\1)/(\2))", text)
-    text = text.replace(r"\times", "*").replace(r"\cdot", "*")
-    return re.sub(r"\\boxed|\\[()\[\]]|\$", "", text)

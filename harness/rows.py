@@ -168,7 +168,8 @@ def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
                 if row.get(column) is None:
                     raise ValueError(f"no column '{column}'{why}")
             for reward in rewards:
-                reward.check_row(row)
+                if reward.check is not None:
+                    reward.check(row)
             prompts.append(encode_prompt(row, tokenizer, cfg))
         except Exception as error:
             raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None

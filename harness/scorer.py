@@ -3,13 +3,12 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from harness.flags import TrainingError, say
-from harness.user_code import TRAINER_KEYS, call_reward
-from harness.workers import Outcome, WorkerPool, outcome_of
+from harness.user_code import call_reward
+from harness.workers import WorkerPool, outcome_of
 from reward import Reward
-
-NOT_FINITE = Outcome(cause="invalid", message="not a finite number")
 
 
 @dataclass
@@ -22,42 +21,7 @@ class Scores:
     failures: Counter = field(default_factory=Counter)  # cause -> number of failed values
     first_failure: str = ""  # one line for the log
     metrics: dict = field(default_factory=dict)  # name -> the last value, by TRL's log_metric
-    extra: dict[str, list] = field(default_factory=dict)  # column -> None: not logged; by log_extra
-
-    def add(self, reward: Reward, indices: list[int], outcome: Outcome, rows: list[dict]) -> None:
-        """Adds the outcome of one call, which was about the samples of these indices."""
-        values = [None] * len(indices)
-        failure = outcome
-        if not outcome.cause:
-            values, metrics, extra = outcome.value
-            failure = NOT_FINITE  # the cause, if a value is None
-            self.add_logged(indices, metrics, extra)
-
-        for i, value in zip(indices, values, strict=True):
-            if value is None:
-                value = 0.0
-                self.failed[i] = True
-                self.failures[failure.cause] += 1
-                row = [f"{k}={v!a:.60}" for k, v in rows[i].items() if k not in TRAINER_KEYS]
-                line = f"reward {reward.name} failed on sample {i + 1} of {len(rows)}"
-                why = f"{failure.cause}: {failure.message}"
-                self.note_failure(f"{line}: {why}; row: {', '.join(row)[:500]}")
-            self.by_reward[reward.name][i] = value
-            if math.isnan(self.totals[i]):
-                self.totals[i] = reward.weight * value
-            elif not math.isnan(value):
-                self.totals[i] += reward.weight * value
-
-    def add_logged(self, indices: list[int], metrics: dict, extra: dict) -> None:
-        self.metrics.update(metrics)
-        for column, logged in extra.items():
-            entries = self.extra.setdefault(column, [None] * len(self.totals))
-            for i, entry in zip(indices, logged, strict=False):
-                entries[i] = entry
-
-    def note_failure(self, line: str) -> None:
-        if not self.first_failure:
-            self.first_failure = line
+    extra: dict[str, list] = field(default_factory=dict)  # column -> texts, by TRL's log_extra
 
 
 class Scorer:
@@ -77,35 +41,27 @@ class Scorer:
     def score(self, completions: list[str], rows: list[dict]) -> Scores:
         """Scores completions[i] with rows[i]. Never raises, whatever a reward function does."""
         n = len(rows)
-        scores = Scores(
-            totals=[math.nan] * n,
-            by_reward={reward.name: [0.0] * n for reward in self.rewards},
-            failed=[False] * n,
-        )
-        everything = list(range(n))
-        one_by_one = [[i] for i in range(n)]
+        scores = Scores(totals=[math.nan] * n, by_reward={}, failed=[False] * n)
         for reward in self.rewards:
-            if reward.batched and n > 1:
-                [outcome] = self.call(reward, [everything], completions, rows)
-                if not outcome.cause:
-                    scores.add(reward, everything, outcome, rows)
-                    continue
-                line = f"reward {reward.name} failed on {n} samples at once, now one by one"
-                scores.note_failure(f"{line}: {outcome.cause}: {outcome.message}")
-            outcomes = self.call(reward, one_by_one, completions, rows)
-            for indices, outcome in zip(one_by_one, outcomes, strict=True):
-                scores.add(reward, indices, outcome, rows)
-        return scores
+            size = 1  # samples per call
+            if reward.batched:
+                size = max(1, n)
+            jobs = [(completions[i : i + size], rows[i : i + size]) for i in range(0, n, size)]
+            if reward.trusted:
+                outcomes = [outcome_of(call_reward, reward, *job) for job in jobs]
+            else:
+                outcomes = self.pool.call_all([(reward.name, *job) for job in jobs])
 
-    def call(self, reward: Reward, calls: list[list[int]], completions, rows) -> list[Outcome]:
-        """One outcome per call. A call is a list of the indices of its samples."""
-        jobs = []
-        for indices in calls:
-            texts = [completions[i] for i in indices]
-            jobs.append((reward.name, texts, [rows[i] for i in indices]))
-        if reward.trusted:
-            return [outcome_of(call_reward, reward, *arguments) for _, *arguments in jobs]
-        return self.pool.call_all(jobs)
+            scores.by_reward[reward.name] = []
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                add_outcome(scores, reward, outcome, job[1])
+
+        for i in range(n):
+            weighted = [reward.weight * scores.by_reward[reward.name][i] for reward in self.rewards]
+            applicable = [value for value in weighted if not math.isnan(value)]
+            if applicable:
+                scores.totals[i] = sum(applicable)
+        return scores
 
     def failure_metrics(self, all_scores: list[Scores], step: int, n_samples: int) -> dict:
         """Metrics of the failures in a step, and the means of what rewards logged.
@@ -126,19 +82,15 @@ class Scorer:
             causes.update(scores.failures)
             for name, value in scores.metrics.items():
                 logged.setdefault(name, []).append(value)
-
         if step == 1 and failed + without_reward == n_samples:
-            why = "returned None, for every sample"
-            if failed:
-                why = "failed; the line above says how the first one did"
-            raise TrainingError(f"every reward of the first step {why}")
+            raise TrainingError("every reward of the first step failed or returned None")
 
         metrics = {f"reward_failed/{cause}": count for cause, count in causes.items()}
-        metrics["failed_rewards"] = None
+        metrics["failed_rewards"] = None  # the line of a step shows no zero
         if failed:
             metrics["failed_rewards"] = failed
         for name in sorted(logged):
-            metrics[f"logged/{name}"] = finite_mean(logged[name])
+            metrics[f"logged/{name}"] = fmean(logged[name])
         return metrics
 
     def close(self) -> None:
@@ -146,9 +98,26 @@ class Scorer:
         self.pool.close()
 
 
-def finite_mean(values: list[float | None]) -> float | None:
-    """The mean of the values that are not None. None without any."""
-    finite = [value for value in values if value is not None]
-    if not finite:
-        return None
-    return sum(finite) / len(finite)
+def add_outcome(scores, reward, outcome, rows):
+    """Adds the outcome of the next call, which was about these rows."""
+    values = scores.by_reward[reward.name]
+    cause = outcome.cause
+    message = outcome.message
+    if cause:
+        numbers = [None] * len(rows)
+    else:
+        numbers, metrics, extra = outcome.value
+        scores.metrics.update(metrics)
+        scores.extra.update(extra)
+        cause = "invalid"
+        message = "not a finite number"
+
+    for row, number in zip(rows, numbers, strict=True):
+        if number is None:
+            scores.failed[len(values)] = True
+            scores.failures[cause] += 1
+            if not scores.first_failure:
+                why = f"{cause}: {message}; row: {ascii(row)[:500]}"
+                scores.first_failure = f"reward {reward.name} failed: {why}"
+            number = 0.0
+        values.append(number)

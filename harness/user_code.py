@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from harness.workers import InvalidResult, one_line
+from harness.workers import one_line
 from reward import BUILT_IN, Reward
 
 LARGEST_REWARD = 1e15  # and largest weight: the squares of larger ones overflow float32
@@ -60,16 +60,15 @@ def load_rewards(spec: str) -> list[Reward]:
     rewards = {}
     for item in spec.split(","):
         match = REWARD_SPEC.fullmatch(item.strip())
-        weight = None
-        if match is not None:
-            path, name, weight_text = match.groups(default="")
-            weight = number(float(weight_text or 1))
-        if weight is None:
-            expected = "name[:weight] or path/to/file.py:function[:weight], weight a finite number"
+        if match is None:
+            expected = "name[:weight] or path/to/file.py:function[:weight]"
             raise ValueError(f"'{item.strip()}': expected {expected}")
+        path, name, weight = match.groups(default="")
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
-        rewards[name] = replace(find_reward(name, path), weight=weight)
+        rewards[name] = find_reward(name, path)
+        if weight:
+            rewards[name] = replace(rewards[name], weight=number(float(weight)))
     return list(rewards.values())
 
 
@@ -86,7 +85,7 @@ def find_reward(name: str, path: str = "", text: str | None = None) -> Reward:
     return reward
 
 
-def reward_from_file(name: str, path: str, text: str | None) -> Reward:
+def reward_from_file(name, path, text) -> Reward:
     module = import_file(path, text)
     function = getattr(module, name, None)
     if not callable(function):
@@ -101,52 +100,34 @@ def reward_from_file(name: str, path: str, text: str | None) -> Reward:
         styles = "neither (completion, row), by these names, nor TRL's (completions, **columns)"
         raise ValueError(f"{name}{signature} takes {styles}; a decorator needs functools.wraps")
 
-    columns = getattr(function, "columns", None)  # as fn.columns = ("answer",) names them
-    if columns is None:
-        columns = []
-        if batched:
-            columns = [name for name in names if is_required(signature.parameters[name])]
+    columns = getattr(function, "columns", ())  # as fn.columns = ("answer",) names them
+    if batched:  # the parameters without a default, but for *args and **kwargs
+        required = [p for p in signature.parameters.values() if p.default is p.empty]
+        columns = [p.name for p in required if not str(p).startswith("*")]
     columns = tuple(key for key in columns if key not in TRAINER_KEYS | TRL_KEYS)
-    return Reward(
-        name,
-        weight=1.0,
-        function=function,
-        columns=columns,
-        batched=batched,
-        path=module.__file__,
-        text=module.__source__,
-    )
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    variable = str(parameter).startswith("*")  # *args or **kwargs
-    return parameter.default is parameter.empty and not variable
+    path, text = module.__file__, module.__source__
+    return Reward(name, 1.0, function, columns, batched=batched, path=path, text=text)
 
 
 def import_file(path: str, text: str | None = None) -> ModuleType:
     """The module of a Python file, or of its saved text. Raises ValueError."""
     path = os.path.abspath(os.path.expanduser(path))
-    name = "file_" + os.fsencode(path).hex()
     try:
         if text is None:
             text = Path(path).read_text("utf-8")
-        if getattr(sys.modules.get(name), "__source__", None) == text:
-            return sys.modules[name]
-        module = ModuleType(name)
+        imported = sys.modules.get(path)
+        if imported is not None and imported.__source__ == text:
+            return imported
+        module = ModuleType(path)
         module.__file__ = path
-        module.__source__ = text
+        module.__source__ = None  # not yet: the file may fail
         with neighbours_first(os.path.dirname(path)):
-            sys.modules[name] = module  # before the file runs: its dataclasses look for it there
-            # optimize=0: the file keeps its docstrings and assertions under python -OO, too.
-            code = compile(text, path, "exec", dont_inherit=True, optimize=0)
-            exec(code, module.__dict__)
+            sys.modules[path] = module  # before the file runs: its dataclasses look for it there
+            exec(compile(text, path, "exec"), module.__dict__)
+        module.__source__ = text
         return module
     except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        why = one_line(error)
-        if sys.flags.optimize > 1:
-            why += " (python -OO removes the docstrings of libraries: try without it)"
-        raise ValueError(f"importing {path} failed: {why}") from error
+        raise ValueError(f"importing {path} failed: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -169,32 +150,24 @@ def neighbours_first(folder: str):
 
 def sources(rewards: list[Reward]) -> dict[str, str]:
     """The files that rewards come from, as they were read: path -> SHA-256."""
-    hashes = {}
-    for reward in rewards:
-        if reward.path:
-            hashes[reward.path] = hashlib.sha256(reward.text.encode()).hexdigest()
-    return hashes
+    return {r.path: hashlib.sha256(r.text.encode()).hexdigest() for r in rewards if r.path}
 
 
 # -- Calling
 
 
 def load_in_worker(rewards: list[tuple]) -> dict[str, Callable]:
-    """What a worker calls: {name of the reward: function of (completions, rows)}."""
-    functions = {}
-    for name, path, text in rewards:
-        functions[name] = partial(call_reward, find_reward(name, path, text))
-        if path:
-            sys.path.insert(0, os.path.dirname(path))  # for imports that a call makes
-    return functions
+    """What a worker calls: {name: function of (completions, rows)}. rewards: (name, path, text)."""
+    loaded = [find_reward(*reward) for reward in rewards]
+    return {reward.name: partial(call_reward, reward) for reward in loaded}
 
 
 def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> tuple:
     """Calls the function with all completions (TRL's form) or with the only one (ours).
 
-    Returns the values, one per sample (NaN: does not apply, None: not a finite number), and two
-    dicts of what the function logged in TRL's way: name -> number, column -> one entry per sample.
-    Raises what the function raises, and InvalidResult.
+    Returns the values, one per sample (NaN: does not apply; None: no finite number, a failure),
+    and two dicts of what the function logged in TRL's way: name -> number, column -> one text per
+    sample. Raises what the function raises.
     """
     metrics, extra = {}, {}
     if reward.batched:
@@ -206,29 +179,32 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> tup
         values = asyncio.run(values)
     if not reward.batched:
         values = [values]
-    if isinstance(values, (dict, set, str)) or len(values) != len(rows):
-        raise InvalidResult(f"not a list of {len(rows)} numbers")
+    if len(values) != len(rows):
+        raise ValueError(f"{len(values)} rewards for {len(rows)} completions")
 
     numbers = []
     for value in values:
         if value is None:
             numbers.append(math.nan)
-        else:
+            continue
+        try:
             numbers.append(number(value))
+        except (TypeError, ValueError, OverflowError):
+            numbers.append(None)
     return numbers, metrics, extra
 
 
-def trl_arguments(
-    function: Callable, completions: list[str], rows: list[dict], metrics: dict, extra: dict
-) -> dict:
+def trl_arguments(function, completions, rows, metrics, extra) -> dict:
     """The arguments that TRL's trainer would pass. What the function logs goes to the two dicts."""
 
+    # Values that cannot be logged are left out.
     def log_metric(name, value):
-        metrics[str(name)] = number(value)
+        with contextlib.suppress(Exception):
+            metrics[str(name)] = number(value)
 
     def log_extra(column, values):
-        with contextlib.suppress(Exception):  # values that cannot be logged are left out
-            extra[str(column)] = [loggable(value) for value in values]
+        with contextlib.suppress(Exception):
+            extra[str(column)] = [str(value) for value, _ in zip(values, rows, strict=True)]
 
     prompts = [row.get("prompt_messages") or row.get("prompt_text") for row in rows]
     if isinstance(prompts[0], list):  # a chat. As in TRL, the first row decides for all
@@ -250,23 +226,8 @@ def trl_arguments(
     return {name: arguments[name] for name in signature.parameters if name in arguments}
 
 
-def loggable(value) -> float | str | None:
-    if value is None:
-        return None
-    as_number = number(value)
-    if as_number is None:
-        return str(value)
-    return as_number
-
-
-def number(value) -> float | None:
-    """A finite float, also from a scalar of NumPy or torch. None for anything else."""
-    if isinstance(value, (str, bytes)):
-        return None
-    try:
-        value = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    if abs(value) <= LARGEST_REWARD:  # never true for NaN
-        return value
-    return None
+def number(value) -> float:
+    """The value as a float, also of a scalar of NumPy or torch. Raises an error if not finite."""
+    if isinstance(value, str) or not abs(float(value)) <= LARGEST_REWARD:
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)

@@ -17,7 +17,6 @@ everything that it started. All that travels is plain data: numbers, texts, list
 import contextlib
 import os
 import pkgutil
-import queue
 import random
 import resource
 import signal
@@ -27,34 +26,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"
 START_LIMIT = 120.0  # seconds that a worker may take to start and to load its functions
-PATIENCE = 8  # timeouts in a row, after which the waiting calls count as timeouts, too
+PATIENCE = 8  # timeouts in a row, after which the calls that wait are given up
 
 
 class Outcome(NamedTuple):
     """The end of one call: its value, or the cause of its failure."""
 
     value: Any = None
-    cause: str = ""  # "": it returned. Else exception, invalid, timeout, memory or died
+    cause: str = ""  # "": it returned. Else exception, timeout, memory or died
     message: str = ""
 
 
-class InvalidResult(Exception):
-    """A function returned something that its caller cannot use."""
+GIVEN_UP = Outcome(cause="timeout", message=f"given up after {PATIENCE} timeouts in a row")
 
 
 def outcome_of(function: Callable, *arguments) -> Outcome:
     """Calls the function. Its exceptions are failures of this one call."""
     try:
         return Outcome(function(*arguments))
-    except InvalidResult as error:
-        return Outcome(cause="invalid", message=str(error))
     except (Exception, SystemExit) as error:
         cause = "memory" if isinstance(error, MemoryError) else "exception"
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -84,40 +80,34 @@ class WorkerPool:
 
     def call_all(self, jobs: list[tuple]) -> list[Outcome]:
         """Calls each job, (name, *arguments). The outcomes are in the order of the jobs."""
-        timeouts_in_a_row = []
-        idle = queue.SimpleQueue()
-        for worker in self.workers:
-            idle.put(worker)
-
-        def call(job: tuple) -> Outcome:
-            recent = timeouts_in_a_row[-PATIENCE:]  # a copy: other threads change the list
-            if len(recent) == PATIENCE:
-                why = f"{recent[0].message}, {PATIENCE} times in a row: given up"
-                return Outcome(cause="timeout", message=why)
-            worker = idle.get()
-            try:
-                outcome = worker.call(job)
-            finally:
-                idle.put(worker)
-            if outcome.cause == "timeout":
-                timeouts_in_a_row.append(outcome)
-            else:
-                timeouts_in_a_row.clear()
-            return outcome
-
         # A prompt's jobs are neighbours. Shuffled, they are no eight in a row if they all hang.
         order = random.Random(0).sample(range(len(jobs)), len(jobs))
-        executor = ThreadPoolExecutor(len(self.workers), initializer=block_ctrl_c)
-        calls = {}
-        try:
-            for index in order:
-                calls[index] = executor.submit(call, jobs[index])
-            return [calls[index].result() for index in range(len(jobs))]
-        finally:  # after Ctrl-C, too: no call goes on without the trainer
-            executor.shutdown(wait=False, cancel_futures=True)
-            while not all(future.done() for future in calls.values()):
-                self.close()
-                time.sleep(0.01)
+        waiting = iter(order)  # all threads take their jobs from here
+        outcomes = {}
+        causes = []  # of the outcomes, in the order in which they came
+
+        def work(worker):
+            # Ctrl-C is for the main thread. A process that this thread starts ignores it, too.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for index in waiting:
+                if causes[-PATIENCE:] == ["timeout"] * PATIENCE:
+                    outcomes[index] = GIVEN_UP
+                else:
+                    outcomes[index] = worker.call(jobs[index])
+                causes.append(outcomes[index].cause)
+
+        with ThreadPoolExecutor(len(self.workers)) as executor:
+            threads = []
+            try:
+                for worker in self.workers:
+                    threads.append(executor.submit(work, worker))
+                for thread in threads:
+                    thread.result()
+            finally:  # after Ctrl-C, too: no call goes on without the trainer
+                order.clear()
+                while wait(threads, timeout=0.01).not_done:
+                    self.close()
+        return [outcomes[index] for index in range(len(jobs))]
 
     def close(self) -> None:
         """Ends the workers and everything that they started. Another call starts new ones."""
@@ -140,7 +130,8 @@ class Worker:
 
     def call(self, job: tuple) -> Outcome:
         try:
-            if not self.is_idle():
+            # The pipe of an idle worker is readable if the worker died.
+            if self.process is None or self.connection.poll():
                 self.start()
             return self.ask(job, self.timeout)
         except TimeoutError as error:
@@ -152,18 +143,13 @@ class Worker:
             time.sleep(0.3)
             return Outcome(cause="died", message=f"the worker ended with exit code {self.kill()}")
 
-    def is_idle(self) -> bool:
-        """Tells if the process waits for a job. The pipe of an idle one is readable if it died."""
-        return self.process is not None and not self.connection.poll()
-
-    def start(self) -> None:
+    def start(self):
         self.kill()  # the children of the last process may still be alive
         self.connection, theirs = Pipe()
         command = [sys.executable, "-c", MAIN, HERE]
         with theirs:  # stdout=2: what functions print goes to stderr, not into the trainer's output
             self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
-        path = [str(folder) for folder in sys.path]
-        self.ask((os.getpid(), path, *self.settings), START_LIMIT)
+        self.ask((os.getpid(), sys.path, *self.settings), START_LIMIT)
 
     def ask(self, message: tuple, limit: float) -> Outcome:
         self.connection.send(message)
@@ -181,15 +167,10 @@ class Worker:
         return self.process.wait()
 
 
-def block_ctrl_c() -> None:
-    """In a thread: Ctrl-C is for the main thread. A process that this thread starts ignores it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-
 # -- In the worker
 
 
-def serve() -> None:
+def serve():
     """The main function of a worker: one call after the other until the trainer is gone."""
     worker = os.getpid()
     connection = take_connection()
@@ -197,7 +178,6 @@ def serve() -> None:
         trainer, path, load, arguments, memory, timeout = connection.recv()
         threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
         load = pkgutil.resolve_name(load)
-        hide_our_modules()
         sys.path[:] = path
         functions = load(*arguments)
         imported = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -207,7 +187,10 @@ def serve() -> None:
         while True:
             connection.send(tuple(outcome))
             name, *arguments = connection.recv()
-            limit_processor_time(timeout)
+            # No thread here can end a call that holds the interpreter for ever: the system does,
+            # if the trainer, which keeps time, has ended before.
+            seconds = time.process_time() + os.cpu_count() * (timeout + 10)
+            limit_resource(resource.RLIMIT_CPU, int(seconds))
             outcome = outcome_of(functions[name], *arguments)
             if os.getpid() != worker:  # the function forked, and this is the child
                 os._exit(0)
@@ -215,7 +198,7 @@ def serve() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def take_connection() -> Connection:
+def take_connection():
     """The worker's end of the pipe, out of the reach of the functions that it calls."""
     connection = Connection(os.dup(0))
     os.register_at_fork(after_in_child=connection.close)  # else a fork would keep the pipe open
@@ -224,25 +207,12 @@ def take_connection() -> Connection:
     return connection
 
 
-def end_with(trainer: int) -> None:
+def end_with(trainer):
     while os.getppid() == trainer:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
 
 
-def hide_our_modules() -> None:
-    """Frees the names of this project's modules: the user's own modules may have the same names."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("harness", "reward"):
-            del sys.modules[name]
-
-
-def limit_processor_time(timeout: float) -> None:
-    """Ends a call that holds the interpreter for ever if the trainer, which keeps time, is gone."""
-    seconds = time.process_time() + os.cpu_count() * (timeout + 10)
-    limit_resource(resource.RLIMIT_CPU, int(seconds))
-
-
-def limit_resource(kind: int, amount: int) -> None:
+def limit_resource(kind, amount):
     with contextlib.suppress(OSError, ValueError):  # some systems have no such limit
         resource.setrlimit(kind, (amount, resource.getrlimit(kind)[1]))

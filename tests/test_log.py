@@ -81,7 +81,7 @@ def test_a_model_that_scores_no_number_leaves_a_log_that_is_json(tmp_path, capsy
     assert "NaN" not in text and json.loads(text.splitlines()[-1])["eval_accuracy"] is None
     options |= dict(reward=f"overlong,{tmp_path}/rewards.py:fails", max_steps=0)
     small_run(tmp_path / "failing", **options)
-    assert "eval of step 0: reward fails failed on sample" in capsys.readouterr().out
+    assert "eval of step 0: reward fails failed: " in capsys.readouterr().out
 
 
 # -- lines, metrics, notes

@@ -1,10 +1,13 @@
 """Anybody's machine and anybody's process: what a run must not depend on without a word."""
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -114,6 +117,29 @@ def test_two_copies_in_one_process_do_not_mix(tmp_path):
     script.write_text(TWO_COPIES)
     done = run(str(script), *map(str, folders), str(tmp_path / "out"), env={"PYTHONPATH": ""})
     assert done.returncode == 0 and "both trained" in done.stdout, done.stderr[-2000:]
+
+
+def error_output(command, reader, writer) -> bytes:
+    """What a program writes to stderr, which is this terminal or pipe."""
+    done = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer)
+    os.close(writer)
+    parts = []
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed
+        while part := os.read(reader, 4096):
+            parts.append(part)
+    os.close(reader)
+    assert done.wait(300) == 0
+    return b"".join(parts)
+
+
+def test_long_work_shows_that_it_lives_on_a_terminal_only(tmp_path):
+    flags = "--num_prompts 2 --num_generations 2 --max_steps 1 --save_every 0 --eval_data".split()
+    command = [sys.executable, os.path.join(HERE, "grpo.py"), *flags, "", "--out_dir"]
+    reader, writer = pty.openpty()
+    termios.tcsetwinsize(writer, (24, 80))
+    terminal = error_output([*command, str(tmp_path / "terminal")], reader, writer)
+    log = error_output([*command, str(tmp_path / "log")], *os.pipe())
+    assert b"tokens:" in terminal and b"tokens:" not in log
 
 
 # -- several ranks, several machines

@@ -1,6 +1,5 @@
 """Loading the user's files, with their neighbours, and calling reward functions as TRL does."""
 
-import json
 import math
 import os
 import subprocess
@@ -37,7 +36,7 @@ def test_load(file):
     ("spec", "message"),
     [
         ("gsm9k", "unknown; known: answer, gsm8k, format, countdown, overlong, math, path"),
-        ("gsm8k:nan", "finite"),
+        ("gsm8k:nan", "nan is no finite number"),
         ("gsm8k:", "expected name"),
         ("gsm8k:a", "could not convert string to float: 'a'"),
         ("", "expected name"),
@@ -160,8 +159,7 @@ def test_trl_own_functions(chat, scorer, tmp_path):
 OWN_NEIGHBOUR = """
 import reward, helpers
 def f(completion, row):
-    import reward as again, view
-    return reward.N + again.N + view.N + helpers.N
+    return reward.N + helpers.N
 """
 
 
@@ -173,10 +171,10 @@ def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
     for folder, number in (("a", 1), ("b", 10)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(OWN_NEIGHBOUR)
-        for name in ("reward", "helpers", "view"):
+        for name in ("reward", "helpers"):
             (tmp_path / folder / f"{name}.py").write_text(f"N = {number}")
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # as a notebook adds a Path
-    for folder, total in (("a", 4), ("b", 40)):
+    for folder, total in (("a", 2), ("b", 20)):
         scorer = Scorer(load_rewards(f"{folder}/mine.py:f"), workers=1, timeout=60)
         assert scorer.score([""], [{}]).totals == [total]
         scorer.close()
@@ -232,32 +230,6 @@ def test_a_path_that_is_not_ascii_where_the_locale_is(tmp_path):
     assert done.stdout == "[4.0] ()\n", done.stderr
 
 
-OPTIMISED = '''
-def f(completion, row):
-    """answer"""
-    assert row
-    return 1.0
-f.columns = f.__doc__.split()
-'''
-
-
-def test_a_file_keeps_docstrings_and_assertions_under_python_oo(tmp_path):
-    (tmp_path / "file.py").write_text(OPTIMISED)
-    command = [sys.executable, "-OO", "-c", SCORE_ONE, HERE, f"{tmp_path}/file.py:f"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "[0.0] ('answer',)\n", done.stderr
-
-
-def test_a_library_that_fails_under_python_oo_is_not_the_fault_of_the_file(tmp_path):
-    (tmp_path / "library.py").write_text("def g():\n    'a docstring'\nlen(g.__doc__)\n")
-    (tmp_path / "file.py").write_text("import library\ndef f(completion, row): return 1.0\n")
-    for options, hint in (("-OO", True), ("-O", False)):
-        command = [sys.executable, options, "-c", SCORE_ONE, HERE, f"{tmp_path}/file.py:f"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert ("python -OO removes the docstrings" in done.stderr) == hint
-        assert ("importing" in done.stderr) == hint
-
-
 def test_columns_are_those_of_any_row(scorer):
     rows = [{"answer": "1"}, {"answer": "1", "hint": "1"}]
     for batch, expected in ((rows, [0, 1]), (rows[::-1], [1, 0])):
@@ -270,16 +242,6 @@ def test_what_a_reward_logs_cannot_end_a_run(scorer):
     # called in this process, because a worker would take seconds to import torch
     values, metrics, extra = call_reward(trl_logs, ["a", "b"], [{}] * 2)
     assert values == [1.0, 1.0]
-    nothing = dict.fromkeys(["nan", "list", "text", "none"])
-    assert metrics == {"numpy": 2.5, "torch": 3.0, "bool": 1.0, "3": 4.0} | nothing
-    assert extra == {
-        "text": ["w", "o", "r", "d"],
-        "numpy": [0.5, 1.5],
-        "objects": ["<object>", None],
-        "short": [1],
-    }
-    json.dumps([metrics, extra], allow_nan=False)
-    logged = [*metrics.values()]
-    for column in extra.values():
-        logged.extend(column)
-    assert {type(value) for value in logged} == {float, str, type(None)}  # no object of theirs
+    assert metrics == {"numpy": 2.5, "torch": 3.0, "bool": 1.0, "3": 4.0}
+    assert extra == {"numpy": ["0.5", "1.5"], "objects": ["<object>", "None"]}
+    assert {type(value) for value in metrics.values()} == {float}  # no object of theirs
