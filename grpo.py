@@ -1486,7 +1486,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
                     at_reference = False
 
             metrics["frac_reward_zero_std"] = frac_zero_std
-            metrics.update(sample_metrics(samples, cfg))
+            metrics.update(sample_metrics(samples))
             metrics.update(failures)
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
             push_and_evaluate(parts, step)

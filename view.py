@@ -2,7 +2,7 @@
 Look at the logs in a run's out_dir. Pictures need matplotlib.
 
 python view.py                                  # curves of the newest run here (out, out.1, ...)
-python view.py out_a out_b --out picture.png    # several runs in one picture
+python view.py out_a out_b --out picture.png    # curves of several runs in one picture
 python view.py out --step 40                    # print the completions of step 40 by group
 python view.py out --step                       # ... of the last step
 python view.py out --html run.html              # a page: curves, steps, groups, tokens
@@ -11,9 +11,9 @@ python view.py out --html run.html              # a page: curves, steps, groups,
 import argparse
 import base64
 import glob
-import itertools
 import json
 import math
+import operator
 import os
 import shutil
 import signal
@@ -21,7 +21,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from harness.curves import COLORS, draw, read_jsonl, read_panels, run_names, visible
+from harness.curves import draw, read_jsonl, read_panels, visible
 
 MEASURES = {  # of a token, by the names in completions.jsonl: how the page explains them
     "push": "weight in the gradient, as an advantage: blue is made likelier, red less likely",
@@ -30,8 +30,6 @@ MEASURES = {  # of a token, by the names in completions.jsonl: how the page expl
     "kl": "log p - log p of the reference, in nats",
     "gap": "log p - log p of the sampler, in nats",
 }
-COLUMNS = "group prompt completion reward parts advantage length finish_reason".split()
-MAX_PAGE_BYTES = 9_850_000  # of the steps in a page; of a longer run it shows some, evenly spread
 
 
 # -- a step: its groups, their samples
@@ -42,71 +40,62 @@ def read_steps(out_dir):
     path = os.path.join(out_dir, "completions.jsonl")
     steps = {}
     for row in read_jsonl(path):
-        if row.keys() >= set(COLUMNS):
-            steps.setdefault(row["step"], []).append(row)
+        steps.setdefault(row["step"], []).append(row)
     if not steps:
-        why = "too early, or another version?"
-        raise ValueError(f"{path} has no row with {', '.join(COLUMNS)}: {why}")
+        raise ValueError(f"{path} has no completions yet")
     return steps
 
 
-def choose_step(wanted, logs):
-    """The step that the user wants, if a run has logged it. -1 or None: the last one."""
-    steps = sorted(set().union(*logs))
+def choose_step(wanted, steps):
+    """The step that the user wants, if the run has logged it. -1 or None: the last one."""
+    logged = sorted(steps)
     if wanted in (-1, None):
-        return steps[-1]
+        return logged[-1]
     if wanted not in steps:
-        logged = f"{steps[0]} to {steps[-1]}"
-        raise ValueError(f"no completions of step {wanted}; logged steps: {logged}")
+        last = f"{logged[0]} to {logged[-1]}"
+        raise ValueError(f"no completions of step {wanted}; logged steps: {last}")
     return wanted
 
 
-def make_cards(step, logs, names):
-    """The groups of a step, those with the most signal first. Runs that share their prompts (by the
-    seed) share a card: it holds the group of each."""
-    cards = {}
-    for log, name in zip(logs, names, strict=True):
-        groups = {}
-        for row in log.get(step, []):
-            groups.setdefault((row["group"], row["prompt"]), []).append(row)
-        for (index, prompt), rows in groups.items():
-            group = make_group(rows)
-            if len(logs) > 1:
-                group["title"] = f"{name}: {group['title']}"
-            data_row = json.dumps(rows[0].get("row"), indent=1, ensure_ascii=False)
-            card = dict(title=f"group {index}", prompt=prompt, row=data_row, runs=[])
-            cards.setdefault((index, prompt), card)["runs"].append(group)
-    return sorted(cards.values(), key=card_signal, reverse=True)
+def make_cards(rows):
+    """The groups of a step, those with the most signal first."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    cards = [make_card(group) for group in groups.values()]
+    return sorted(cards, key=operator.itemgetter("signal"), reverse=True)
 
 
-def card_signal(card):
-    return max(group["signal"] for group in card["runs"])
-
-
-def make_group(rows):
-    """A group of one run: its samples by reward. Equal samples are shown once, with their count."""
+def make_card(rows):
+    """A group: its samples by reward. Equal samples are shown once, with their count."""
     samples = {}
+    right = 0
     for row in sorted(rows, key=reward_order):
         verdicts = verdicts_of(row)
+        if "right" in verdicts:
+            right += 1
         facts = facts_of(row, verdicts)
-        sample = dict(facts=facts, verdicts=verdicts, advantage=row["advantage"])
-        sample |= dict(count=0, pieces=[row["completion"]], measures={})
+        advantage = round(row["advantage"], 3)
+        sample = dict(facts=facts, verdicts=verdicts, advantage=advantage, count=0)
         sample = samples.setdefault((row["completion"], facts), sample)
         sample["count"] += 1
-        if row.get("tokens"):
-            sample["pieces"] = row["tokens"]["text"]
-            sample["measures"] = measures(row["tokens"])
+        tokens = row.get("tokens", dict(text=[row["completion"]]))
+        sample["pieces"] = tokens["text"]
+        sample["measures"] = measures(tokens)
 
-    right = 0
     for sample in samples.values():
-        count = sample["count"]
-        if "right" in sample["verdicts"]:
-            right += count
-        if count > 1:
-            sample["facts"] = f"{count} × {sample['facts']}"
-    signal = sum(abs(row["advantage"] or 0) for row in rows) / len(rows)
-    title = f"{right} of {len(rows)} right, mean |advantage| {number(signal)}"
-    return dict(title=title, signal=signal, samples=list(samples.values()))
+        if sample["count"] > 1:
+            sample["facts"] = f"{sample['count']} × {sample['facts']}"
+    signal = sum(abs(row["advantage"]) for row in rows) / len(rows)
+    first = rows[0]
+    return dict(
+        title=f"group {first['group']}",
+        prompt=first["prompt"],
+        row=json.dumps(first.get("row"), indent=1, ensure_ascii=False),
+        summary=f"{right} of {len(rows)} right, mean |advantage| {number(signal)}",
+        signal=signal,
+        samples=list(samples.values()),
+    )
 
 
 def reward_order(row):
@@ -144,19 +133,12 @@ def number(value, sign=""):
 
 
 def measures(tokens):
-    """{measure: a value for each token, None if it was not logged}. The log holds thousandths."""
+    """{measure: a value for each token}. The log holds thousandths, a page two digits."""
     chosen = {}
     for name in MEASURES:
         if name in tokens:
-            chosen[name] = [from_thousandths(value) for value in tokens[name]]
+            chosen[name] = [float(f"{value / 1000:.2g}") for value in tokens[name]]
     return chosen
-
-
-def from_thousandths(value):
-    """Two digits, which keep the page small."""
-    if value is None:
-        return None
-    return float(f"{value / 1000:.2g}")
 
 
 # -- in the terminal
@@ -166,11 +148,10 @@ def print_cards(cards):
     room = 3 * shutil.get_terminal_size().columns  # characters of a text
     for card in cards:
         print("\n==", shorten(f"{card['title']}: {card['prompt']}", room))
-        for group in card["runs"]:
-            print(shorten(group["title"], room))
-            for sample in group["samples"]:
-                print("\n" + shorten(sample["facts"], room))
-                print(shorten("".join(sample["pieces"]), room))
+        print(card["summary"])
+        for sample in card["samples"]:
+            print("\n" + shorten(sample["facts"], room))
+            print(shorten("".join(sample["pieces"]), room))
 
 
 def shorten(text, room):
@@ -184,53 +165,33 @@ def shorten(text, room):
 # -- the page
 
 
-def write_page(out_dirs, step, path):
+def write_page(out_dir, steps, step, path):
     """Writes the page to one file that loads nothing. It opens at `step`."""
-    panels = read_panels(out_dirs)
-    names = run_names(out_dirs)
-    logs = [read_steps(out_dir) for out_dir in out_dirs]
-    step = choose_step(step, logs)
-    packed = {n: pack(make_cards(n, logs, names)) for n in sorted(set().union(*logs))}
-    steps = thin_out(packed, step)
+    panels = read_panels([out_dir])
     logged = set(steps)
     for panel in panels:
         for curve in panel["curves"]:
             logged.update(curve["steps"])
 
     data = dict(
+        name=out_dir,
         step=step,
-        steps=steps,
+        steps=sorted(steps),
         logged=sorted(logged),
-        packed={n: packed[n] for n in steps},
+        packed={step: pack(make_cards(rows)) for step, rows in steps.items()},
         panels=panels,
         measures=MEASURES,
-        runs=list(zip(names, itertools.cycle(COLORS), strict=False)),
     )
     text = json.dumps(data).replace("<", "\\u003c")  # so that no text can end the script
     template = Path(__file__).resolve().parent / "harness" / "page.html"
     page = template.read_text(encoding="utf-8").replace('"DATA"', text)
     Path(path).write_text(page, encoding="utf-8")
-    if len(steps) < len(packed):
-        path += f" (of {len(packed)} steps {len(steps)}: all would be too large)"
-    print(path)
 
 
 def pack(cards):
     """As compressed text, which the page unpacks when the step is looked at."""
     text = json.dumps(cards, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-
-
-def thin_out(packed, step):
-    """The steps that a page has room for, evenly spread: the last one and `step` are among them."""
-    steps = list(packed)
-    excess = sum(len(text) for text in packed.values()) / MAX_PAGE_BYTES
-    if excess <= 1:
-        return steps
-    chosen = {step}
-    for i in range(int(len(steps) / excess)):
-        chosen.add(steps[-1 - int(i * excess)])
-    return sorted(chosen)
 
 
 # -- the command line
@@ -252,8 +213,9 @@ def parse_args(argv):
     add("--html", help="write the page to this file")
     parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)
-    if args.out and (args.html or args.step is not None):
-        fail("--out is the picture's file: not with --step or --html")
+    wants_step = args.html or args.step is not None
+    if wants_step and (args.out or len(args.out_dirs) > 1):
+        fail("--step and --html take one run and no --out, which is the picture's file")
     if not args.out_dirs:
         logs = glob.glob("out/metrics.jsonl") + glob.glob("out.*/metrics.jsonl")
         if not logs:
@@ -268,17 +230,19 @@ def parse_args(argv):
 
 def show(args):
     """Writes the page or the picture, or prints a step."""
-    if args.html:
-        write_page(args.out_dirs, args.step, args.html)
-    elif args.step is not None:
-        logs = [read_steps(out_dir) for out_dir in args.out_dirs]
-        step = choose_step(args.step, logs)
-        count = sum(len(log.get(step, [])) for log in logs)
-        print(f"step {step}, {count} samples, groups with the most signal first")
-        print_cards(make_cards(step, logs, run_names(args.out_dirs)))
-    else:
+    if args.step is None and not args.html:
         draw(args.out_dirs, args.out)
         print(args.out)
+        return
+    [out_dir] = args.out_dirs
+    steps = read_steps(out_dir)
+    step = choose_step(args.step, steps)
+    if args.html:
+        write_page(out_dir, steps, step, args.html)
+        print(args.html)
+    else:
+        print(f"step {step}, {len(steps[step])} samples, groups with the most signal first")
+        print_cards(make_cards(steps[step]))
 
 
 def main(argv=None):

@@ -8,9 +8,11 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left: bool = False) -> np.ndar
     """[N, length of the longest row]; left: the padding stands on the left."""
     width = max(len(row) for row in rows)
     out = np.full((len(rows), width), fill, dtype=dtype)
-    for i, row in enumerate(rows):
-        start = width - len(row) if left else 0
-        out[i, start : start + len(row)] = row
+    for line, row in zip(out, rows, strict=True):
+        if left:
+            line[width - len(row) :] = row
+        else:
+            line[: len(row)] = row
     return out
 
 
@@ -20,13 +22,20 @@ def padded_rows(samples) -> dict:
     Causal attention does not see the padding. ids [N, L]; completion [N, T]; before [N, T]: where
     the token before each completion token stands in its row; first: the smallest such place.
     """
-    texts = [np.concatenate([s.prompt.ids, s.completion_ids]) for s in samples]
-    ids = padded(texts, np.int64)
-    completion = padded([s.completion_ids for s in samples], np.int64)
+    texts = []
+    completions = []
+    last_of_prompt = []
+    for s in samples:
+        texts.append(np.concatenate([s.prompt.ids, s.completion_ids]))
+        completions.append(s.completion_ids)
+        last_of_prompt.append([len(s.prompt.ids) - 1])
 
-    prompt_lengths = np.array([[len(s.prompt.ids)] for s in samples])  # [N, 1]
-    before = prompt_lengths - 1 + np.arange(completion.shape[1])
-    before = np.minimum(before, ids.shape[1] - 1)  # of padding: any place within the row
+    ids = padded(texts, np.int64)
+    completion = padded(completions, np.int64)
+    T = completion.shape[1]
+    L = ids.shape[1]
+    before = np.array(last_of_prompt) + np.arange(T)
+    before = np.minimum(before, L - 1)  # padding has to read within the row, too
     return dict(ids=ids, completion=completion, before=before, first=int(before.min()))
 
 

@@ -79,13 +79,16 @@ def packed_attention(module, query, key, value, attention_mask, **options):
     """
     outputs = []
     for block in attention_mask:
+        keys = block["keys"]
         q = take(query, block["queries"])
-        k = take(key, block["keys"])
-        v = take(value, block["keys"])
+        k = take(key, keys)
+        v = take(value, keys)
         attend = attention_function(k, v, options)
         out, _ = attend(module, q, k, v, block["mask"], **options)  # [N, T, heads, D]
-        outputs.append(out.flatten(0, 1).index_select(0, block["real"]))
-    return torch.cat(outputs)[None], None
+        out = out.flatten(0, 1)
+        outputs.append(out.index_select(0, block["real"]))
+    row = torch.cat(outputs)
+    return row[None], None  # no attention weights
 
 
 def take(x, places):
@@ -122,7 +125,8 @@ def attention_by_products(module, query, key, value, mask, scaling=None, softcap
 
     # Queries that share a key stand one below the other, so keys are not copied.
     query = (query * scaling).to(value.dtype).reshape(N, shared, -1, D)
-    scores = query @ key.to(value.dtype).transpose(2, 3)
+    key = key.to(value.dtype)
+    scores = query @ key.transpose(2, 3)
     scores = scores.view(N, shared, -1, T, K)
     if softcap:
         scores = softcap * (scores / softcap).tanh()

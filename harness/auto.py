@@ -10,8 +10,8 @@ from harness.flags import need, say
 SMALL = 10e6  # with fewer parameters threads, bfloat16 and vLLM cost more than they save
 
 # Bytes on a card, as studies/memory.py counts them for dense models.
-TRAINED = 16  # of a parameter: weight 4, gradient 4, Adam's two moments 8, all in float32
-FROZEN = 4  # of a parameter in float32
+WEIGHT = 4  # of a parameter, in float32
+LEARNING = 12  # more of a parameter that is trained: gradient 4, Adam's two moments 8
 CAST = 2  # of a parameter: autocast's copy in bfloat16
 HEAD = 17  # of a weight of the output head: the most that the counts show beyond the rest
 ACTIVATION = 26  # of a token, in a layer, for each hidden and MLP unit; half of it in bfloat16
@@ -76,73 +76,52 @@ def fit_micro_batch(cfg, model, device: torch.device):
         return cfg
     if device.type != "cuda":
         return dataclasses.replace(cfg, micro_batch_tokens=2048)
+
     card = torch.cuda.get_device_properties(device).total_memory
-    head = model.get_input_embeddings().weight.numel()
-    resident = trained_bytes(model) + reference_bytes(cfg, model, head)
-    room = USABLE * card - CUDA - resident - HEAD * head
-
-    choice = largest_that_fits(cfg, model, room)
-
-    sizes = f"the card has {card / 1e9:.0f} GB; weights, gradients, moments and reference take "
-    sizes += f"{resident / 1e9:.3g}"
-    why = "an update of 2048 tokens more than the rest: --beta 0, a smaller model, or LoRA"
+    choices = [(tokens, True) for tokens in MICRO_BATCHES]
+    if not cfg.gradient_checkpointing:
+        choices = [(tokens, False) for tokens in MICRO_BATCHES] + choices
+    for tokens, recompute in choices:
+        peak = peak_bytes(cfg, model, tokens, recompute)
+        if peak <= USABLE * card:
+            break
+    sizes = f"{peak / 1e9:.0f} GB of the card's {card / 1e9:.0f}"
+    why = f"an update of {tokens} tokens takes {sizes}: --beta 0, a smaller model, or LoRA"
     force = "(variants/lora.patch); with --micro_batch_tokens it is tried all the same"
-    need(choice, cfg, "model", f"{sizes}, {why} {force}")
+    need(peak <= USABLE * card, cfg, "model", f"{why} {force}")
 
-    tokens, recompute = choice
+    chosen = f"--micro_batch_tokens {tokens}"
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-        say(f"--micro_batch_tokens {tokens} --gradient_checkpointing ({sizes})")
-    else:
-        say(f"--micro_batch_tokens {tokens} ({sizes})")
+        chosen += " --gradient_checkpointing"
+    say(f"{chosen} ({sizes})")
     return dataclasses.replace(cfg, micro_batch_tokens=tokens, gradient_checkpointing=recompute)
 
 
-def largest_that_fits(cfg, model, room: float) -> tuple[int, bool] | None:
-    """Tokens of the micro-batch, and whether layers are recomputed: only if nothing else fits."""
-    for recompute in (False, True):
-        if cfg.gradient_checkpointing and not recompute:
-            continue
-        for tokens in MICRO_BATCHES:
-            if update_bytes(cfg, model, tokens, recompute) <= room:
-                return tokens, recompute
-    return None
-
-
-def trained_bytes(model) -> int:
-    """Weights, gradients and moments."""
-    total = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            total += TRAINED * parameter.numel()
-        else:
-            total += FROZEN * parameter.numel()
-    return total
-
-
-def reference_bytes(cfg, model, head: int) -> int:
-    """The reference model's weights: under bfloat16 all but the embeddings are kept in bfloat16."""
-    if cfg.beta == 0:
-        return 0
-    if cfg.dtype == "bfloat16":
-        return CAST * (count(model) - head) + FROZEN * head
-    return FROZEN * count(model)
-
-
-def update_bytes(cfg, model, tokens: int, recompute: bool) -> float:
-    """What a micro-batch needs besides: what its layers keep for backward, and autocast's casts."""
+def peak_bytes(cfg, model, tokens, recompute):
+    """What an update takes at most: weights, gradients, moments, the reference, activations."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
-    layer = ACTIVATION * (hidden + mlp)
+    mlp = getattr(text, "intermediate_size", 4 * hidden)
+    parameters = count(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    head = model.get_input_embeddings().weight.numel()
+
+    layer = tokens * ACTIVATION * (hidden + mlp)
+    reference = WEIGHT * parameters
     casts = 0
     if cfg.dtype == "bfloat16":
         layer = layer / 2
-        casts = CAST * count(model)
+        reference = CAST * (parameters - head) + WEIGHT * head
+        casts = CAST * parameters
+    if cfg.beta == 0:
+        reference = 0
+    activations = layers * layer + casts
     if recompute:  # the inputs of all layers, and all of one layer; no casts are kept
-        return tokens * (LAYER_INPUT * hidden * layers + layer)
-    return tokens * layers * layer + casts
+        activations = tokens * LAYER_INPUT * hidden * layers + layer
+    resident = WEIGHT * parameters + LEARNING * trained + reference
+    return CUDA + resident + HEAD * head + activations
 
 
 def resolve_auto(cfg, model, device: torch.device):

@@ -1,6 +1,5 @@
 """Curves: reads the logs of runs and draws their metrics. Needs neither torch nor numpy."""
 
-import itertools
 import json
 import os
 
@@ -17,20 +16,24 @@ PANELS = [  # title, unit, and of each curve: name in metrics.jsonl, label, line
     ("Reward", "mean of the samples", [("reward", "", "solid")]),
     ("Eval accuracy", "fraction correct ± 1 s.e.", [("eval_accuracy", "", "solid")]),
     (
-        "Length",
+        "Length (dotted: eval)",
         "tokens a completion",
         [("completions/mean_length", "train", "solid"), ("eval_length", "eval", "dotted")],
     ),
-    ("KL to reference", "nats per token", [("kl_k1", "k1", "solid"), ("kl", "k3", "dashed")]),
+    (
+        "KL to reference (dashed: k3)",
+        "nats per token",
+        [("kl_k1", "k1", "solid"), ("kl", "k3", "dashed")],
+    ),
     ("Gradient norm", "L2, before clipping", [("grad_norm", "", "solid")]),
     (
-        "Signal",
+        "Signal (dashed: A = 0)",
         "mean |A|, share",
         [("advantage_abs", "|A|", "solid"), ("frac_reward_zero_std", "A = 0", "dashed")],
     ),
 ]
 NOTE = (
-    "faint: every step;  bold: mean over 5 % of the run;  "
+    "faint: every step;  bold: mean over 5 % of the run, at most 101 steps;  "
     "A: advantage;  A = 0: groups of equal rewards"
 )
 STYLE = {
@@ -46,10 +49,6 @@ STYLE = {
     "axes.titleweight": "bold",
     "grid.color": "#e6e6e6",
     "legend.frameon": False,
-    "legend.borderpad": 0,
-    "legend.handlelength": 1.6,
-    "legend.handletextpad": 0.4,
-    "legend.columnspacing": 0.9,
     "figure.constrained_layout.w_pad": 0.12,
 }
 
@@ -58,29 +57,20 @@ STYLE = {
 
 
 def read_jsonl(path):
-    """The rows of a log. Skips lines that are not whole: the run may have been killed in one."""
+    """The rows of a log. Skips a line that is not whole: the run may have been killed in it."""
     rows = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                rows.append(json.loads(line))
+            except ValueError:
                 continue
-            if isinstance(row, dict) and is_step(row.get("step")):
-                rows.append(row)
     return rows
-
-
-def is_step(value):
-    """From 2**53 on a float, and so an axis, cannot tell two steps apart."""
-    return isinstance(value, int) and 0 <= value < 2**53
 
 
 def is_number(value):
     """Neither NaN nor infinite, and of a size whose sums matplotlib can hold."""
-    if not isinstance(value, (int, float)):
-        return False
-    return value == 0 or 1e-100 < abs(value) < 1e100
+    return isinstance(value, (int, float)) and abs(value) < 1e100
 
 
 def visible(text):
@@ -103,36 +93,25 @@ def series(rows, name):
     return dict(sorted(values.items()))
 
 
-UNIT = 2**400  # every value that is_number() lets through is a whole number of 1 / UNIT
-
-
 def smooth(values):
-    """The mean of about 5 % of the run around each value, less where the run begins and ends.
-
-    One pass, with sums of whole numbers: they are exact, while a float sum would lose small values
-    for good after one spike.
-    """
-    half = len(values) // 40
-    sums = list(itertools.accumulate((int(value * UNIT) for value in values), initial=0))
+    """The mean of about 5 % of the run, at most 101 values, around each value; less at the ends."""
+    half = min(len(values) // 40, 50)
     means = []
     for i in range(len(values)):
-        start = max(0, i - half)
-        end = min(len(values), i + half + 1)
-        means.append((sums[end] - sums[start]) / ((end - start) * UNIT))
+        window = values[max(0, i - half) : i + half + 1]
+        means.append(sum(window) / len(window))
     return means
 
 
 def read_panels(out_dirs):
     """The panels of the picture and of the page. Raises ValueError if a run has no metrics."""
-    paths = [os.path.join(out_dir, "metrics.jsonl") for out_dir in out_dirs]
-    logs = [read_jsonl(path) for path in paths]
-    panels = [make_panel(title, unit, metrics, logs) for title, unit, metrics in PANELS]
-    drawn = {curve["run"] for panel in panels for curve in panel["curves"]}
-    for run, path in enumerate(paths):
-        if run not in drawn:
-            why = "is the run of another one, or at its first step?"
-            raise ValueError(f"{path} has no metrics of this version: {why}")
-    return panels
+    logs = []
+    for out_dir in out_dirs:
+        path = os.path.join(out_dir, "metrics.jsonl")
+        logs.append(read_jsonl(path))
+        if not logs[-1]:
+            raise ValueError(f"{path} has no metrics yet")
+    return [make_panel(title, unit, metrics, logs) for title, unit, metrics in PANELS]
 
 
 def make_panel(title, unit, metrics, logs):
@@ -143,7 +122,7 @@ def make_panel(title, unit, metrics, logs):
             curve = make_curve(rows, name)
             if curve["steps"]:
                 color = COLORS[run % len(COLORS)]
-                curves.append(dict(run=run, color=color, label=label, style=style, **curve))
+                curves.append(dict(color=color, label=label, style=style, **curve))
 
     values = [0.0]  # which every panel shows
     for curve in curves:
@@ -172,12 +151,6 @@ def make_curve(rows, name):
     return curve
 
 
-def run_names(out_dirs):
-    """The directories as seen from the one that they share."""
-    parent = os.path.commonpath([os.path.dirname(os.path.abspath(d)) for d in out_dirs])
-    return [visible(os.path.relpath(d, parent))[-40:] for d in out_dirs]
-
-
 # -- the picture
 
 
@@ -188,7 +161,7 @@ def draw(out_dirs, path):
     from matplotlib.figure import Figure
 
     panels = read_panels(out_dirs)
-    names = run_names(out_dirs)
+    names = [visible(out_dir)[-40:] for out_dir in out_dirs]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(16, 9), dpi=100, layout="constrained")
         axes = figure.subplots(2, 3, sharex=True)
@@ -204,29 +177,21 @@ def draw(out_dirs, path):
 
 
 def draw_panel(ax, title, unit, low, high, curves):
-    styles = {}
     for c in curves:
-        styles[c["label"]] = c["style"]
         line = dict(color=c["color"], ls=c["style"], lw=2.5)
         if c["dots"]:
             line["marker"] = "o"
         else:
             ax.plot(c["steps"], c["values"], color=c["color"], lw=1, alpha=0.3)
         if c["errors"]:
-            line |= dict(yerr=c["errors"], capsize=4, elinewidth=1.5)
+            line.update(yerr=c["errors"], capsize=4, elinewidth=1.5)
         ax.errorbar(c["steps"], c["smooth"], **line)
-
-    if len(styles) > 1:  # beside the title, where no curve can be
-        lines = []
-        for style in styles.values():
-            lines += ax.plot([], [], ls=style, color="#444444", lw=2)
-        ax.legend(lines, styles, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
     if not curves:
         unit = "not logged"
     ax.set(title=title, xlabel="step", ylabel=unit)
     ax.locator_params("x", nbins=6, integer=True)
     ax.tick_params(labelbottom=True)
     top = 1.05 * high
-    if low == high:  # an axis needs a height
-        top += 1
+    if high - low < 1e-9:  # an axis needs a height
+        top = 1
     ax.set_ylim(1.05 * low, top)

@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
 def this_rank() -> int:
     """The rank of this process: in its process group if there is one, else as torchrun named it."""
     dist = sys.modules.get("torch.distributed")
-    if dist and dist.is_available() and dist.is_initialized():
+    if dist and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", 0))
 
@@ -66,7 +66,7 @@ def exit_code(program: str, call, less_memory: str = "") -> int:
         drop_unwritable_output()
 
 
-def code_and_line(error: BaseException, less_memory: str) -> tuple[int, str]:
+def code_and_line(error, less_memory):
     """The exit code, and the line to print; no line for what only a traceback explains."""
     if isinstance(error, ConfigError):
         return 2, f"error: {error}"
@@ -108,32 +108,20 @@ def flag(default, help, choices=(), low=1 - 2**31, high=2**31 - 1, group=None, b
     low, high: the limits of a number. group: the heading in --help that begins with this flag.
     bare: the value if the flag is given without one.
     """
-    about = dict(
-        help=help,
-        choices=choices,
-        low=low,
-        high=high,
-        group=group,
-        bare=bare,
-    )
+    about = dict(help=help, choices=choices, low=low, high=high, group=group, bare=bare)
     return dataclasses.field(default=default, metadata=about)
 
 
-def true_or_false(text: str):
+def true_or_false(text):
     """Anything else stays text, which check_flags refuses."""
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def expand_home(text: str) -> str:
-    """Replaces ~ in each item of a list of files."""
-    return ",".join(os.path.expanduser(item) for item in text.split(","))
-
-
-def number_or_none(text: str) -> float | None:
+def number_or_none(text):
     return None if text.lower() == "none" else float(text)
 
 
-CONVERTERS = {bool: true_or_false, str: expand_home, float | None: number_or_none}
+CONVERTERS = {bool: true_or_false, float | None: number_or_none, str: os.path.expanduser}
 
 
 def parse_flags(config, argv, program: str, description: str) -> dict:
@@ -147,8 +135,7 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     section = parser
-    fields = dataclasses.fields(config)
-    for f in fields:
+    for f in dataclasses.fields(config):
         about = f.metadata
         if about["group"]:
             section = parser.add_argument_group(about["group"])
@@ -166,7 +153,7 @@ def parse_flags(config, argv, program: str, description: str) -> dict:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error).removeprefix("argument ")) from None
     if unknown:
-        names = [f"--{f.name}" for f in fields]
+        names = [f"--{f.name}" for f in dataclasses.fields(config)]
         closest = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0)[0]
         why = f"did you mean {closest}? --help shows them all"
         raise ConfigError(f"unknown flag {unknown[0]}; {why}")
@@ -185,19 +172,19 @@ def check_flags(cfg) -> None:
         choices = f.metadata["choices"]
         if choices:
             need(value in choices, cfg, f.name, f"must be one of {', '.join(choices)}")
+        low = f.metadata["low"]
+        high = f.metadata["high"]
         if isinstance(value, (int, float)):
-            low = f.metadata["low"]
-            high = f.metadata["high"]
             need(low <= value <= high, cfg, f.name, f"must be from {low} to {high}")
 
 
-def has_type(value, kind) -> bool:
+def has_type(value, kind):
     """A whole number is a fine float; True and False are no numbers, though Python says so."""
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is str:
-        return isinstance(value, str)
-    return isinstance(value, kind | int)
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, int):
+        return kind not in (bool, str)
+    return isinstance(value, kind)
 
 
 def need(fine, cfg, name: str, why: str) -> None:

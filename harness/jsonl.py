@@ -34,24 +34,17 @@ class JsonLines:
         self.waiting = b""
 
 
-def bytes_until(path: str, last_step: int) -> int:
+def bytes_until(path, last_step):
     """The size of a log's whole lines up to a step; 0 if there is no log."""
     if not os.path.exists(path):
         return 0
     size = 0
     with open(path, "rb") as file:
         for line in file:
-            if is_later(line, last_step) or not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:
                 break
             size += len(line)
     return size
-
-
-def is_later(line: bytes, last_step: int) -> bool:
-    try:
-        return json.loads(line)["step"] > last_step
-    except (ValueError, KeyError, TypeError):
-        return False  # an odd line stops no resume
 
 
 def finite(value):

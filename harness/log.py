@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.advice import Advice
 from harness.curves import draw, is_number, read_jsonl
-from harness.dashboards import DASHBOARDS
+from harness.dashboards import DASHBOARDS, scalars
 from harness.flags import ConfigError, first_line, say
 from harness.jsonl import JsonLines, finite
 
@@ -30,46 +30,35 @@ SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")  # the r
 # -- metrics of a step
 
 
-def sample_metrics(samples, cfg) -> dict:
+def sample_metrics(samples) -> dict:
     """Metrics over all samples of a step, under TRL's names; rewards as the advantages saw them."""
-    rewards = np.array([s.reward for s in samples]).reshape(-1, cfg.num_generations)  # [groups, G]
+    rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.n_sampled for s in samples])
-    ended = np.array([s.finish_reason != "length" for s in samples])
-    with warnings.catch_warnings(action="ignore"):  # of groups without a reward: their mean is NaN
-        stds = np.nanstd(rewards, axis=1, ddof=1)
+    cut_off = [s.finish_reason == "length" for s in samples]
+    with warnings.catch_warnings(action="ignore"):  # no sample may have a reward: their mean is NaN
         metrics = {
             "reward": np.nan_to_num(np.nanmean(rewards)),
             "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
-            "reward_std_within_groups": np.nan_to_num(stds).mean(),
             "advantage_abs": np.mean([abs(advantage_of(s)) for s in samples]),
-            "completions/clipped_ratio": 1 - ended.mean(),
+            "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": np.mean(cut_off),
         }
         for name in samples[0].parts:
             values = np.array([s.parts[name] for s in samples], dtype=float)
             metrics[f"rewards/{name}/mean"] = np.nanmean(values)
             metrics[f"rewards/{name}/std"] = np.nanstd(values, ddof=1)
-    metrics |= length_metrics("length", lengths)
-    if ended.any():
-        metrics |= length_metrics("terminated_length", lengths[ended])
     metrics = {name: float(value) for name, value in metrics.items()}
-    return metrics | dict(tokens=sum(s.n_tokens for s in samples))
+    metrics["tokens"] = sum(s.n_tokens for s in samples)
+    return metrics
 
 
-def length_metrics(name: str, lengths) -> dict:
-    return {
-        f"completions/mean_{name}": lengths.mean(),
-        f"completions/min_{name}": lengths.min(),
-        f"completions/max_{name}": lengths.max(),
-    }
-
-
-def advantage_of(sample) -> float:
-    """The mean over its sampled tokens, exactly their value if they are all equal."""
+def advantage_of(sample):
+    """The mean over its sampled tokens."""
     values = sample.advantages[sample.sampled]
     if len(values) == 0:
         return 0.0
-    if (values == values[0]).all():
-        return float(values[0])
     return float(values.mean())
 
 
@@ -79,57 +68,56 @@ def advantage_of(sample) -> float:
 def samples_to_note(samples, cfg) -> list:
     """The samples whose tokens are noted: as many as --log_tokens says, or the first ones of the
     written group with the most signal (the first group on the page). Only samples in the loss."""
-    written = samples[: n_written(samples, cfg)]
+    written = first_written(samples, cfg)
     if cfg.log_tokens >= 0:
         return [s for s in written[: cfg.log_tokens] if s.in_loss.any()]
 
     groups = {}
     for s in written:
         groups.setdefault(s.group, []).append(s)
-    group = max(groups.values(), key=signal_of, default=[])
-    noted, tokens = [], 0
-    for s in group:
+    noted = []
+    tokens = 0
+    for s in max(groups.values(), key=signal_of, default=[]):
         tokens += len(s.completion_ids)
         if s.in_loss.any() and tokens <= NOTED_TOKENS:
             noted.append(s)
     return noted
 
 
-def n_written(samples: list, cfg) -> int:
-    """How many samples, or rows made of them, go into completions.jsonl."""
+def first_written(samples, cfg):
+    """The samples, or the rows made of them, that go into completions.jsonl."""
     if cfg.log_completions < 0:
-        return len(samples)
-    return cfg.log_completions
+        return samples
+    return samples[: cfg.log_completions]
 
 
-def signal_of(group) -> float:
-    return sum(abs(advantage_of(s)) for s in group) / len(group)
+def signal_of(group):
+    return np.mean([abs(advantage_of(s)) for s in group])
 
 
 def completion_rows(samples, step: int, tokenizer) -> list[dict]:
     """The rows of completions.jsonl."""
-    return [completion_row(s, step, tokenizer) for s in samples]
-
-
-def completion_row(sample, step: int, tokenizer) -> dict:
-    row = dict(
-        step=step,
-        group=sample.group,
-        prompt=sample.prompt.text,
-        completion=sample.text,
-        reward=sample.reward,
-        parts=sample.parts,
-        advantage=advantage_of(sample),
-        length=sample.n_sampled,
-        finish_reason=sample.finish_reason,
-        row=sample.prompt.row,
-    )
-    if sample.extra:
-        row["logged"] = sample.extra
-    if sample.token_notes:
-        texts = token_texts(tokenizer, sample.completion_ids, sample.text)
-        row["tokens"] = dict(text=texts, **in_thousandths(sample.token_notes))
-    return row
+    rows = []
+    for s in samples:
+        row = dict(
+            step=step,
+            group=s.group,
+            prompt=s.prompt.text,
+            completion=s.text,
+            reward=s.reward,
+            parts=s.parts,
+            advantage=advantage_of(s),
+            length=s.n_sampled,
+            finish_reason=s.finish_reason,
+            row=s.prompt.row,
+        )
+        if s.extra:
+            row["logged"] = s.extra
+        if s.token_notes:
+            row["tokens"] = in_thousandths(s.token_notes)
+            row["tokens"]["text"] = token_texts(tokenizer, s.completion_ids, s.text)
+        rows.append(row)
+    return rows
 
 
 def in_thousandths(notes: dict) -> dict:
@@ -151,12 +139,10 @@ def token_texts(tokenizer, ids: np.ndarray, text: str) -> list[str]:
     stream = DecodeStream(skip_special_tokens=False)
     texts = []
     for i in ids.tolist():
-        piece = None
-        if i < len(tokenizer):  # ids beyond it (a padded vocabulary) have no text
-            try:
-                piece = stream.step(tokenizer.backend_tokenizer, i)
-            except Exception:  # bytes that make no character; a tokenizer of another kind
-                piece = None
+        try:
+            piece = stream.step(tokenizer.backend_tokenizer, i)
+        except Exception:  # bytes that make no character; a tokenizer of another kind
+            piece = None
         if piece is None or not text.startswith(piece):
             piece = ""
         texts.append(piece)
@@ -183,7 +169,7 @@ class Log:
             self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
             self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
             self.history = read_jsonl(self.metrics.path)
-            self.advice = Advice(cfg, self.history)
+            self.advice = Advice(self.history)
             try:
                 self.dashboard = DASHBOARDS[cfg.report_to](cfg, first)
             except Exception as error:
@@ -191,10 +177,11 @@ class Log:
 
     def step(self, metrics: dict, rows: list[dict]) -> None:
         """rows: one for each sample of the step, of which the first are written."""
-        self.add(metrics, rows[: n_written(rows, self.cfg)], self.step_line(metrics))
+        self.add(metrics, first_written(rows, self.cfg), self.step_line(metrics))
 
     def step_line(self, metrics: dict) -> str:
-        words = [f"step {metrics['step']}/{self.cfg.max_steps}"]
+        step = metrics["step"]
+        words = [f"step {step}/{self.cfg.max_steps}"]
         for key, name in SHOWN.items():
             if is_number(metrics.get(key)):
                 words.append(f"{name} {metrics[key]:.3g}")
@@ -203,15 +190,14 @@ class Log:
             if count:
                 words.append(f"SKIPPED {count} ({cause})")
         seconds = time.monotonic() - self.loop_started
-        seconds_per_step = seconds / (metrics["step"] - self.first)
-        remaining_steps = self.cfg.max_steps - metrics["step"]
-        remaining = timedelta(seconds=round(seconds_per_step * remaining_steps))
+        seconds_per_step = seconds / (step - self.first)
+        remaining = timedelta(seconds=round(seconds_per_step * (self.cfg.max_steps - step)))
         return f"{' '.join(words)} | {metrics['tokens_per_s']:.0f} tok/s, {remaining} left"
 
     def eval(self, step: int, metrics: dict) -> None:
         """An eval has a line of its own, after that of its step."""
-        length = f"{metrics['eval_length']:.3g}"
-        line = f"step {step}: eval accuracy {accuracy(metrics)}, length {length}"
+        line = f"step {step}: eval accuracy {accuracy(metrics)}"
+        line += f", length {metrics['eval_length']:.3g}"
         self.add(dict(step=step) | metrics, [], line)
 
     def add(self, metrics: dict, rows: list[dict], line: str) -> None:
@@ -223,7 +209,7 @@ class Log:
         say(line)
         for note in self.advice.see(self.history[-1]):
             say(note)
-        self.report(self.dashboard.send, metrics, rows)
+        self.report(self.dashboard.send, metrics["step"], scalars(metrics))
 
     def report(self, call, *args) -> None:
         """A dashboard that fails does not end the run."""
@@ -234,8 +220,7 @@ class Log:
 
     def evals(self) -> list[dict]:
         """The evals so far that have an accuracy: the reward may apply to no row."""
-        keys = ("eval_accuracy", "eval_stderr")
-        return [m for m in self.history if all(is_number(m.get(key)) for key in keys)]
+        return [m for m in self.history if is_number(m.get("eval_accuracy"))]
 
     def best(self) -> int:
         """The step with the highest eval accuracy; 0: none yet."""
@@ -253,12 +238,11 @@ class Log:
         self.completions.write()
         self.report(self.dashboard.finish)
         out_dir = self.cfg.out_dir
-        best = os.path.join(out_dir, "best")
         evals = self.evals()
         summary = {}
         if evals:
             summary = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1]))
-        summary |= dict(
+        summary.update(
             steps=max([self.first, *(m["step"] for m in self.history)]),
             train_seconds=f"{now - self.loop_started:.1f}",
             total_seconds=f"{now - self.started:.1f}",
@@ -266,6 +250,7 @@ class Log:
             samples=f"python view.py {out_dir} --step",
             curves=self.draw_curves(),
         )
+        best = os.path.join(out_dir, "best")
         if os.path.islink(best):
             summary["best"] = f"{best}, of step {self.best()}"
         say("\n".join(f"{name}: {value}" for name, value in summary.items()))

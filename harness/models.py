@@ -48,27 +48,21 @@ def freeze_unused(model, length: int) -> None:
     """
     length = min(length, LONGEST_PROBE)
     ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-    used = parameters_behind(model(input_ids=ids, use_cache=False).logits)
-    frozen = 0
+    parameters = []
     for name, parameter in model.named_parameters():
         # A text reaches a few experts only; others may reach the rest.
-        if parameter.requires_grad and parameter not in used and ".experts." not in name:
+        if parameter.requires_grad and ".experts." not in name:
+            parameters.append(parameter)
+    total = model(input_ids=ids, use_cache=False).logits.sum()
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+
+    frozen = 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
             parameter.requires_grad_(False)
             frozen += 1
     if frozen:
         say(f"{frozen} tensors that text does not use are frozen")
-
-
-def parameters_behind(tensor) -> set:
-    """The leaves of a tensor's autograd graph. No backward runs."""
-    nodes = [tensor.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
-    return {node.variable for node in seen if hasattr(node, "variable")}
 
 
 def check_sizes(model, prompts: list[Prompt], cfg) -> None:
@@ -76,13 +70,16 @@ def check_sizes(model, prompts: list[Prompt], cfg) -> None:
     longest = max(len(p.ids) for p in prompts)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions:
-        why = f"with the longest prompt ({longest} tokens) more than the model's {positions}"
-        fits = longest + cfg.max_completion_length <= positions
-        need(fits, cfg, "max_completion_length", f"{why} positions")
+        needed = longest + cfg.max_completion_length
+        why = f"with the longest prompt ({longest} tokens) more than the model's"
+        why += f" {positions} positions"
+        need(needed <= positions, cfg, "max_completion_length", why)
 
     largest = max(int(p.ids.max()) for p in prompts)
     words = model.get_input_embeddings().num_embeddings
-    name = "tokenizer" if cfg.tokenizer else "model"
+    name = "model"
+    if cfg.tokenizer:
+        name = "tokenizer"
     why = f"the tokenizer makes the token id {largest}, and the model knows {words}"
     need(largest < words, cfg, name, why)
 
@@ -109,9 +106,5 @@ def special_ids(model, tokenizer, cfg) -> tuple[list[int], int]:
 
 def same_weights(model, reference) -> bool:
     """True if all parameters equal the reference's, after a cast to its dtype, often a shorter."""
-    theirs = dict(reference.named_parameters())
-    for name, p in model.named_parameters():
-        q = theirs.get(name)
-        if q is None or q.shape != p.shape or not torch.equal(p.to(q.dtype), q):
-            return False
-    return True
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return all(torch.equal(p.to(q.dtype), q) for p, q in pairs)

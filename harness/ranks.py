@@ -111,14 +111,14 @@ def join_world(device: torch.device) -> World:
     return world_of(device, made_group=True)
 
 
-def world_of(device: torch.device, made_group: bool) -> World:
+def world_of(device, made_group):
     world = World(dist.get_rank(), dist.get_world_size(), device, made_group)
     if device.type == "mps" and world.size > 1:
         raise ConfigError("--device mps: one rank only, since PyTorch has no collectives for it")
     return world
 
 
-def leave_world(world: World) -> None:
+def leave_world(world):
     """Ends the process group that join_world made. vLLM, when it closes, may have ended it."""
     if world.made_group and dist.is_initialized():
         dist.destroy_process_group()
@@ -144,7 +144,7 @@ def pick_device(kind: str, dtype: str = "auto") -> torch.device:
     return torch.device(kind)
 
 
-def auto_device() -> str:
+def auto_device():
     """Never the CPU without a word where torch cannot use the GPU that is there."""
     if torch.cuda.is_available():
         return "cuda"
@@ -154,7 +154,7 @@ def auto_device() -> str:
     return "cpu"
 
 
-def card_of_this_rank() -> torch.device:
+def card_of_this_rank():
     """As torchrun numbers the ranks of a machine; in a caller's process group as the caller set."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     cards = torch.cuda.device_count()

@@ -110,8 +110,8 @@ def countdown_rows(rng, count):
         target = rng.choice(targets)
         prompt = (
             f"Using each of the numbers {numbers} exactly once, write an expression with + - * / "
-            f"and parentheses that equals {target}. Reason inside <think> </think>, then give only the "
-            "expression inside <answer> </answer>."
+            f"and parentheses that equals {target}. Reason inside <think> </think>, then give "
+            "only the expression inside <answer> </answer>."
         )
         rows.append({"numbers": numbers, "target": target, "prompt": prompt})
     return rows

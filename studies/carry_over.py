@@ -28,6 +28,7 @@ from common import (
     lengths_of,
     next_tokens,
     plt,
+    ratio_of_means,
     sample_step,
     save,
 )
@@ -217,14 +218,9 @@ def push_ratio(samples: list, cfg, reduction: str) -> float:
     for s, row in zip(samples, slope, strict=True):
         if s.reward < 0.5 and advantage_of(s) < 0:
             n = len(s.completion_ids)
-            push = row[:n].abs().mean().item()
-            if n > LONG:
-                long.append(push)
-            else:
-                short.append(push)
-    if not long or not short:
-        return np.nan
-    return float(np.mean(long) / np.mean(short))
+            pushes = long if n > LONG else short
+            pushes.append(row[:n].abs().mean().item())
+    return ratio_of_means(long, short)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -569,12 +565,12 @@ def weight_table(importance: dict) -> list:
         "5: trainer | tokens | mean abs(log ratio) ± s.e. | token weight: 0.1, 1, 99, 99.9 % | "
         "largest | over 2 | effective share | sequence weight: 1, 99 % | largest | effective share"
     ]
-    for name, found in importance.items():
-        token, sequence = found["token"], found["sequence"]
+    for name, statistics in importance.items():
+        token, sequence = statistics["token"], statistics["sequence"]
         table.append([
             name,
-            found["n_tokens"],
-            with_error(found["gap"], 5),
+            statistics["n_tokens"],
+            with_error(statistics["gap"], 5),
             ", ".join(f"{q:.3f}" for q in token["quantiles"]),
             f"{token['largest']:.3f}",
             f"{token['beyond']:.1e}",
@@ -599,8 +595,8 @@ def operator_tables(gaps: dict) -> list:
         table = [" | ".join([f"6: {kind}", *header])]
         for name in gaps["start"][kind]:
             row = [name]
-            for found in gaps.values():
-                for x in found[kind][name]:
+            for state_gaps in gaps.values():
+                for x in state_gaps[kind][name]:
                     row.append(x if isinstance(x, float) else with_error(x))
             table.append(row)
         tables.append(table)
@@ -612,15 +608,15 @@ def draw(gaps: dict):
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     wide = 0.8 / len(gaps)
     rounded = [*(f"only {name}" for name in OPERATORS), "all of these"]
-    for i, (state, found) in enumerate(gaps.items()):
+    for i, (state, state_gaps) in enumerate(gaps.items()):
         style = dict(color=f"C{i}", capsize=2, error_kw=dict(lw=0.8), align="edge")
-        pairs = [found["rounding"][name][0] for name in rounded]
-        pairs.append(found["trainer"]["float32"][1])  # of the engine itself
+        pairs = [state_gaps["rounding"][name][0] for name in rounded]
+        pairs.append(state_gaps["trainer"]["float32"][1])  # of the engine itself
         mean, error = np.array(pairs).T
         y = np.arange(len(mean)) + wide * i - 0.4
         left.barh(y, mean, 0.9 * wide, xerr=error, label=state, **style)
         for j, engine in enumerate(("the engine as it is", "with a float32 head")):
-            mean, error = np.array([pairs[1 + j] for pairs in found["trainer"].values()]).T
+            mean, error = np.array([pairs[1 + j] for pairs in state_gaps["trainer"].values()]).T
             y = np.arange(len(mean)) + wide * (i + j / 2) - 0.4
             style.update(alpha=0.45 if j else 1, label=f"{state}, {engine}")
             right.barh(y, mean, 0.45 * wide, xerr=error, **style)
@@ -695,8 +691,8 @@ def main() -> None:
         turned[f"SmolLM2, {name}"] = [angles(reals[name], samples[name][0][:n_angles], 0)]
 
     subjects = {"bundled model, start": (toy, toy_samples)}
-    for name, parts in samples.items():
-        subjects[f"SmolLM2, {name}"] = reals[name], parts
+    for name, by_step in samples.items():
+        subjects[f"SmolLM2, {name}"] = reals[name], by_step
     push = push_table(subjects)
 
     # the bundled model, sampled in bfloat16

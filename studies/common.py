@@ -24,10 +24,10 @@ import torch
 from transformers.utils import logging
 
 import grpo
+import harness.curves
 import harness.models
 import harness.scorer
 import harness.user_code
-import view
 from grpo import Config
 from harness.fast import FastPolicy
 from harness.ranks import SAMPLING, World, seed_of, stream
@@ -39,7 +39,7 @@ plt.rcParams.update(
     {
         "axes.axisbelow": True,
         "axes.grid": True,
-        "axes.prop_cycle": plt.cycler(color=view.COLORS),
+        "axes.prop_cycle": plt.cycler(color=harness.curves.COLORS),
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.titlesize": 11,
@@ -227,7 +227,7 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
         if before:
             metrics.update(before(run, step, samples) or {})
         metrics.update(frac_reward_zero_std=run.no_signal)
-        metrics.update(grpo.sample_metrics(samples, run.cfg))
+        metrics.update(grpo.sample_metrics(samples))
         metrics.update(run.update(samples, step))
         if after:
             metrics.update(after(run, step, samples) or {})
@@ -310,6 +310,13 @@ def span(values, digits: int = 3) -> str:
     return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def ratio_of_means(a: list, b: list) -> float:
+    """NaN if one of them is empty."""
+    if not a or not b:
+        return np.nan
+    return float(np.mean(a) / np.mean(b))
+
+
 def permutation_test(a, b, n: int = 20_000) -> float:
     """Two-sided p of the difference of the means: how often is it as large if the runs are
     assigned to a and b at random?"""
@@ -325,7 +332,7 @@ def permutation_test(a, b, n: int = 20_000) -> float:
 
 
 def ordered(n: int):
-    """n colours from dark to light. Colour-blind readers can tell them apart, as view.COLORS."""
+    """n colours from dark to light. Colour-blind readers can tell them apart, as harness.curves.COLORS."""
     return plt.cm.viridis(np.linspace(0, 0.8, n))
 
 

@@ -344,7 +344,7 @@ class Host:
 
             world.phase = "sums"
             metrics = grpo.update(policy, policy, samples, cfg, world=world)
-            metrics.update(frac_reward_zero_std=no_signal, **grpo.sample_metrics(samples, cfg))
+            metrics.update(frac_reward_zero_std=no_signal, **grpo.sample_metrics(samples))
             metrics.update(failures)
             rows = grpo.completion_rows(samples, 1, self.tokenizer)
             with meter("metrics, log"):

@@ -156,7 +156,7 @@ def check_gradient(m) -> None:
         head = {id(p) for p in m.model.get_output_embeddings().parameters()}
     parameters = sorted(m.policy.parameters(), key=lambda p: id(p) in head)  # the head's at the end
     n_body = sum(id(p) not in head for p in parameters)
-    parts = {"body": slice(n_body), "head": slice(n_body, None)}
+    slices = {"body": slice(n_body), "head": slice(n_body, None)}
 
     exact, _ = m.policy.plain(grpo.collate(samples, device))
     exact = exact[mask]  # [n]
@@ -179,7 +179,7 @@ def check_gradient(m) -> None:
             loss.backward()
             torch.set_autocast_dtype("cpu", default_dtype)
             gradient = [p.grad for p in parameters]
-            for name, part in parts.items():
+            for name, part in slices.items():
                 what = f"gradient of the {name}, {n_tokens:.0e} tokens a step"
                 same_gradient(m, what, gradient[part], true[part], dtype, n_tokens)
             m.policy.zero_grad(set_to_none=True)
@@ -545,17 +545,17 @@ def sampler_and_phases(m, tokenizer) -> dict:
 
 
 def point(number: int, statement: str, missing: str, test, *args) -> None:
-    """Adds a line to the table of points. test(*args) -> is it as expected, what was found.
+    """Adds a line to the table of points. test(*args) -> is it as expected, the result.
     missing: why the test cannot run here, or ""."""
     if missing:
-        found, answer = missing, "cannot be asked here"
+        result, answer = missing, "cannot be asked here"
     else:
         try:
-            fine, found = test(*args)
+            fine, result = test(*args)
         except Exception as error:
-            fine, found = False, first_line(error)
+            fine, result = False, first_line(error)
         answer = "ok" if fine else "NOT AS EXPECTED"
-    POINTS.append([number, statement, found, answer])
+    POINTS.append([number, statement, result, answer])
     say("  ".join(map(str, POINTS[-1])))
 
 
@@ -638,7 +638,7 @@ def last_line(printed: str) -> str:
     return printed[-300:]
 
 
-# Each function below tests a point: it returns whether the card is as expected, and what was found.
+# Each function below tests a point: it returns whether the card is as expected, and its result.
 
 
 def bfloat16(device) -> tuple:
@@ -856,9 +856,9 @@ def device_peak(name: str, given: float) -> float:
     """FLOP/s of the device's data sheet, or as given by the user; 0 if unknown."""
     if given:
         return 1e12 * given
-    known = [card for card in PEAKS if card in name]
-    if known:
-        return 1e12 * PEAKS[max(known, key=len)]
+    names = [card for card in PEAKS if card in name]
+    if names:
+        return 1e12 * PEAKS[max(names, key=len)]
     old = ": it has no fast bfloat16" if any(card in name for card in OLD_CARDS) else ""
     LEFT_OUT.append(f"MFU: '{name}' is not in the table{old} (--peak_tflops)")
     return 0.0

@@ -211,7 +211,7 @@ def learn(run: Run, side: str, seed: int) -> dict:
         if side == "mean of means":
             order = np.random.default_rng((seed, step)).permutation(len(samples))
             plant(samples, 4, 2, order)  # micro-batches of 4 samples on 2 ranks
-        m = grpo.sample_metrics(samples, run.cfg)
+        m = grpo.sample_metrics(samples)
         m.update(run.update(samples, step))
         point = dict(
             reward=m["reward"],

@@ -16,6 +16,7 @@ from common import (
     legend,
     permutation_test,
     plt,
+    ratio_of_means,
     save,
     scan,
     span,
@@ -44,7 +45,7 @@ HEADER = (
 
 
 def push_ratio(wrong: list, reduction: str) -> float:
-    """How hard the loss pushes down a token of a long wrong answer, over that of a short one."""
+    """How hard a token of a long wrong answer is pushed down, over the same of a short one."""
     long, short = [], []
     for s in wrong:
         if advantage_of(s) >= 0:
@@ -53,13 +54,9 @@ def push_ratio(wrong: list, reduction: str) -> float:
         push = -advantage_of(s)  # up to a factor that all tokens of the step share
         if reduction == "sequence":
             push /= n
-        if n > LONG:
-            long.append(push)
-        else:
-            short.append(push)
-    if not long or not short:
-        return np.nan
-    return float(np.mean(long) / np.mean(short))
+        pushes = long if n > LONG else short
+        pushes.append(push)
+    return ratio_of_means(long, short)
 
 
 def mean_length(samples: list) -> float:

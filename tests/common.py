@@ -51,18 +51,6 @@ F64 = torch.float64
 BUNDLED = Config(**grpo.BUNDLED)
 
 
-MODEL_NAMES = dict(
-    qwen2="Qwen2",
-    qwen3="Qwen3",
-    llama="Llama",
-    gemma="Gemma",
-    gemma2="Gemma2",
-    gemma3="Gemma3Text",
-    mistral="Mistral",
-    mixtral="Mixtral",
-)
-
-
 def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
     """A model with random weights, large enough that its distributions are not uniform."""
     import transformers
@@ -86,7 +74,8 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
             sizes.update(num_local_experts=4, intermediate_size=64)
         elif kind != "qwen2":
             sizes.update(head_dim=32)
-        config_class = getattr(transformers, MODEL_NAMES[kind] + "Config")
+        name = "Gemma3Text" if kind == "gemma3" else kind.capitalize()
+        config_class = getattr(transformers, f"{name}Config")
         config = config_class(**(sizes | ids | options))
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -314,9 +303,9 @@ def small_run(out, command_line=False, **options):
     """A run of seconds whose reward (short completions) has a signal from the first step."""
     rows = os.path.join(os.path.dirname(out), "rows.jsonl")
     if not os.path.exists(rows):
-        few = lines(os.path.join(HERE, "sample_data", "train.jsonl"))[:5]
+        five = lines(os.path.join(HERE, "sample_data", "train.jsonl"))[:5]
         with open(rows, "w") as file:  # so that an epoch ends in the middle of the second step
-            file.writelines(json.dumps(row) + "\n" for row in few)
+            file.writelines(json.dumps(row) + "\n" for row in five)
     small = dict(
         reward="overlong",
         rollout="hf",
@@ -399,17 +388,7 @@ TEMPLATE = (
 )
 
 
-REWARDS = """
-def wrong_key(completion, row): return float(row["anwser"] in completion)
-def sometimes(completion, row): return 1 / (len(completion) % 3)
-def none(completion, row): return None
-def messages(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **_):
-    assert prompts[0][-1] == {"role": "user", "content": "1+2="}
-    assert completions[0][0]["role"] == "assistant"
-    log_extra("length", [len(ids) for ids in completion_ids])
-    log_metric("from_step", trainer_state.global_step)
-    return [len(ids) + trainer_state.max_steps for ids in completion_ids]
-"""
+REWARDS = read(os.path.join(HERE, "tests", "odd_rewards.py"))
 
 
 def state_of(out):

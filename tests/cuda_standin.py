@@ -1,13 +1,14 @@
 """A CUDA device without a GPU: torch's CPU build believes in one whose memory is the CPU's.
 
-    python tests/cuda_standin.py grpo.py --device cuda --rollout hf      # or module.function; also under torchrun
-    CUDA_STANDIN='{"name": "Tesla T4", "capability": [7, 5], "memory": 16e9}' python tests/cuda_standin.py ...
+    python tests/cuda_standin.py grpo.py --device cuda --rollout hf   # or module.function
+    CUDA_STANDIN='{"name": "Tesla T4", "capability": [7, 5]}' python tests/cuda_standin.py ...
 
-Autocast follows CUDA's rules and its default of float16, tensors of both devices in one operator are an error, each
-rank has a device of its own, and what makes the host wait for the device is counted with the line that asked for it.
-Not there: streams, CUDA's own kernels and their speed, NCCL (gloo stands in), torch.compile. A GPU is not proven by it.
+It works under torchrun, too: each rank has a device of its own. Autocast follows CUDA's rules and
+its default of float16; tensors of both devices in one operator are an error; each wait of the host
+for the device is counted with the line that caused it. It has no streams, no CUDA kernels and their
+speed, no NCCL (gloo stands in) and no torch.compile: it does not prove that a GPU works.
 
-In another process: `import cuda_standin` before torch, then `cuda_standin.be_cuda(...)` once, for good.
+In another process: `import cuda_standin` before torch, then call `cuda_standin.be_cuda(...)` once.
 """
 
 import atexit
@@ -63,18 +64,20 @@ import torch  # isort: skip
 
 def callers() -> list[str]:
     """The project's lines on this thread's stack, innermost first."""
-    found, frame, root = [], sys._getframe(1), os.path.dirname(HERE) + os.sep
+    root = os.path.dirname(HERE) + os.sep
+    stack = []
+    frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(root) and path != __file__:
-            found.append(f"{path[len(root) :]}:{frame.f_lineno} {frame.f_code.co_qualname}")
+            stack.append(f"{path[len(root) :]}:{frame.f_lineno} {frame.f_code.co_qualname}")
         frame = frame.f_back
-    return found
+    return stack
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
-def hear(what: bytes, which: bytes) -> None:
-    """Counts a wait as "operator, line, pass": backward is where autograd's own thread runs, forward is Policy's."""
+def count(what: bytes, which: bytes) -> None:
+    """Counts a wait as "operator, line, pass": forward is Policy's, backward autograd's thread."""
     if what == b"attention":
         attention[which.decode()] += 1
         return
@@ -83,30 +86,29 @@ def hear(what: bytes, which: bytes) -> None:
         elsewhere[lines[0] if lines else ""] += 1
         return
     backward = threading.current_thread() is not threading.main_thread()
-    within = (
-        "backward"
-        if backward
-        else "forward"
-        if any("Policy.forward" in line for line in lines)
-        else "outside"
-    )
-    waits[f"{which.decode()}, {lines[0] if lines else 'no line of ours'}, {within}"] += 1
+    within = "outside"
+    if backward:
+        within = "backward"
+    elif any("Policy.forward" in line for line in lines):
+        within = "forward"
+    line = lines[0] if lines else "no line of ours"
+    waits[f"{which.decode()}, {line}, {within}"] += 1
 
 
 NO_LABELS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)()
 
 
 def listen(label_of=NO_LABELS) -> None:
-    """label_of(bytes) -> int is asked at each allocation whose it is; see native.standin_at_peak(label)."""
-    native.standin_listen(hear, label_of)
+    """label_of(bytes) -> int says to whom an allocation belongs: see native.standin_at_peak."""
+    native.standin_listen(count, label_of)
     listen.kept = label_of
 
 
 def be_cuda(
     name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80e9, devices=None, values=True
 ) -> None:
-    """For the rest of the process. Without values, floating point tensors take no memory, only their size is counted:
-    each of their elements reads as 0, each comparison as true."""
+    """For the rest of the process. Without values floating point tensors take no memory, only
+    their size is counted: each of their elements reads as 0, each comparison as true."""
     devices = devices or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     native.standin_card(devices, capability[0], values)
     listen()
@@ -114,7 +116,7 @@ def be_cuda(
         importlib.import_module("torch._meta_registrations")
     patch_cuda(name, tuple(capability), int(memory), devices)
     patch_collectives()
-    atexit.register(native.standin_listen, None, None)  # nobody hears when Python is gone
+    atexit.register(native.standin_listen, None, None)  # before Python is gone
 
 
 class Done:
@@ -192,7 +194,7 @@ def patch_collectives() -> None:
 
 
 def main() -> None:
-    """CUDA_STANDIN is JSON: the arguments of be_cuda, and `report`, a file that gets the counts of each rank."""
+    """CUDA_STANDIN is JSON: arguments of be_cuda, and `report`, a file for each rank's counts."""
     options = json.loads(os.environ.get("CUDA_STANDIN", "{}"))
     report = options.pop("report", None)
     be_cuda(**options)

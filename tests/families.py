@@ -4,8 +4,12 @@ import json
 
 from tests.common import small_run, tiny_model
 
-CHATML = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
+CHATML = """{% if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\nBe kind.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 LLAMA = """{{- bos_token }}
@@ -14,35 +18,47 @@ LLAMA = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system, messages = messages[0]['content'] | trim, messages[1:] %}
 {%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string + '\n\n' + (system or '') + '<|eot_id|>' }}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string + '\n\n'
+    + (system or '') + '<|eot_id|>' }}
 {%- if tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}
 {%- for message in messages %}
     {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
     {%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}"""
 
 GEMMA = """{{ bos_token }}
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Roles must alternate') }}
+    {%- endif %}
     {{- '<start_of_turn>' + {'assistant': 'model'}.get(message.role, message.role) }}
     {{- '\n' + message.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
-{%- if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}{% endif %}
+{%- if messages[0].role == 'system' %}
+    {%- set system, messages = messages[0].content, messages[1:] %}
+{%- endif %}
 {%- for message in messages %}
-    {%- if (message.role == 'user') != (turns.n % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {%- if (message.role == 'user') != (turns.n % 2 == 0) %}
+        {{- raise_exception('Roles must alternate') }}
+    {%- endif %}
     {%- set turns.n = turns.n + 1 %}
     {%- if message.role == 'user' %}
-        {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}
+        {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '')
+            + message.content + '[/INST]' }}
     {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}
 {%- endfor %}"""
 
 R1 = """{{ bos_token }}{% set found = namespace(system='') %}
-{%- for message in messages if message.role == 'system' %}{% set found.system = message.content %}{% endfor %}
+{%- for message in messages if message.role == 'system' %}
+    {%- set found.system = message.content %}
+{%- endfor %}
 {{- found.system }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}{% endif %}
@@ -53,7 +69,9 @@ R1 = """{{ bos_token }}{% set found = namespace(system='') %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
 
 QWEN3 = """{% set asked = namespace(last=-1) %}
-{%- for message in messages if message.role == 'user' %}{% set asked.last = messages.index(message) %}{% endfor %}
+{%- for message in messages if message.role == 'user' %}
+    {%- set asked.last = messages.index(message) %}
+{%- endfor %}
 {%- for message in messages %}
     {%- set answer, thought = message.content, '' %}
     {%- if message.role == 'assistant' and '</think>' in answer %}
@@ -68,7 +86,9 @@ QWEN3 = """{% set asked = namespace(last=-1) %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
 {%- endif %}"""
 
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -92,29 +112,92 @@ GEMMA_FILES = dict(
 )
 CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=16)
 
-FAMILIES = dict(  # the ids of `ends` are eos_token_id of generation_config.json
-    qwen2=dict(kind="qwen2", words=IM, tokenizer_class="Qwen2Tokenizer", template=CHATML, **QWEN_IDS,
-               generation=SAMPLING | dict(do_sample=True)),
-    smollm2=dict(kind="llama", words=IM, tokenizer_class="GPT2Tokenizer", template=CHATML, bos="<|im_start|>",
-                 eos="<|im_end|>", pad="<|im_end|>", ends=["<|im_end|>"]),
-    llama3=dict(kind="llama", words=HEADERS, tokenizer_class="PreTrainedTokenizerFast", template=LLAMA, adds_bos=True,
-                bos="<|begin_of_text|>", eos="<|eot_id|>", ends=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
-                generation=dict(do_sample=True, temperature=0.6, top_p=0.9), model=dict(rope_parameters=ROPE)),
-    gemma2=dict(kind="gemma2", **GEMMA_FILES, **GEMMA_IDS, model=CAPS, generation=dict(cache_implementation="hybrid")),
-    gemma3=dict(kind="gemma3", **GEMMA_FILES, **GEMMA_IDS, model=dict(sliding_window=16),
-                generation=dict(cache_implementation="hybrid", do_sample=True, top_k=64, top_p=0.95)),
-    mistral=dict(kind="mistral", pieces=("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), tokenizer_class="LlamaTokenizer",
-                 template=MISTRAL, bos="<s>", eos="</s>", ends=["</s>"], model=dict(sliding_window=16)),
-    r1=dict(kind="qwen2", words=BARS, more=("<think>", "</think>"), tokenizer_class="LlamaTokenizerFast", template=R1,
-            adds_bos=True, bos=BARS[3], eos=BARS[0], pad=BARS[0], ends=[BARS[0]],
-            generation=dict(do_sample=True, temperature=0.6, top_p=0.95)),
-    qwen3=dict(kind="qwen3", words=IM, more=("<think>", "</think>"), tokenizer_class="Qwen2Tokenizer", template=QWEN3,
-               **QWEN_IDS, generation=SAMPLING | dict(do_sample=True)),
-)  # fmt: skip
+# The ids of `ends` are eos_token_id of generation_config.json.
+FAMILIES = dict(
+    qwen2=dict(
+        kind="qwen2",
+        words=IM,
+        tokenizer_class="Qwen2Tokenizer",
+        template=CHATML,
+        **QWEN_IDS,
+        generation=SAMPLING | dict(do_sample=True),
+    ),
+    smollm2=dict(
+        kind="llama",
+        words=IM,
+        tokenizer_class="GPT2Tokenizer",
+        template=CHATML,
+        bos="<|im_start|>",
+        eos="<|im_end|>",
+        pad="<|im_end|>",
+        ends=["<|im_end|>"],
+    ),
+    llama3=dict(
+        kind="llama",
+        words=HEADERS,
+        tokenizer_class="PreTrainedTokenizerFast",
+        template=LLAMA,
+        adds_bos=True,
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+        ends=["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+        generation=dict(do_sample=True, temperature=0.6, top_p=0.9),
+        model=dict(rope_parameters=ROPE),
+    ),
+    gemma2=dict(
+        kind="gemma2",
+        **GEMMA_FILES,
+        **GEMMA_IDS,
+        model=CAPS,
+        generation=dict(cache_implementation="hybrid"),
+    ),
+    gemma3=dict(
+        kind="gemma3",
+        **GEMMA_FILES,
+        **GEMMA_IDS,
+        model=dict(sliding_window=16),
+        generation=dict(cache_implementation="hybrid", do_sample=True, top_k=64, top_p=0.95),
+    ),
+    mistral=dict(
+        kind="mistral",
+        pieces=("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
+        tokenizer_class="LlamaTokenizer",
+        template=MISTRAL,
+        bos="<s>",
+        eos="</s>",
+        ends=["</s>"],
+        model=dict(sliding_window=16),
+    ),
+    r1=dict(
+        kind="qwen2",
+        words=BARS,
+        more=("<think>", "</think>"),
+        tokenizer_class="LlamaTokenizerFast",
+        template=R1,
+        adds_bos=True,
+        bos=BARS[3],
+        eos=BARS[0],
+        pad=BARS[0],
+        ends=[BARS[0]],
+        generation=dict(do_sample=True, temperature=0.6, top_p=0.95),
+    ),
+    qwen3=dict(
+        kind="qwen3",
+        words=IM,
+        more=("<think>", "</think>"),
+        tokenizer_class="Qwen2Tokenizer",
+        template=QWEN3,
+        **QWEN_IDS,
+        generation=SAMPLING | dict(do_sample=True),
+    ),
+)
 
 
 def bytes_tokenizer(words, more, bos):
-    """Byte-level BPE, as of GPT-2, Qwen and Llama 3. words: special tokens, after the others; more: not special."""
+    """Byte-level BPE, as GPT-2, Qwen and Llama 3 have it.
+
+    words: special tokens, which follow the others; more: added tokens that are not special.
+    """
     from tokenizers import (
         AddedToken,
         Regex,
@@ -150,7 +233,8 @@ def bytes_tokenizer(words, more, bos):
 
 
 def pieces_tokenizer(specials, bos):
-    """BPE of pieces that fall back to bytes, as of Llama 2, Mistral and Gemma; the special tokens come first."""
+    """BPE of pieces that falls back to bytes, as Llama 2, Mistral and Gemma have it; the special
+    tokens come first."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     letters = "\n▁ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-=.,:;?!"
@@ -171,8 +255,11 @@ def pieces_tokenizer(specials, bos):
 
 
 def family(path, name, generation=None, size=None, **changes):
-    """A directory as the hub has it: config, weights, tokenizer, template and generation config, written by others. The
-    vocabulary is padded to a multiple of 64, or is `size`. Returns the path and the ids of tokens."""
+    """A directory as the hub has it: config, weights, tokenizer, template, generation config.
+
+    The vocabulary is padded to a multiple of 64, or is `size`. Returns the path and the ids of
+    tokens.
+    """
     has = FAMILIES[name] | changes
     bos, eos, pad = (has.get(key) for key in ("bos", "eos", "pad"))
     if "words" in has:

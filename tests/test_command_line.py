@@ -56,14 +56,14 @@ def test_a_rank_without_a_launcher_is_one_line_and_exit_code_2(tmp_path):
     [
         (dict(model="/nowhere"), "--model /nowhere"),
         (dict(tokenizer="/nowhere"), "--tokenizer /nowhere"),
-        (dict(train_data="/nowhere.jsonl"), "--train_data /nowhere.jsonl: No such file"),
-        (dict(eval_data="/nowhere.jsonl"), "--eval_data /nowhere.jsonl: No such file"),
+        (dict(train_data="/nowhere.jsonl"), "--train_data /nowhere.jsonl: [Errno 2] No such file"),
+        (dict(eval_data="/nowhere.jsonl"), "--eval_data /nowhere.jsonl: [Errno 2] No such file"),
         (dict(reward="magic"), "--reward magic"),
         (dict(reward="/nowhere.py:f"), "--reward /nowhere.py:f"),
         (dict(out_dir="/dev/null/x"), "--out_dir /dev/null/x"),
         (dict(device="tpu"), "--device tpu"),
         (dict(resume="/nowhere"), "--resume /nowhere"),
-        (dict(reward="countdown"), "no column 'numbers', which --reward countdown reads"),
+        (dict(reward="countdown"), "no column 'numbers'; see --reward countdown"),
         (dict(max_prompt_length=3), "every prompt is longer than --max_prompt_length 3"),
     ],
 )

@@ -37,7 +37,7 @@ pytest_plugins = "tests.common"
 
 
 def chat(*turns):
-    """Turns by user and assistant, which begin with the user; a first one of the system is marked by a `*`."""
+    """Turns of user and assistant in turn; a first one that begins with * is the system's."""
     roles = ["user", "assistant"] * len(turns)
     if turns[0].startswith("*"):
         roles = ["system", *roles]
@@ -51,20 +51,23 @@ TURNS_OF_TWO, GOES_ON = (
     chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"),
     chat("*Add.", "1+2?", "It is "),
 )
-WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: refused
+# What the templates make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: they refuse it.
+WRITTEN = dict(
     qwen2=[
         "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
         "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
-        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n"
-        "<S>assistant\n",
+        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n"
+        "<S>user\n2+2?<E>\n<S>assistant\n",
         "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
     ],
     llama3=[
         "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
         "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
-        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E>"
+        "<H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
         "<H>user</H>\n\n2+2?<E><H>assistant</H>\n\n",
-        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\nIt is",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E>"
+        "<H>assistant</H>\n\nIt is",
     ],
     gemma2=[
         "<bos><S>user\n1+2?<E>\n<S>model\n",
@@ -76,7 +79,7 @@ WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, 
         "<s>[INST]  1+2? [/INST]",
         "<s>[INST] Add. \n\n1+2?[/INST]",
         "<s>[INST] 1+2?[/INST] <think>\nhm\n</think>\n\n3</s>[INST] 2+2?[/INST]",
-        None,  # it writes the system message only into a last turn of the user: into none, where an answer goes on
+        None,  # it writes the system message only into a last turn of the user
     ],
     r1=[
         "<B><U> 1+2? <A><think>\n",
@@ -92,10 +95,12 @@ WRITTEN = dict(  # what the templates of the families make of QUESTION, SYSTEM, 
     ],
 )
 SHORT = dict(
-    qwen2={"<S>": IM[1], "<E>": IM[2]}, qwen3={"<S>": IM[1], "<E>": IM[2]}, gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
+    qwen2={"<S>": IM[1], "<E>": IM[2]},
+    qwen3={"<S>": IM[1], "<E>": IM[2]},
+    gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
     llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
     r1={"<E>": BARS[0], "<U>": BARS[1], "<A>": BARS[2], "<B>": BARS[3]},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -142,7 +147,7 @@ def test_what_a_template_refuses_names_the_flag_or_the_row(encode, tmp_path):
             mistral,
             GOES_ON[1:],
             dict(system_prompt="Add."),
-            "the chat template leaves out the system message, .*",
+            "the chat template leaves out the system message",
         ),
         (gemma, twice, {}, "Roles must alternate"),
         (mistral, twice, {}, "Roles must alternate"),
@@ -254,19 +259,20 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, rows_of_two, caps
     ].tolist()
     sampler = grpo.HFSampler(loaded, eos, pad, Config(max_completion_length=20))
     assert texts(sampler.generate([ids_of(prompt)], 1, [0], 0.0)[0]) == [expected]
-    # the vocabulary is padded: ids that have no token are sampled, trained on as any other, and have no text
+    # The vocabulary is padded: ids without a token are sampled and trained on, and have no text.
     drawn = np.concatenate([c.ids for c in sampler.generate([ids_of(prompt)], 30, [0], 5.0)[0]])
     known = drawn[drawn < len(after)]
     assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
 
 
 def test_no_generation_config_changes_what_is_sampled(tmp_path):
-    """Neither what it asks of sampling, nor whether it asks to sample, nor what transformers would refuse to save."""
+    """Neither its sampling options, nor what transformers would refuse to save."""
     found = []
     for i, generation in enumerate([
         dict(do_sample=None), SAMPLING | dict(do_sample=True), SAMPLING | dict(do_sample=False),
         dict(num_beams=4, length_penalty=0.5, no_repeat_ngram_size=1),
-        dict(min_new_tokens=8, max_length=20, max_new_tokens=3, stop_strings=["a"], bad_words_ids=[[7]]),
+        dict(min_new_tokens=8, max_length=20, max_new_tokens=3, stop_strings=["a"]),
+        dict(bad_words_ids=[[7]]),
         dict(suppress_tokens=list(range(5, 250)), num_return_sequences=3, do_sample=True),
     ]):  # fmt: skip
         path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
