@@ -6,12 +6,12 @@ that beat their own group's mean more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train_data train.jsonl --reward gsm8k
 
-The file reads in the order in which it runs: config, model, samples, rollout, rewards and
-advantages, objective, update, eval, train. What every trainer needs (flags, ranks, files,
-checkpoints, signals, the log) is in harness/, and so is a faster policy.
+The sections follow the order of execution: config, model, samples, rollout, rewards and
+advantages, objective, update, eval, train. harness/ has what every trainer needs (flags, ranks,
+files, checkpoints, signals, log) and a faster policy.
 
-Shapes: N samples, T completion tokens (padded), L prompt + completion tokens, V words of the
-vocabulary, G samples in a group (one prompt).
+Shapes: N samples, T completion tokens (padded), L prompt and completion tokens, V = vocabulary
+size, G samples in a group (one prompt).
 Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md names alternatives).
 """
 
@@ -61,7 +61,7 @@ class Config:
     )
     tokenizer: str = flag("", "directory or hub name; empty: the model's own tokenizer")
     train_data: str = flag("", "JSONL, JSON, CSV, parquet, hub name:config:split, file.py:function")
-    eval_data: str = flag("", "held-out rows, likewise; empty: no eval")
+    eval_data: str = flag("", "eval rows, same formats; empty: no eval")
     reward: str = flag(
         "answer",
         "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy",
@@ -97,21 +97,21 @@ class Config:
         0.0, "stop the run above this mean |log-probability gap| to the sampler; 0: auto", low=0
     )
     tis_cap: float = flag(
-        2.0, "cap of the weight p_trainer / p_sampler of a token (TIS); 0: off", low=0
+        2.0, "cap on each token's weight p_trainer / p_sampler (TIS); 0: off", low=0
     )
 
     scale_rewards: str = flag(
         "group",
-        "which standard deviation divides r - mean",
+        "divide r - mean by the std of this",
         ("group", "batch", "none"),
         group="objective",
     )
     loss_reduction: str = flag(
-        "token", "what gets equal weight in the loss", ("token", "sequence", "constant")
+        "token", "how token losses are averaged", ("token", "sequence", "constant")
     )
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty goes; reward: k1 only", ("loss", "reward"))
-    beta: float = flag(0.001, "KL coefficient; 0 loads no reference model", low=0)
+    beta: float = flag(0.001, "KL coefficient; 0: no reference model", low=0)
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
     ratio_level: str = flag(
@@ -130,14 +130,14 @@ class Config:
     num_minibatches: int = flag(1, "optimizer steps per pass over a rollout", low=1, group="update")
     num_epochs: int = flag(1, "passes over a rollout", low=1)
     micro_batch_tokens: int = flag(
-        0, "tokens of a forward and backward; 0: 2048, on cuda what fits", low=0
+        0, "tokens per forward and backward; 0: 2048, on cuda auto-sized", low=0
     )
     learning_rate: float = flag(1e-6, "of AdamW on float32 parameters", low=0)
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(
         0, "optimizer steps; 0: the first one already has the full learning rate", low=0
     )
-    weight_decay: float = flag(0.0, "of matrices; norms and biases never decay", low=0)
+    weight_decay: float = flag(0.0, "for matrices; never norms and biases", low=0)
     max_grad_norm: float = flag(1.0, "the gradient's norm is clipped to this; 0: off", low=0)
     max_steps: int = flag(
         100, "rollouts; each has num_minibatches * num_epochs optimizer steps", low=0
@@ -146,12 +146,12 @@ class Config:
         False, "recompute activations in backward: less memory, a third more time"
     )
     fast: bool = flag(
-        True, "rows without padding, head in tiles (harness/fast.py); false: plain PyTorch, slower"
+        True, "padding-free rows, tiled head (harness/fast.py); false: plain PyTorch, slower"
     )
     compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
     dtype: str = flag(
         "auto",
-        "of autocast; auto: bfloat16 if it is fast",
+        "for autocast; auto: bfloat16 if fast",
         ("auto", "float32", "bfloat16", "float64"),
     )
     device: str = flag("auto", "auto: cuda, else cpu", ("auto", "cpu", "cuda", "mps"))
@@ -175,7 +175,7 @@ class Config:
     )
     log_tokens: int = flag(
         -1,
-        "how many of these get notes on each token; -1: the group with the most signal",
+        "how many of these with per-token data; -1: the group with the largest mean |A|",
         low=-1,
     )
     report_to: str = flag(
@@ -185,8 +185,8 @@ class Config:
     given: dataclasses.InitVar[set | None] = None  # the names of the flags that somebody set
 
     def __init__(self, given: set | None = None, **values):
-        """Config(beta=0.04) gives one flag. dataclasses.replace gives all of them, and `given`:
-        then a value that equals the default was not set by anybody."""
+        """Config(beta=0.04) sets one flag. dataclasses.replace passes every field, and `given`: a
+        default value then counts as set only if `given` has it."""
         object.__setattr__(self, "given", set(given or ()))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, f.default)
@@ -197,7 +197,7 @@ class Config:
                 setattr(self, name, value)
 
     def __setattr__(self, name, value):
-        """Flags that were set win over the bundled task's and over those of a resumed run."""
+        """Notes that the flag was set: it wins over the bundled task's and a resumed run's."""
         object.__setattr__(self, name, value)
         self.given.add(name)
 
@@ -206,7 +206,7 @@ class Config:
         return self.num_minibatches * self.num_epochs
 
 
-# The bundled task, "R1 in miniature", applies if no --model is named. Flags that are given win.
+# The bundled task, "R1 in miniature", used if no --model is given. Given flags win.
 BUNDLED = dict(
     model=os.path.join(HERE, "sample_data", "model"),
     train_data=os.path.join(HERE, "sample_data", "train.jsonl"),
@@ -219,7 +219,7 @@ BUNDLED = dict(
 
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds: --help and a mistyped flag answer at once.
+    # Before the slow import of torch, so that --help and a mistyped flag are answered at once.
     exit_code = flags.exit_code(
         "grpo.py", lambda: flags.parse_flags(Config, None, "grpo.py", __doc__)
     )
@@ -273,7 +273,7 @@ except ModuleNotFoundError as error:
     FastPolicy = None  # everything runs without it, slower
 
 # ------------------------------------------------------------------------------------------------
-# Flags: those that were given, and what they mean together
+# Flags: given, saved and default values, and their checks
 
 
 def parse_args(argv=None) -> Config:
@@ -281,14 +281,14 @@ def parse_args(argv=None) -> Config:
 
 
 def prepare(cfg: Config) -> Config:
-    """All flags: those that were given, over those of the run that is resumed, over the bundled
-    task's if no model is named. Impossible values stop here, before anything is loaded."""
+    """Completes the flags: given ones first, then the resumed run's, then the bundled task's if no
+    model is named. Rejects impossible values before loading anything."""
     given = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
     values = {}
     if given.get("model", "") == "":
         values.update(BUNDLED)
         if given.get("train_data"):
-            values["eval_data"] = ""  # the bundled eval asks for other answers
+            values["eval_data"] = ""  # the bundled eval is another task
         given.pop("model", None)
     values.update(given)
     cfg = Config(**values)
@@ -297,15 +297,15 @@ def prepare(cfg: Config) -> Config:
 
 
 def validate(cfg: Config) -> None:
-    """ConfigError, which names the flag, for values that cannot be meant."""
+    """ConfigError naming the flag if a value makes no sense."""
     flags.check_flags(cfg)
     rows.check_template_kwargs(cfg)
-    need(cfg.train_data, cfg, "train_data", "needed, with a --model of your own")
+    need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
     dashboards.check_installed(cfg)
     if cfg.updates_per_step > 1:
-        why = "with several updates per rollout, rounding would decide what a clip of 0 cuts"
+        why = "with several updates per rollout, a clip of 0 would act on rounding errors"
         need(cfg.clip_low > 0, cfg, "clip_low", why)
         need(cfg.clip_high > 0, cfg, "clip_high", why)
     if cfg.kl_in == "reward" and cfg.beta > 0:
@@ -314,8 +314,8 @@ def validate(cfg: Config) -> None:
 
 
 def autocast(cfg: Config, device: torch.device):
-    """Matrix products in bfloat16, if the run is in bfloat16. With gradients the cache of cast
-    weights is off: each weight is cast once, so that keeping the cast only costs memory."""
+    """Matrix products in bfloat16, if the run is in bfloat16. With gradients the cast cache is off:
+    each weight is cast only once, so caching just costs memory."""
     return torch.autocast(
         device.type,
         torch.bfloat16,
@@ -329,7 +329,7 @@ def autocast(cfg: Config, device: torch.device):
 
 
 def load_model(path: str, cfg: Config):
-    """A causal language model of Hugging Face, with float32 parameters and nothing random in it:
+    """A Hugging Face causal language model with float32 parameters and no randomness:
     two forwards of the same text give the same numbers."""
     # float32 even if the forward runs in bfloat16: at a learning rate of 1e-6, parameters in
     # bfloat16 lose 98 % of the updates to rounding
@@ -362,7 +362,7 @@ class Policy(nn.Module):
     """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats).
 
     The log-probability of each completion token, and the entropy of the distribution that it was
-    drawn from (without a gradient). Padding may hold anything. harness/fast.py has a faster policy
+    drawn from (without a gradient). Padding gets any values. harness/fast.py has a faster policy
     with the same numbers.
     """
 
@@ -383,11 +383,11 @@ class Policy(nn.Module):
         return logps[:, :, 0], entropy
 
     def logits(self, batch: dict):
-        """[N, T, V], over the temperature: a token is predicted by the output at the one before."""
+        """[N, T, V], divided by temperature. The output at one token predicts the next token."""
         L = batch["ids"].shape[1]
         options = {}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            options["logits_to_keep"] = L - batch["first"]  # none of the prompts' tokens
+            options["logits_to_keep"] = L - batch["first"]  # skip the prompts' logits
         with recomputing(self.model):
             logits = self.model(input_ids=batch["ids"], use_cache=False, **options).logits
         before = batch["before"] - (L - logits.shape[1])  # [N, T]
@@ -395,11 +395,11 @@ class Policy(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def wrapped(self, device: torch.device) -> None:
-        """Called after DDP has wrapped the policy."""
+        """Hook after DDP; FastPolicy uses it."""
 
 
 def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
-    """The fastest policy that has the plain one's numbers, on texts as long as the run's."""
+    """The fastest policy whose log-probs match the plain one's on texts of the run's length."""
     plain = Policy(model, cfg.temperature)
     candidates = [plain]
     if cfg.fast and FastPolicy is not None:
@@ -411,13 +411,13 @@ def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
 # Samples, and the prompts that they answer
 
 
-@dataclass(eq=False)  # a sample equals itself only: arrays have no single truth value
+@dataclass(eq=False)  # compare by identity: == on arrays gives no single bool
 class Sample:
     """One completion: everything after the prompt. Arrays are unpadded, [T] each."""
 
     group: int  # index of the prompt in the step; a prompt that is drawn twice makes two groups
     prompt: Prompt
-    completion_ids: np.ndarray  # int32, the sampled EOS included: stopping is an action, too
+    completion_ids: np.ndarray  # int32, with the sampled EOS: the model also learns to stop
     sampler_logps: np.ndarray  # float32, log-probabilities under the sampler
     finish_reason: str  # "stop" or "length"
     text: str = ""
@@ -455,7 +455,7 @@ class Sample:
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts in an order that is shuffled anew in each epoch. A pure function of
+    """The next num_prompts, in an order reshuffled every epoch. A pure function of
     the seed and the step, so that a resumed run needs no saved position."""
     orders = {}
     chosen = []
@@ -495,7 +495,7 @@ class VLLMSampler:
             generation_config="vllm",
             use_tqdm_on_load=False,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
-            load_format="dummy",  # the first push brings the weights: none are read twice
+            load_format="dummy",  # the first push sends the weights: do not load them
         )
         if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
@@ -510,8 +510,8 @@ class VLLMSampler:
         self.llm = LLM(**options)
 
     def push(self, model):
-        """Passes the policy's weights in memory: fills the engine with NaN, so that a weight
-        which does not arrive ends the next rollout, then reloads, repacks and clears the cache."""
+        """Passes the policy's weights in memory: fills the engine with NaN, so that a missing
+        weight fails the next rollout; then reloads, repacks, clears the cache."""
         if self.asleep:  # weights first, then the cache, so that their peaks never add up
             torch.cuda.empty_cache()
             self.wake_up("weights")
@@ -526,10 +526,10 @@ class VLLMSampler:
             self.asleep = False
 
     def sleep(self):
-        """Frees the GPU for training. Level 2 drops the weights, which the next push brings; level
-        1 keeps a copy, for models with tensors that no push brings."""
+        """Frees the GPU for training. Level 2 drops the weights (the next push restores them);
+        level 1 keeps a copy, for tensors that no push restores."""
         if self.on_cuda and not self.asleep:
-            keep_copy = self.llm.apply_model(has_alibi)[0]  # of the one worker
+            keep_copy = self.llm.apply_model(has_alibi)[0]  # there is 1 worker
             self.llm.sleep(level=1 if keep_copy else 2)
             self.asleep = True
 
@@ -551,9 +551,8 @@ class VLLMSampler:
         temperature: float,
         limits: list[int] | None = None,
     ) -> list[list[Completion]]:
-        """n completions for each prompt of ids; temperature 0 is greedy. limits: tokens of a
-        completion at most, for each prompt. vLLM seeds completion i with seed + i (32 bits on a
-        CPU)."""
+        """n completions for each prompt of ids; temperature 0 is greedy. limits: most tokens per
+        completion, for each prompt. vLLM seeds completion i with seed + i (32 bits on a CPU)."""
         if limits is None:
             limits = [self.max_completion_length] * len(prompts)
         params = [
@@ -570,7 +569,7 @@ class VLLMSampler:
             for seed, limit in zip(seeds, limits, strict=True)
         ]
         texts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        requests = self.llm.generate(texts, params, use_tqdm=engine.progress_bar)
+        requests = self.llm.generate(texts, params, use_tqdm=engine.shows_progress())
         return [[self.completion(c) for c in request.outputs] for request in requests]
 
     def completion(self, output) -> Completion:
@@ -588,8 +587,8 @@ class VLLMSampler:
 
 
 def checkpoint_weights(model) -> dict:
-    """The tensors of a checkpoint by the names that they have there, which vLLM reads: parameters
-    (a tied head once) and those buffers that are saved."""
+    """The tensors under their checkpoint names, which vLLM reads: parameters (a tied head once) and
+    saved buffers."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
@@ -600,16 +599,16 @@ def checkpoint_weights(model) -> dict:
 
 
 def fill_with_nan(model) -> None:
-    """For all weights of the engine, before a push. (The engine's packed copies on a CPU are not
-    reached: stale ones show in sampler_gap only.)"""
+    """Sets all engine weights to NaN before a push. (Except some packed copies on a CPU: if stale,
+    only sampler_gap shows it.)"""
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
     repack(model)
 
 
 def repack(model) -> None:
-    """vLLM's CPU build packs a tied head and the experts of a MoE when it starts, but not again
-    when it reloads weights."""
+    """Packs a tied head and MoE experts again: vLLM's CPU build does it at the start, but not when
+    it reloads weights."""
     head = getattr(model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
@@ -620,7 +619,7 @@ def repack(model) -> None:
 
 
 def has_alibi(model) -> bool:
-    """ALiBi's slopes are tensors of the engine's attention that are in no checkpoint."""
+    """True if it has ALiBi slopes: engine tensors that are in no checkpoint."""
     attention = [getattr(module, "impl", None) for module in model.modules()]
     return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
 
@@ -642,7 +641,7 @@ def make_sampler(
     try:
         return VLLMSampler(eos_ids, longest_prompt, cfg, world)
     except Exception as error:
-        why = f"vllm did not start: {first_line(error)} (--rollout hf does without)"
+        why = f"vllm did not start: {first_line(error)} (--rollout hf needs no vllm)"
         raise TrainingError(why) from error
 
 
@@ -668,12 +667,12 @@ def sample(
 
 
 def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
-    """One for each prompt, the same for every number of ranks."""
+    """One per prompt, the same for any number of ranks."""
     return [seed_of(*stream(cfg.seed, purpose, step, i)) for i in range(n_prompts)]
 
 
 def add_texts(samples: list[Sample], tokenizer) -> None:
-    """Fills in the texts, for rewards and for display only, without the token that ended each."""
+    """Fills in the texts, for rewards and display only, without the final EOS."""
     for s in samples:
         ids = s.completion_ids
         if s.finish_reason == "stop":
@@ -733,8 +732,8 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
-    """Advantages from the step's full list, so that a group can never be split. Every token of a
-    completion gets the advantage of the whole. Returns the share of groups of equal rewards."""
+    """Advantages from the step's full list, so that a group can never be split. Every token gets
+    its completion's advantage. Returns the share of groups with equal rewards."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)
     is_equal = (advantages.view(-1, cfg.num_generations) == 0).all(1)  # [N / G]
@@ -755,13 +754,13 @@ def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
 
 
 def straight_through(value, x, slope=1.0):
-    """Going forward `value`, going backward the gradient of slope * x (slope: no gradient)."""
+    """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
     return value.detach() + slope * (x - x.detach())
 
 
 def capped(exponent):
-    """At most 20, so that products of such exponentials stay in float32's range; a plain clamp
-    would have no gradient there."""
+    """Capped at 20, so that products of such exponentials fit float32; a plain clamp would lose the
+    gradient there."""
     return straight_through(exponent.clamp(max=20), exponent)
 
 
@@ -784,8 +783,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # wk3's gradient by logps is w d, because exp(-d) cancels in it. Autograd would compute the
-    # exponentials, and they swamp d from d = -18 on.
+    # wk3's gradient by logps is w d, because exp(-d) cancels in it. Autograd would compute these
+    # exponentials, which swamp d below d = -18.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
@@ -796,7 +795,7 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
     if cfg.ratio_level == "sequence":
         # / length: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7), with
         # each token's own gradient (GSPO-token, eq. 14): equal to GSPO if all tokens of a sequence
-        # have one advantage, and still right if they have not
+        # share one advantage, and still right otherwise
         length = sampled.sum(1, keepdim=True).clamp(min=1)
         mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]
         log_ratio = straight_through(mean, logps)
@@ -804,7 +803,7 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
 
 
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
-    """With --kl_in reward, a token pays for its own KL and for all later KL of its sequence."""
+    """With --kl_in reward: minus beta * (KL of this and all later tokens of its sequence)."""
     if ref_logps is None or cfg.kl_in == "loss":
         return advantages
     k1 = (old_logps - ref_logps).detach()  # [N, T]
@@ -824,7 +823,7 @@ def token_loss(
     advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
     ratio = policy_ratio(logps, old_logps, sampled, cfg)
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    # The minimum is the pessimistic one of both: it ignores a gain beyond the clip, never a loss.
+    # The minimum never overstates: beyond the clip more gain counts nothing, a decrease in full.
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
     if sampler_logps is not None and cfg.tis_cap > 0:
@@ -915,7 +914,7 @@ def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Con
 
 
 def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list:
-    """For every rank its micro-batches: lists of samples of at most micro_batch_tokens tokens. All
+    """Each rank's micro-batches: lists of samples with at most micro_batch_tokens tokens. All
     ranks get nearly equal token counts, so that they finish together.
 
     Packed rows hold a group's prompt once, so groups stay together; padded rows are as wide as
@@ -929,13 +928,13 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list:
     else:
         samples = sorted(samples, key=lambda s: -s.n_tokens)
 
-    # What each sample adds to a row: a prompt that the row already holds is not stored again.
+    # Tokens that each sample adds to a row: a prompt already in the row is not repeated.
     costs = []
     for i, s in enumerate(samples):
         has_prompt = packs and i > 0 and samples[i - 1].group == s.group
         costs.append(len(s.completion_ids) if has_prompt else s.n_tokens)
 
-    # A sample goes to the rank in whose share of all tokens the middle of the sample lies.
+    # Cut all tokens into equal shares: a sample goes to the rank that has its middle.
     shares = [[] for _ in range(world.size)]
     total = sum(costs)
     start = 0
@@ -968,8 +967,8 @@ def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> 
 
 
 def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> dict:
-    """The tensors of one micro-batch: the rows of tokens as a policy's `rows` makes them, and what
-    the loss needs. All indices are made on the host: no pass waits for the device."""
+    """The tensors of one micro-batch: token rows as made by the policy's `rows`, and the inputs of
+    the loss. All indices are made on the CPU, so no pass waits for the GPU."""
     batch = rows(samples)
     batch["mask"] = padded([s.trains for s in samples], bool)  # [N, T]
     batch["sampled"] = padded([s.sampled for s in samples], bool)  # [N, T]
@@ -980,7 +979,7 @@ def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> di
         if missing == 0:
             batch[name] = padded(values, values[0].dtype)  # [N, T]
         elif missing < len(samples):
-            raise ValueError(f"{missing} of {len(samples)} samples have no {name}: all or none may")
+            raise ValueError(f"{missing} of {len(samples)} samples have no {name}: need all, or 0")
     return to_device(batch, device)
 
 
@@ -1052,7 +1051,7 @@ def why_no_gradient(sample: Sample, cfg: Config, at_reference: bool = False) -> 
         return ""
     if cfg.beta == 0:
         return "no_advantage"
-    if at_reference:  # the KL's gradient is rounding, which Adam would scale up to a whole step
+    if at_reference:  # the KL's gradient is rounding error; Adam would make it a full step
         return "at_reference"
     return ""
 
@@ -1073,7 +1072,7 @@ def update(
         ddp = policy
     if world is None:
         world = World(0, 1, policy.model.device)
-    # With DDP gradients stay in its buckets: freed, they would exist twice.
+    # DDP keeps gradients in buckets: freeing .grad would make a second copy.
     free_gradients = world.size == 1
     parts = []  # sums for the log, of each optimizer step
     norms = []
@@ -1108,7 +1107,7 @@ def update(
 
 
 def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference: bool) -> str:
-    """Why the optimizer must not step, "" if it must. The same on all ranks, as the norm is."""
+    """Why the optimizer must not step; "" if it may. Equal on all ranks, like the norm."""
     if not math.isfinite(norm):
         return "not_finite"
     causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
@@ -1156,7 +1155,7 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
         with autocast(cfg, world.device):
             logps, entropy = ddp(batch)  # [N, T]
         loss, stats = batch_loss(logps, batch, cfg, n_tokens, n_sequences)
-        # * ranks, because DDP takes the mean, and the weights already hold global counts
+        # * ranks, because DDP averages, and the loss is already divided by global counts
         (loss * world.size).backward()
         stats["loss"] = loss.detach()
         stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
@@ -1191,7 +1190,7 @@ def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int)
 
 
 def add_up(parts: list[dict]) -> dict:
-    """Sums of sums, never means of means; the maximum of names that end with _max."""
+    """Adds up by name, never averages means; names ending in _max: the maximum."""
     totals = {}
     for part in parts:
         for name, value in part.items():
@@ -1205,10 +1204,10 @@ def add_up(parts: list[dict]) -> dict:
 
 
 def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> None:
-    """Fills in `token_notes` of a few samples, for the log, before the update, by one more forward
-    of these. In nats: logp, entropy, gap to the sampler, kl = logp - reference. push: -dloss/dlogp
-    times the number of tokens: how strongly the update makes the token more likely, on the scale
-    of an advantage."""
+    """Fills in `token_notes` of a few samples, for the log, before the update, with an extra
+    forward. In nats: logp, entropy, gap to the sampler, kl = logp - reference. push: -dloss/dlogp
+    times the number of tokens: how strongly the update makes the token more likely, on the scale of
+    an advantage."""
     in_loss = [s for s in samples if s.in_loss.any()]
     n_tokens = max(1, sum(int(s.trains.sum()) for s in in_loss))
     one_rank = World(0, 1, world.device)
@@ -1217,7 +1216,7 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
         batch = collate(micro_batch, world.device, policy.rows)
         with torch.no_grad(), autocast(cfg, world.device):
             logps, entropy = policy(batch)  # [N, T]
-        leaf = logps.clone().requires_grad_()  # the loss without the model
+        leaf = logps.clone().requires_grad_()  # gradient by logps only
         loss, _ = batch_loss(leaf, batch, cfg, n_tokens, len(in_loss))
         slope = torch.autograd.grad(loss, leaf)[0]
         notes = {
@@ -1298,8 +1297,8 @@ def eval_rewards(
 
 
 def wrap(policy, cfg: Config, world: World):
-    """The policy as DistributedDataParallel, with several ranks. To be called after vLLM has
-    started: it may switch this thread's CUDA stream for good, and needs the memory free."""
+    """Wraps the policy in DistributedDataParallel if there are several ranks. Call it after vLLM
+    has started, which needs free memory and may switch this thread's CUDA stream."""
     ddp = policy
     if cfg.compile:
         models.compile_layers(policy.model, cfg)
@@ -1317,7 +1316,7 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None):
     if identity not in (None, fingerprint(model)):
         why = (
             "not the weights that this run began with, so its KL would be measured from another "
-            "reference; name those, or --beta 0"
+            "reference; use those, or --beta 0"
         )
         raise ConfigError(f"--model {cfg.model}: {why}")
     reference = make_policy(model, cfg)  # before the cast: its check runs without autocast
@@ -1362,8 +1361,8 @@ def load_data(cfg: Config) -> tuple:
 
 
 def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identity: int) -> None:
-    """ConfigError if the ranks hold different flags, rows, reward functions or weights. A path may
-    differ from machine to machine: what it leads to is compared."""
+    """ConfigError if the ranks hold different flags, rows, reward functions or weights. Paths may
+    differ between machines: their contents are compared."""
     values = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items()}
     for path in ("--tokenizer", "--out_dir", "--resume"):
         del values[path]
@@ -1377,8 +1376,8 @@ def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identit
 
 @contextlib.contextmanager
 def set_up(cfg: Config, command_line: bool):
-    """Everything before the first step, and the teardown. Each rank first finds what is wrong with
-    flags and files; only then is anything written."""
+    """Setup before the first step, and teardown. Every rank checks flags and files before anything
+    is written."""
     started = time.monotonic()
     cfg = prepare(cfg)
     device = ranks.pick_device(cfg.device, cfg.dtype)
@@ -1401,7 +1400,7 @@ def set_up(cfg: Config, command_line: bool):
     with Run(cfg, world, checkpoint, started, command_line, inputs) as run:
         cfg = run.cfg  # with the run's own directory
         policies = [policy, reference] if reference else [policy]
-        packs = all(world.gather([p.packs for p in policies]))  # the ranks deal samples by it
+        packs = all(world.gather([p.packs for p in policies]))  # plan() must agree on it
         for p in policies:
             p.packs = packs
         longest_prompt = max(len(p.ids) for p in prompts)
@@ -1416,7 +1415,7 @@ def set_up(cfg: Config, command_line: bool):
         run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
         say(
             "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * "
-            "KL, 0 at first (with --loss_reduction token: minus the covariance of advantage and "
+            "KL, 0 at first (less, with --loss_reduction token, the covariance of advantage and "
             "length, over the mean length) while its gradient is not 0"
         )
         yield SimpleNamespace(
@@ -1449,7 +1448,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
         at_reference = reference is not None and models.same_weights(policy.model, reference.model)
         push_and_evaluate(parts, run.start_step)
 
-        for step in run.steps():
+        for step in run.steps():  # and saves after a step, if that is due
             with run.clock("rollout"):
                 prompts = prompts_of_step(parts.train_prompts, step, cfg)
                 seeds = seeds_of(SAMPLING, step, len(prompts), cfg)
@@ -1458,13 +1457,13 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             with run.clock("reward"):
                 add_texts(samples, tokenizer)
                 scores = world.gather([score(samples, parts.scorer, step, cfg)])
-                samples = sorted(world.gather(samples), key=lambda s: s.group)  # on every rank all
+                samples = sorted(world.gather(samples), key=lambda s: s.group)  # all on all ranks
             failures = parts.scorer.failure_metrics(scores, step, len(samples))
             frac_zero_std = assign_advantages(samples, step, cfg)
 
             with run.clock("logps"):
                 in_loss = [s for s in samples if s.in_loss.any()]
-                if not in_loss:  # the update makes one pass, whatever is in it
+                if not in_loss:  # update() makes one pass even then
                     in_loss = samples
                 if cfg.updates_per_step > 1:
                     compute_logps(policy, in_loss, "old_logps", cfg, world)
@@ -1495,7 +1494,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
 
 
 def push_and_evaluate(parts, step: int) -> None:
-    """The sampler gets the weights after `step`, and an eval follows if one is due."""
+    """Pushes the weights after `step` to the sampler; evaluates if that is due."""
     with parts.run.clock("sync"):
         parts.sampler.push(parts.policy.model)
     if parts.run.eval_due(step):
@@ -1514,8 +1513,8 @@ def push_and_evaluate(parts, step: int) -> None:
 @record  # torchrun's report then names the rank that failed first, and why
 def main() -> int:
     less_memory = (
-        "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, --gradient_checkpointing, "
-        "--beta 0"
+        "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, or take "
+        "--gradient_checkpointing or --beta 0"
     )
     return flags.exit_code("grpo.py", lambda: train(parse_args(), command_line=True), less_memory)
 

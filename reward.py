@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from harness.numbers import SIGNS, as_text, final_number, read_number
 
-SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, which may be ordinary text
+SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, even as ordinary text
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")  # <answer>, </b>, <br />
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
 
@@ -65,7 +65,7 @@ def answer_reward(completion: str, row: dict) -> float:
 
 
 def check_answer(row: dict) -> None:
-    """A gold answer that does not earn the reward itself is one that no completion can earn."""
+    """If the gold answer itself does not earn the reward, no completion can."""
     gold = row["answer"]
     if isinstance(gold, (list, tuple, dict)) or answer_reward(as_text(gold), row) == 0.0:
         raise ValueError(f"no completion can have the answer {gold!r}")
@@ -79,7 +79,7 @@ def gsm8k_reward(completion: str, row: dict) -> float:
 def gsm8k_gold(row: dict) -> Fraction:
     number = final_number(as_text(row["answer"]))
     if number is None:
-        raise ValueError("row['answer'] ends on no number")
+        raise ValueError("row['answer'] ends in no number")
     return number
 
 
@@ -146,7 +146,7 @@ def math_reward(completion: str, row: dict) -> float:
     expected = parse(gold, parsing_timeout=None)
     answer = parse(answer_of(completion, row), parsing_timeout=None)
     if not expected:
-        raise ValueError("math-verify reads nothing in row['answer']")
+        raise ValueError("math-verify cannot parse row['answer']")
     return float(verify(expected, answer, timeout_seconds=None))
 
 

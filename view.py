@@ -23,8 +23,8 @@ from pathlib import Path
 
 from harness.curves import draw, read_jsonl, read_panels, visible
 
-MEASURES = {  # of a token, by the names in completions.jsonl: how the page explains them
-    "push": "weight in the gradient, as an advantage: blue is made likelier, red less likely",
+MEASURES = {  # per token: name in completions.jsonl -> explanation on the page
+    "push": "weight in the gradient, in units of advantage: blue likelier, red less likely",
     "logp": "log-probability before the update, in nats: the deeper red, the less likely",
     "entropy": "of the distribution that the token was drawn from, in nats",
     "kl": "log p - log p of the reference, in nats",
@@ -166,7 +166,7 @@ def shorten(text, room):
 
 
 def write_page(out_dir, steps, step, path):
-    """Writes the page to one file that loads nothing. It opens at `step`."""
+    """Writes a self-contained page, which opens at `step`."""
     panels = read_panels([out_dir])
     logged = set(steps)
     for panel in panels:
@@ -208,7 +208,7 @@ def parse_args(argv):
     )
     add = parser.add_argument
     add("out_dirs", nargs="*", metavar="out_dir", help="default: the newest run here")
-    add("--out", help="the picture's file; default: curves.png, in out_dir if it is only one")
+    add("--out", help="the picture's file; default: curves.png, in out_dir if there is one")
     add("--step", type=int, nargs="?", const=-1, help="print this step, or open the page there")
     add("--html", help="write the page to this file")
     parser.error = fail  # one line, without the usage
@@ -249,7 +249,7 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         show(args)
-    except Exception as error:  # no such run, nothing of this version in it; what matplotlib raises
+    except Exception as error:  # no such run, a log of another version, or a matplotlib error
         fail(error)
 
 

@@ -1,15 +1,15 @@
-"""Watches a run's metrics: if something looks wrong, one line, once per run, with where to read."""
+"""Watches a run's metrics: prints one note, once per run, if something looks wrong."""
 
 import numpy as np
 
-WINDOW = 5  # steps: one alone says little
+WINDOW = 5  # steps; a single one is noise
 
 
 class Advice:
     """The metrics of the steps so far, and the notes on them."""
 
     def __init__(self, past):
-        """past: the metrics before a resume, whose notes were printed then."""
+        """past: metrics before a resume; their notes are printed already."""
         self.steps = []
         self.printed = set()  # headings
         for line in past:
@@ -72,7 +72,7 @@ def cut_off(steps):
 
 
 def kl_growth(steps):
-    """Large, still rising, and of no use. In distillation it is large at first, and falls."""
+    """Large and rising, without more reward. In distillation it starts large and falls."""
     kl = last(steps, "kl_k1")
     rises = change(steps, "kl_k1") > 0
     useless = change(steps, "reward") <= 0
@@ -80,7 +80,7 @@ def kl_growth(steps):
         return f"it is {kl.mean():.2g} nats a token; raise --beta, or lower --learning_rate"
 
 
-FINDINGS = [  # heading in REFERENCE.md, and what looks for it
+FINDINGS = [  # heading in REFERENCE.md, and its check
     ("The reward has one value only", one_reward),
     ("`frac_reward_zero_std` is near 1", no_signal),
     ("Completions are cut off", cut_off),

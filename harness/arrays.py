@@ -35,7 +35,7 @@ def padded_rows(samples) -> dict:
     T = completion.shape[1]
     L = ids.shape[1]
     before = np.array(last_of_prompt) + np.arange(T)
-    before = np.minimum(before, L - 1)  # padding has to read within the row, too
+    before = np.minimum(before, L - 1)  # keep padding's indices inside the row
     return dict(ids=ids, completion=completion, before=before, first=int(before.min()))
 
 

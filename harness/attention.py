@@ -18,8 +18,8 @@ ATTENTION = f"packed rows of {__file__}"
 
 
 def register_attention() -> None:
-    """Gives transformers packed_attention under its name, and the answer about grouped heads."""
-    # Not compiled with the layers: of many shapes, it would be compiled again and again.
+    """Registers packed_attention with transformers and replaces its use_gqa_in_sdpa."""
+    # Not compiled with the layers: its many shapes would recompile it again and again.
     attention = torch.compiler.disable(packed_attention)
     transformers.AttentionInterface.register(ATTENTION, attention)
     sdpa_attention.use_gqa_in_sdpa = shares_keys
@@ -27,7 +27,7 @@ def register_attention() -> None:
 
 @contextlib.contextmanager
 def attention_of_blocks(model, blocks: list[dict]):
-    """Inside, the model's attention takes its row apart into these blocks of texts."""
+    """Inside, the model's attention splits its row into these blocks of texts."""
     config = model.config.get_text_config()
     loaded = config._attn_implementation
     AttentionMaskInterface.register(ATTENTION, functools.partial(packed_masks, blocks))
@@ -43,7 +43,7 @@ def packed_masks(blocks: list[dict], mask_function, dtype, device, **_) -> list[
 
     transformers calls this in place of its own mask builder. mask_function is the model's rule of
     which query sees which key (causal, a sliding window, chunks): here it gets positions in the
-    text instead of places in the row. A mask of None is the fast causal kernel.
+    text instead of places in the row. None selects the fast causal kernel.
     """
     kind = torch.device(device).type
     if torch.is_autocast_enabled(kind):
@@ -99,10 +99,10 @@ def take(x, places):
 
 
 def attention_function(key, value, options: dict):
-    """The one that fits: no fused kernel caps scores, and on a CPU it is slow for short texts."""
+    """Fused, except to cap scores (no fused kernel can) and on a CPU for short texts (slow)."""
     if options.get("softcap"):
         return attention_by_products
-    # Backward keeps the scores of the products, whose number grows with the square of the length.
+    # By products, backward keeps all scores: they grow with the square of the length.
     longest = 1024 if value.dtype == torch.bfloat16 else 256
     if value.device.type == "cpu" and key.shape[2] <= longest:
         return attention_by_products
@@ -113,17 +113,17 @@ def attention_by_products(module, query, key, value, mask, scaling=None, softcap
     """Attention as in a textbook: query [N, heads, T, D], mask [N or 1, 1, T, K]; None: causal.
 
     For short texts on a CPU, where backward of the fused kernel takes 5 times as long in bfloat16,
-    and for models that cap its scores.
+    and for models that cap the scores.
     """
     N, heads, T, D = query.shape
-    shared, K = key.shape[1:3]  # heads of keys, each shared by heads // shared queries
+    shared, K = key.shape[1:3]  # key heads; each serves heads // shared query heads
     if mask is None:
         mask = torch.full((T, K), -torch.inf, dtype=value.dtype, device=value.device)
         mask = mask.triu(1)[None, None]
     if scaling is None:
         scaling = D**-0.5
 
-    # Queries that share a key stand one below the other, so keys are not copied.
+    # Stack the query heads that share a key head, so that no key is copied.
     query = (query * scaling).to(value.dtype).reshape(N, shared, -1, D)
     key = key.to(value.dtype)
     scores = query @ key.transpose(2, 3)
@@ -136,7 +136,7 @@ def attention_by_products(module, query, key, value, mask, scaling=None, softcap
 
 
 def shares_keys(attention_mask, key, value) -> bool:
-    """Whether fused attention takes grouped heads as they are, without copies of keys.
+    """True if fused attention accepts grouped heads without copying keys.
 
     Replaces transformers' use_gqa_in_sdpa. On CUDA only the flash kernel does; another one would
     take memory that grows with the square of the length.

@@ -1,4 +1,4 @@
-"""The values of flags that are left to the model and the machine: dtype, micro-batch, threads."""
+"""Chooses dtype, micro-batch and threads to suit the model and the machine."""
 
 import dataclasses
 import os
@@ -11,12 +11,12 @@ SMALL = 10e6  # with fewer parameters threads, bfloat16 and vLLM cost more than 
 
 # Bytes on a card, as studies/memory.py counts them for dense models.
 WEIGHT = 4  # of a parameter, in float32
-LEARNING = 12  # more of a parameter that is trained: gradient 4, Adam's two moments 8
+LEARNING = 12  # more per trained parameter: gradient 4, Adam's two moments 8
 CAST = 2  # of a parameter: autocast's copy in bfloat16
-HEAD = 17  # of a weight of the output head: the most that the counts show beyond the rest
-ACTIVATION = 26  # of a token, in a layer, for each hidden and MLP unit; half of it in bfloat16
-LAYER_INPUT = 4  # of a token and hidden unit: what stays of a layer that is recomputed
-CUDA = 2e9  # CUDA itself and an engine that sleeps
+HEAD = 17  # per weight of the output head: the largest remainder in those measurements
+ACTIVATION = 26  # per token, layer, and hidden or MLP unit; half in bfloat16
+LAYER_INPUT = 4  # per token and hidden unit, for a recomputed layer
+CUDA = 2e9  # CUDA and a sleeping vLLM engine
 USABLE = 0.95  # of the card: the allocator cannot use the gaps between tensors
 MICRO_BATCHES = (16384, 8192, 4096, 2048)  # tokens
 
@@ -36,7 +36,7 @@ def is_small(model) -> bool:
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """True if the device computes in bfloat16 by itself: a CUDA card below 8.0 emulates it, slowly,
+    """True if the device has native bfloat16: a CUDA card below 8.0 emulates it, slowly,
     and vLLM refuses it there."""
     if device.type == "cpu":
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -49,7 +49,7 @@ def choose_dtype(cfg, model, device: torch.device):
     """The config with a dtype in place of auto; prints the choice and the reason."""
     precision = torch.get_float32_matmul_precision()
     if precision != "highest":
-        why = "rounds float32 products, and the checks of a run may refuse that; 'highest' does not"
+        why = "rounds float32 products, which a check of the run may refuse; set 'highest'"
         say(f"warning: torch.set_float32_matmul_precision('{precision}') {why}")
     if cfg.dtype != "auto":
         return cfg
@@ -87,7 +87,7 @@ def fit_micro_batch(cfg, model, device: torch.device):
             break
     sizes = f"{peak / 1e9:.0f} GB of the card's {card / 1e9:.0f}"
     why = f"an update of {tokens} tokens takes {sizes}: --beta 0, a smaller model, or LoRA"
-    force = "(variants/lora.patch); with --micro_batch_tokens it is tried all the same"
+    force = "(variants/lora.patch); set --micro_batch_tokens to try it anyway"
     need(peak <= USABLE * card, cfg, "model", f"{why} {force}")
 
     chosen = f"--micro_batch_tokens {tokens}"
@@ -99,7 +99,7 @@ def fit_micro_batch(cfg, model, device: torch.device):
 
 
 def peak_bytes(cfg, model, tokens, recompute):
-    """What an update takes at most: weights, gradients, moments, the reference, activations."""
+    """Peak memory of an update: weights, gradients, moments, the reference, activations."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Is a policy right? Measured on the model itself, never guessed from its architecture.
+"""Checks a policy by running the model, never by guessing from its architecture.
 
 Any policy is compared with the plain policy that gets each text alone, in a row without padding.
 """
@@ -13,14 +13,14 @@ from torch import nn
 from harness.arrays import to_device
 from harness.flags import ConfigError, say
 
-# In spreads of a token's logits: float32 is off by 1e-6 to 1e-4, one wrong key by 0.01 to 1.
+# In std of a token's logits: float32 rounding gives 1e-6 to 1e-4, a wrong key 0.01 to 1.
 ROUNDING = 1e-3
 
 
 def first_right(candidates: list, prompts: list, cfg):
-    """The first policy whose numbers are those of the plain one, which is the last candidate.
+    """The first policy with the plain one's log-probs; the plain one is the last candidate.
 
-    prompts: those of the run, for texts as long as they make them. ConfigError: two forwards of
+    prompts: the run's; they set how long the test texts are. ConfigError: two forwards of
     the model differ, or padded rows give other numbers than each text alone.
     """
     plain = candidates[-1]
@@ -39,15 +39,15 @@ def first_right(candidates: list, prompts: list, cfg):
         raise ConfigError(f"--model {cfg.model}: {problem}") from None
     if error > ROUNDING:
         raise ConfigError(
-            f"--model {cfg.model}: its log-probabilities are off by {error:.2g} of their spread in "
-            "padded rows. A longer row beside it may change a text (RoPE of kind longrope, "
+            f"--model {cfg.model}: log-probabilities are off by {error:.2g} std of the logits in "
+            "padded rows. A text may change beside a longer row (RoPE of kind longrope, "
             "dynamic): keep prompt and completion within the original positions"
         )
 
     if cfg.fast and len(candidates) == 1:
-        say("--fast: harness/fast.py is not there, so the plain policy trains, slower")
+        say("--fast: harness/fast.py is missing, so the slower plain policy is used")
     elif cfg.fast and policy is plain:
-        say("the plain policy trains, slower: the fast one has other numbers on this model")
+        say("using the slower plain policy: the fast one's log-probs differ on this model")
     elif cfg.fast and not policy.packs:
         say("rows are padded, and prompts repeated: this model lets the texts of one row mix")
     return policy
@@ -86,8 +86,8 @@ def largest_error(
         difference = text_logps[: len(targets)] - expected
         error = (difference.abs() / logits.std(-1)).nan_to_num(nan=math.inf)
         if has_experts:
-            # Rounding may send a token to another expert. So a tenth of the tokens may be off, but
-            # not by much: their errors count by the mean over the text, at a tenth.
+            # Rounding may send a token to another expert. So ignore the worst tenth of the tokens,
+            # but also test a tenth of the mean error over the text.
             errors.append(error.quantile(0.9, interpolation="lower").item())
             errors.append(error.mean().item() / 10)
         else:
@@ -96,7 +96,7 @@ def largest_error(
 
 
 def texts_to_compare(model, token_ids, longest: int, budget: int) -> tuple[list, list]:
-    """Four texts to compare, and others, as long as the longest, that stand before them.
+    """Four texts to compare, and others, as long as the longest, to put before them.
 
     Two answer the same prompt and have nearly `longest` tokens; one has half as many; one is short.
     """
@@ -128,7 +128,7 @@ def sample(group: int, prompt_ids, completion_ids):
 def choose_attention(model) -> None:
     """Called once, after loading: eager attention instead of sdpa if the two differ on this model.
 
-    sdpa leaves out what no fused kernel has, such as the cap on Gemma 2's scores, without a word.
+    sdpa silently ignores what no fused kernel has, such as the cap on Gemma 2's scores.
     ValueError: two forwards of the model differ.
     """
     config = model.config.get_text_config()

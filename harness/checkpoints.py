@@ -22,8 +22,8 @@ class Checkpoint(NamedTuple):
 
 
 def find_checkpoint(cfg) -> Checkpoint | None:
-    """The one that is named, or the newest intact one of the run that goes on. None: the run begins
-    with --model. Raises ConfigError if there are some and all are damaged."""
+    """The named checkpoint, or the newest intact one of the resumed run. None: start from --model.
+    Raises ConfigError if all that exist are damaged."""
     if cfg.resume == LATEST:
         paths = checkpoints(cfg.out_dir)[::-1]
         began_with = saved_config(cfg.out_dir).get("resume")
@@ -58,7 +58,7 @@ def load_checkpoint(path: str) -> Checkpoint:
 def write_checkpoint(path: str, write_model, state: dict) -> None:
     """The directory gets its name only when it is complete and on the disk."""
     partial = os.path.join(os.path.dirname(path), ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that a kill cut short
+    shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
     try:
         write_model(partial)
         files = [file for file in Path(partial).rglob("*") if file.is_file()]
@@ -67,7 +67,7 @@ def write_checkpoint(path: str, write_model, state: dict) -> None:
         torch.save(state | dict(checksums=checksums), state_file)
         for name in [*files, state_file, partial]:
             flush_to_disk(name)
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was passed over
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one that was skipped
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -88,8 +88,8 @@ def flush_to_disk(path) -> None:
 
 
 def try_checkpoint(out_dir: str, write_model, state: dict, size: int) -> None:
-    """Raises ConfigError if checkpoints of `size` bytes cannot be saved there or not be loaded
-    back: before the first step and not after hours. Writes a small part of one."""
+    """Raises ConfigError, before the first step, if checkpoints of `size` bytes cannot be saved
+    there or loaded back. Writes a small part of one."""
     trial = os.path.join(out_dir, ".trial")
     try:
         for name, value in state.items():
@@ -143,7 +143,7 @@ def link_best(out_dir: str, best: int) -> None:
     if not os.path.isdir(target):
         return
     if os.path.isfile(os.path.join(link, STATE)) and not os.path.islink(link):
-        shutil.rmtree(link)  # in a copy of a run the link has become the checkpoint once more
+        shutil.rmtree(link)  # copying a run may have turned the link into a directory
     with contextlib.suppress(FileNotFoundError):
         os.remove(f"{link}.new")
     os.symlink(os.path.basename(target), f"{link}.new")
@@ -151,12 +151,12 @@ def link_best(out_dir: str, best: int) -> None:
 
 
 def fingerprint(model) -> int:
-    """A number that names the weights, the same on every device: the sum over all parameters of
+    """A hash of the weights, the same on every device: the sum over all parameters of
     (position of the parameter) * (sum of its bits, as 32-bit integers)."""
     total = 0
     for position, parameter in enumerate(model.parameters(), 1):
         bits = parameter.detach().reshape(-1).view(torch.int32)
-        total = total + position * bits.sum(dtype=torch.int64)  # no number leaves the device here
+        total = total + position * bits.sum(dtype=torch.int64)  # no device sync in the loop
     return int(total) % 2**63
 
 
@@ -186,7 +186,7 @@ def model_writer(model, tokenizer, source: str, weights=None):
         model.save_pretrained(directory, state_dict=tensors)
         tokenizer.save_pretrained(directory)
         file = Path(directory, "generation_config.json")
-        file.unlink(missing_ok=True)  # of the model, which the sampler may have changed
+        file.unlink(missing_ok=True)  # the model's own: the sampler may have changed it
         if generation:
             file.write_bytes(generation)
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-COLORS = [  # of Okabe and Ito, and grey: the colour-blind can tell them apart
+COLORS = [  # Okabe and Ito's, and grey: distinct for the colour-blind
     "#0072B2",
     "#D55E00",
     "#009E73",
@@ -38,7 +38,7 @@ NOTE = (
 )
 STYLE = {
     "font.size": 15,
-    "text.usetex": False,  # a matplotlibrc may ask for it where there is no LaTeX
+    "text.usetex": False,  # a matplotlibrc may ask for it without LaTeX
     "text.parse_math": False,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -57,7 +57,7 @@ STYLE = {
 
 
 def read_jsonl(path):
-    """The rows of a log. Skips a line that is not whole: the run may have been killed in it."""
+    """The rows of a log. Skips incomplete lines: the run may have been killed."""
     rows = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -74,7 +74,7 @@ def is_number(value):
 
 
 def visible(text):
-    """Escapes what would move the cursor, turn the text or not encode: completions are hostile."""
+    """Escapes control, right-to-left and unencodable characters: completions are untrusted."""
     shown = ""
     for character in text:
         if character.isprintable():
@@ -130,7 +130,7 @@ def make_panel(title, unit, metrics, logs):
     sizes = sorted(abs(value) for value in values if value != 0)
     if not sizes:
         sizes = [0.0]
-    limit = 3 * sizes[len(sizes) * 19 // 20]  # a spike leaves the panel, or it flattens the rest
+    limit = 3 * sizes[len(sizes) * 19 // 20]  # cut spikes off: they would flatten the rest
     if sizes[-1] > limit:
         unit = f"{unit},\nspikes to {sizes[-1]:.3g}"
     low = max(min(values), -limit)

@@ -20,7 +20,7 @@ class NoDashboard:
     """--report_to none. The others have the same methods."""
 
     def __init__(self, cfg, first):
-        """first: the step that the run begins or resumes after."""
+        """first: the last step before this start; 0: none."""
 
     def send(self, step, values):
         """Sends the metrics of a step or an eval."""

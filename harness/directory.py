@@ -1,5 +1,5 @@
 """The directory of a run: which one it is, what --resume finds there, its config.json and its lock.
-Nothing of another run is ever moved, mixed or overwritten."""
+Other runs' files are never moved, mixed or overwritten."""
 
 import contextlib
 import dataclasses
@@ -17,20 +17,18 @@ from filelock import FileLock, Timeout
 from harness.flags import ConfigError, say
 
 UNNAMED = "out"  # the default of --out_dir: the first of out, out.1, out.2, ... that is free
-LATEST = "latest"  # the value of a bare --resume: the run in out_dir goes on
+LATEST = "latest"  # value of a bare --resume: continue the run in out_dir
 STATE = "trainer_state.pt"  # of a checkpoint, beside the files of the model
 
 
 class Beginning(NamedTuple):
     out_dir: str
-    resume: (
-        str  # LATEST: the run in out_dir goes on. A path: a new run begins there. Empty: neither
-    )
+    resume: str  # LATEST: continue the run in out_dir. A path: new run from there. Empty: neither
     saved_flags: dict  # of that run or checkpoint
 
 
 def resumed_flags(config_class, given: dict) -> dict:
-    """The given flags, over those of the run or checkpoint that --resume names."""
+    """The given flags, else those saved in what --resume names."""
     beginning = find_beginning(given.get("out_dir", UNNAMED), given.get("resume", ""))
     names = [field.name for field in dataclasses.fields(config_class)]
     saved = {name: value for name, value in beginning.saved_flags.items() if name in names}
@@ -60,7 +58,7 @@ def find_beginning(out_dir: str, resume: str) -> Beginning:
 
 
 def newest_run(out_dir: str) -> str | None:
-    """out_dir if it holds a run. For the unnamed one: that of out, out.1, ... that started last."""
+    """out_dir if it holds a run. If unnamed: the one of out, out.1, ... started last."""
     names = [out_dir]
     if out_dir == UNNAMED:
         names += glob.glob(f"{UNNAMED}.[0-9]*")
@@ -103,7 +101,7 @@ def claim_out_dir(cfg, exits: contextlib.ExitStack):
             refuse_used(out)  # before a lock file is put there
         lock_directory(out, exits)
         if not goes_on:
-            refuse_used(out)  # by the run that had the lock
+            refuse_used(out)  # used by the lock's last run
     except OSError as error:
         raise ConfigError(f"--out_dir {out}: {error.strerror}") from None
     return dataclasses.replace(cfg, out_dir=out)
@@ -124,7 +122,7 @@ def make_first_free() -> str:
 def refuse_used(out: str) -> None:
     logs_and_models = glob.glob(os.path.join(glob.escape(out), "[cm]*.json*"))
     if checkpoints(out) or any(os.path.getsize(path) for path in logs_and_models):
-        why = "--resume goes on with a run, for a new one name another directory"
+        why = "--resume continues a run; for a new one name another directory"
         raise ConfigError(f"--out_dir {out}: holds files of a run or a model; {why}")
 
 

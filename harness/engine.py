@@ -1,19 +1,16 @@
 """Which sampler a run takes: vLLM if it can sample here, else Hugging Face's generate."""
 
 import os
+import sys
 
 import torch
-from tqdm import tqdm
 
 from harness.flags import ConfigError, this_rank
 
 
-def progress_bar(**options):
-    """A bar on rank 0 while completions are sampled, if stderr is a terminal; nothing in a log."""
-    hidden = None  # tqdm then looks if it writes to a terminal
-    if this_rank() > 0:
-        hidden = True
-    return tqdm(**options, disable=hidden, leave=False)
+def shows_progress() -> bool:
+    """A bar lives on rank 0, if stderr is a terminal. A log gets none."""
+    return this_rank() == 0 and hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
 
 
 def vllm_problem(cfg, device: torch.device) -> str:
@@ -41,15 +38,15 @@ def vllm_problem(cfg, device: torch.device) -> str:
 
 
 def prepare_vllm(cfg) -> None:
-    """Sets what vLLM reads while it is imported."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
+    """Sets the environment for vLLM's import."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # same process: it shares our tensors
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if cfg.verbose else "ERROR")
     if cfg.dtype == "float32":  # else its attention multiplies in TF32, and the gap is 1e-3
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 
 def compile_nothing() -> None:
-    """Else the first rollout on a CPU compiles C++ for 10 s, for a number that nobody reads."""
+    """Without it the first rollout on a CPU compiles C++ for 10 s, to no use."""
     from vllm.platforms import current_platform
 
     type(current_platform).simple_compile_backend = "eager"

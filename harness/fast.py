@@ -1,6 +1,6 @@
 """The policy of grpo.py, faster: rows without padding, and the output head in tiles.
 
-Same numbers: check.py holds it against the plain policy before a run takes it.
+Same log-probs: check.py compares it with the plain policy before a run.
 """
 
 import functools
@@ -15,7 +15,7 @@ from harness.recompute import recomputing
 
 
 class FastPolicy(nn.Module):
-    """The plain policy that it holds, with less work: logits [n, V] never exist.
+    """The same as `plain`, with less work: logits [n, V] never exist.
 
     packs: one row for a micro-batch, with each prompt once; else padded rows, which some models
     need because the texts of a row would mix.
@@ -40,7 +40,7 @@ class FastPolicy(nn.Module):
         """The layout of a micro-batch: see packed_layout in packing.py."""
         if not self.packs:
             return padded_layout(samples)
-        multiple = 8 if self.model.device.type == "cuda" else 1  # as CUDA's kernels want masks
+        multiple = 8 if self.model.device.type == "cuda" else 1  # CUDA's kernels need it
         return packed_layout(samples, multiple)
 
     def forward(self, batch: dict):
@@ -66,7 +66,7 @@ class FastPolicy(nn.Module):
         """
         body = self.model.base_model if self.plain_head else self.model
         if self.packs:
-            # a mask of ones: without one the positions are read as another kind of packing
+            # all ones: without a mask transformers infers its own packing from positions
             mask = torch.ones_like(batch["ids"])
             attention = functools.partial(attention_of_blocks, self.model, batch["blocks"])
             with attention(), recomputing(self.model, attention):
@@ -83,7 +83,7 @@ class FastPolicy(nn.Module):
         return states.flatten(0, 1).index_select(0, batch["read"])
 
     def wrapped(self, device: torch.device) -> None:
-        """Called once DDP has the policy. A tied embedding then gives its gradient as rows.
+        """Called after DDP has wrapped the policy. Makes a tied embedding's grad sparse.
 
         HeadLogps adds them to the head's gradient: no second [V, H] is made. DDP would send rows,
         so not before; CUDA adds them in any order, so only on a CPU.

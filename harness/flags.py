@@ -1,4 +1,4 @@
-"""Errors, exit codes, and flags: every field of a dataclass is one. No torch: --help is quick."""
+"""Errors, exit codes, and flags from a dataclass's fields. No torch, so --help is quick."""
 
 import argparse
 import contextlib
@@ -82,16 +82,16 @@ def code_and_line(error, less_memory):
 
     if isinstance(error, torch.OutOfMemoryError):
         return 1, f"stopped: {first_line(error)} To need less: {less_memory}"
-    cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL names it in its fourth line
+    cause = "; ".join(str(error).strip().splitlines()[:4])  # NCCL's cause is in line 4
     names_ranks = re.search("gloo|NCCL|onnection (closed|reset)", cause)
     if isinstance(error, dist.DistError) or ("RANK" in os.environ and names_ranks):
-        why = "if another rank is gone, the report of its machine says why"
+        why = "if another rank died, the log of its machine says why"
         return 1, f"stopped: {cause} ({why})"
     return 1, ""
 
 
 def drop_unwritable_output() -> None:
-    """At its exit Python writes what is left in the buffer; on a closed pipe that would fail."""
+    """Python flushes stdout when it exits, which would fail on a closed pipe."""
     with contextlib.suppress(Exception):
         try:
             sys.stdout.flush()
@@ -179,7 +179,7 @@ def check_flags(cfg) -> None:
 
 
 def has_type(value, kind):
-    """A whole number is a fine float; True and False are no numbers, though Python says so."""
+    """An int is a valid float; a bool is not a number, although Python's is an int."""
     if isinstance(value, bool):
         return kind is bool
     if isinstance(value, int):
@@ -188,7 +188,7 @@ def has_type(value, kind):
 
 
 def need(fine, cfg, name: str, why: str) -> None:
-    """Raises a ConfigError that names the flag and its value, if it is not fine."""
+    """Raises a ConfigError with the flag and its value, unless `fine` is true."""
     if not fine:
         raise ConfigError(f"--{name} {getattr(cfg, name)}: {why}")
 

@@ -6,7 +6,7 @@ n = real completion tokens, V = vocabulary, H = hidden units, w = words of a til
 import torch
 from torch import nn
 
-# Logits of a tile, which has all n rows and w columns. On CUDA 8,192 rows get 16,384 columns: at
+# Logits per tile: all n rows times w columns. On CUDA 8,192 rows get 16,384 columns: at
 # V 151,936 and H 1,536 a micro-batch then moves 2.8 GB of the weight's gradient; tiles of whole
 # rows moved 45 GB. On a CPU a tile should fit in the cache.
 HEAD_TILE = dict(cpu=2**22, cuda=2**27)
@@ -16,7 +16,7 @@ HEAD_KEPT = 2**26  # logits that forward keeps, so that backward need not comput
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], weight [V, H], bias [V] or None, targets [n], temperature -> logps, entropy.
 
-    Both are [n]; the entropy has no gradient. One tile of logits exists at a time. Backward
+    Both are [n]; the entropy has no gradient. Few tiles of logits exist at once. Backward
     computes most tiles again and overwrites each with its gradient, onehot(target) - softmax. The
     gradient of the weight is added to weight.grad in place, so nothing else of its size is made;
     hooks on the weight do not see it.
@@ -24,7 +24,7 @@ class HeadLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature):
-        """Of logits z with Z = sum exp(z): log p = z - log Z, and so the entropy, - sum p log p, is
+        """For logits z, Z = sum exp(z): log p = z - log Z, and so the entropy, - sum p log p, is
         log Z - sum p z.
 
         Each tile gives three sums, relative to its largest logit, so that no exp overflows (an
@@ -34,7 +34,7 @@ class HeadLogps(torch.autograd.Function):
         device = hidden.device.type
         dtype = hidden.dtype
         if torch.is_autocast_enabled(device):
-            # Not in backward: it runs outside the autocast block, where CUDA would say float16.
+            # Asked here: backward runs outside autocast, where CUDA would answer float16.
             dtype = torch.get_autocast_dtype(device)
         hidden = hidden.to(dtype)
         if bias is not None:

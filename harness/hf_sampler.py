@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessorList
 
 from harness.arrays import padded, to_device
-from harness.engine import progress_bar
+from harness.engine import shows_progress
 
 CALL_ROWS = 256  # samples of one call of generate
 
@@ -87,7 +88,7 @@ class HFSampler:
         ids = padded(prompts, np.int64, self.pad_id, left=True)  # [N, P]
         mask = padded([np.ones(len(p)) for p in prompts], np.int64, left=True)
         inputs = to_device(dict(input_ids=ids, attention_mask=mask), device)
-        bar = progress_bar(total=max(limits), desc="tokens")
+        bar = tqdm(total=max(limits), desc="tokens", disable=not shows_progress(), leave=False)
         sampling = SeededSampling(streams, temperature, max(limits), device, bar)
         bfloat16 = self.cfg.dtype == "bfloat16"
 
@@ -158,6 +159,6 @@ class SeededSampling:
         """The first token at which the cumulative probability exceeds the random number."""
         cumulative = logps.to(self.cdf_device).double().exp_().cumsum(-1)  # [N, V]
         step = len(self.logps)
-        point = self.uniforms[:, step, None] * cumulative[:, -1:]  # rounding: the last is not 1
+        point = self.uniforms[:, step, None] * cumulative[:, -1:]  # the sum is not exactly 1
         token = torch.searchsorted(cumulative, point, right=True)
         return token.clamp(max=logps.shape[-1] - 1).to(logps.device)

@@ -28,7 +28,7 @@ class JsonLines:
                 file.write(self.waiting)
         except OSError as error:
             why = f"cannot write {self.path} ({error.strerror})"
-            say(f"{why}: what is missing waits for the next try")
+            say(f"{why}: the lines wait for the next write")
             return
         self.size += len(self.waiting)
         self.waiting = b""

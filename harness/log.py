@@ -24,7 +24,7 @@ SHOWN = {  # metric: its name in the line of a step
     "sampler_gap": "gap",
     "failed_rewards": "FAILED REWARDS",
 }
-SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")  # the rest is "no-signal"
+SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")  # no_advantage: no-signal
 
 
 # -- metrics of a step
@@ -35,7 +35,7 @@ def sample_metrics(samples) -> dict:
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.n_sampled for s in samples])
     cut_off = [s.finish_reason == "length" for s in samples]
-    with warnings.catch_warnings(action="ignore"):  # no sample may have a reward: their mean is NaN
+    with warnings.catch_warnings(action="ignore"):  # if no sample has a reward, the mean is NaN
         metrics = {
             "reward": np.nan_to_num(np.nanmean(rewards)),
             "reward_std": np.nan_to_num(np.nanstd(rewards, ddof=1)),
@@ -147,7 +147,7 @@ def token_texts(tokenizer, ids: np.ndarray, text: str) -> list[str]:
             piece = ""
         texts.append(piece)
         text = text[len(piece) :]
-    texts[-1] += text  # the rest, if the stream fell out of step
+    texts[-1] += text  # the rest, if some piece did not match
     return texts
 
 
@@ -158,7 +158,7 @@ class Log:
     """Every rank keeps the history of metrics; rank 0 prints it, writes it and sends it."""
 
     def __init__(self, cfg, first: int, started: float, rank0: bool):
-        """first: the step that the run begins or resumes after. started: time.monotonic()."""
+        """first: the last step before this start; 0: none. started: time.monotonic()."""
         self.cfg = cfg
         self.first = first
         self.rank0 = rank0
@@ -195,7 +195,7 @@ class Log:
         return f"{' '.join(words)} | {metrics['tokens_per_s']:.0f} tok/s, {remaining} left"
 
     def eval(self, step: int, metrics: dict) -> None:
-        """An eval has a line of its own, after that of its step."""
+        """An eval gets its own line, after its step's."""
         line = f"step {step}: eval accuracy {accuracy(metrics)}"
         line += f", length {metrics['eval_length']:.3g}"
         self.add(dict(step=step) | metrics, [], line)
@@ -219,7 +219,7 @@ class Log:
             say(f"--report_to {self.cfg.report_to} failed: {first_line(error)}")
 
     def evals(self) -> list[dict]:
-        """The evals so far that have an accuracy: the reward may apply to no row."""
+        """The evals with an accuracy (none if the reward applies to no row)."""
         return [m for m in self.history if is_number(m.get("eval_accuracy"))]
 
     def best(self) -> int:
@@ -256,8 +256,8 @@ class Log:
         say("\n".join(f"{name}: {value}" for name, value in summary.items()))
 
     def draw_curves(self) -> str:
-        """The path of the picture, or why there is none: matplotlib, and all that it calls, can
-        raise anything, and a picture is not worth a run."""
+        """The path of the picture, or why there is none: matplotlib and what it calls can raise
+        anything; that must not end a run."""
         path = os.path.join(self.cfg.out_dir, "curves.png")
         try:
             draw([self.cfg.out_dir], path)

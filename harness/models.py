@@ -1,4 +1,4 @@
-"""Before a run: checks of its model, settings of its process, workarounds for vLLM's builds."""
+"""Before a run: checks and special ids of its model, settings of its process."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from harness.rows import Prompt
 
 M_MMAP_MAX = -4  # of glibc's malloc.h
 M_TRIM_THRESHOLD = -1  # likewise
-LONGEST_PROBE = 2048  # tokens of freeze_unused: no more than an update takes
+LONGEST_PROBE = 2048  # tokens; needs no more memory than an update
 
 
 def quiet_transformers(verbose: bool) -> None:
@@ -22,7 +22,7 @@ def quiet_transformers(verbose: bool) -> None:
 def keep_freed_memory(device: torch.device) -> None:
     """Makes glibc keep freed memory, which the kernel would clear anew for each large tensor.
 
-    That takes 10 % of an update of 135 M parameters. Other C libraries stay as they are.
+    The clearing takes 10 % of an update of 135 M parameters. Only glibc is changed.
     """
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "mallopt"):
@@ -50,7 +50,7 @@ def freeze_unused(model, length: int) -> None:
     ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
     parameters = []
     for name, parameter in model.named_parameters():
-        # A text reaches a few experts only; others may reach the rest.
+        # One text reaches few experts; other texts reach others.
         if parameter.requires_grad and ".experts." not in name:
             parameters.append(parameter)
     total = model(input_ids=ids, use_cache=False).logits.sum()
@@ -66,7 +66,7 @@ def freeze_unused(model, length: int) -> None:
 
 
 def check_sizes(model, prompts: list[Prompt], cfg) -> None:
-    """Finds at the start what would be an index error in the middle of the run."""
+    """Raises at the start what would be an index error in mid-run."""
     longest = max(len(p.ids) for p in prompts)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions:
@@ -80,7 +80,7 @@ def check_sizes(model, prompts: list[Prompt], cfg) -> None:
     name = "model"
     if cfg.tokenizer:
         name = "tokenizer"
-    why = f"the tokenizer makes the token id {largest}, and the model knows {words}"
+    why = f"the tokenizer makes the token id {largest}, but the model has {words}"
     need(largest < words, cfg, name, why)
 
 
@@ -95,7 +95,7 @@ def special_ids(model, tokenizer, cfg) -> tuple[list[int], int]:
         candidates = [candidates]
     candidates = [*candidates, tokenizer.eos_token_id]
     eos_ids = [i for i in dict.fromkeys(candidates) if i in vocabulary]
-    why = "neither generation_config nor tokenizer names an EOS token it knows"
+    why = "no EOS token of generation_config or tokenizer is in its vocabulary"
     need(eos_ids, cfg, "model", why)
 
     pad_id = tokenizer.pad_token_id
@@ -105,6 +105,6 @@ def special_ids(model, tokenizer, cfg) -> tuple[list[int], int]:
 
 
 def same_weights(model, reference) -> bool:
-    """True if all parameters equal the reference's, after a cast to its dtype, often a shorter."""
+    """True if all parameters equal the reference's, once cast to its dtype."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return all(torch.equal(p.to(q.dtype), q) for p, q in pairs)

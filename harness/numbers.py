@@ -101,7 +101,7 @@ def final_number(text: str) -> Fraction | None:
     if CHANGED_BY_SIGN_AFTER.match(after):
         return None
 
-    if marked is None:  # the sentence goes on: only the word beside the number belongs to it
+    if marked is None:  # the sentence goes on: only the next word can be a unit
         after = re.match(r" ?[-/]?\w*", after)[0]
     if any(changes_a_number(word) for word in re.findall(r"\w+", after)):
         return None

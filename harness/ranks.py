@@ -16,13 +16,13 @@ from harness.flags import ConfigError, say
 SAMPLING = 0  # completions of a step, counted from 1; number: the prompt within the step
 PROMPT_ORDER = 0  # order of the rows, at step 0, where SAMPLING draws nothing; number: the epoch
 EVAL = 1  # completions of an eval; number: the prompt
-TORCH = 2  # torch's own generator, for a changed copy that draws; number: the rank
+TORCH = 2  # torch's generator, for modified copies that use it; number: the rank
 NOISE = 3  # on the advantages
 MINIBATCHES = 4  # order of a step's samples; number: the epoch
 
 
 def stream(seed: int, purpose: int, step: int = 0, number: int = 0) -> tuple[int, ...]:
-    """What a generator is seeded with: np.random.default_rng(stream(...)) or seed_of(*stream(...)).
+    """Seed of a generator: np.random.default_rng(stream(...)) or seed_of(*stream(...)).
 
     numpy fills up to four numbers with zeros, so that (s, t, 2) and (s, t, 2, 0) are one stream.
     Here every stream has four numbers, or a fifth that is not 0.
@@ -85,7 +85,7 @@ def join_world(device: torch.device) -> World:
     """Meets the other ranks: in the caller's process group, under torchrun in a new one.
 
     Else this process is alone. Objects travel over gloo, gradients over NCCL on GPUs.
-    ConfigError where torchrun's environment is incomplete, and for several ranks on mps.
+    ConfigError if torchrun's environment is incomplete, and for several ranks on mps.
     """
     if dist.is_initialized():
         return world_of(device, made_group=False)
@@ -128,10 +128,10 @@ def leave_world(world):
 
 
 def pick_device(kind: str, dtype: str = "auto") -> torch.device:
-    """The device of this rank, on CUDA also torch's current one. auto: cuda, else cpu.
+    """The device of this rank, on CUDA made torch's current one. auto: cuda, else cpu.
 
     mps only on request: by an open report its causal attention sees the future in half precision.
-    ConfigError where the device cannot be had, or cannot compute in this dtype.
+    ConfigError if the device is missing or cannot compute in this dtype.
     """
     if kind == "auto":
         kind = auto_device()
@@ -145,7 +145,7 @@ def pick_device(kind: str, dtype: str = "auto") -> torch.device:
 
 
 def auto_device():
-    """Never the CPU without a word where torch cannot use the GPU that is there."""
+    """Raises if there is a GPU that torch cannot use; never silently the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     if torch.version.cuda and os.path.exists("/proc/driver/nvidia/version"):
@@ -155,7 +155,7 @@ def auto_device():
 
 
 def card_of_this_rank():
-    """As torchrun numbers the ranks of a machine; in a caller's process group as the caller set."""
+    """The GPU of torchrun's local rank; in a caller's process group the current GPU."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     cards = torch.cuda.device_count()
     if dist.is_initialized() and "LOCAL_RANK" not in os.environ:

@@ -47,7 +47,7 @@ def read_rows(path: str, name: str) -> list[dict]:
 
 
 def check_row(row):
-    """An error if it is no dict, or cannot be pickled or written as JSON."""
+    """Raises if row is no dict, or cannot be pickled or written as JSON."""
     if not isinstance(row, dict):  # iterating over a dict or a DataFrame gives column names
         example = 'found["data"], frame.to_dict("records")'
         raise ValueError(f"must be a JSON object; give a list of them: {example}")
@@ -69,7 +69,7 @@ def row_source(path):
 
         if kind == ".parquet":
             return load_dataset("parquet", data_files=path, split="train")
-        name, config, split = f"{path}::".split(":")[:3]  # name:config:split, or less of it
+        name, config, split = f"{path}::".split(":")[:3]  # config and split are optional
         return load_dataset(name, name=config or None, split=split or "train")
 
     with open(path, encoding="utf-8-sig", newline="") as opened:
@@ -87,7 +87,7 @@ def csv_rows(text):
         # DictReader puts extra fields under the key None, and None where a field is missing.
         if None in row or None in row.values():
             columns = ", ".join(table.fieldnames)
-            raise ValueError(f"has not one field for each name of the header: {columns}")
+            raise ValueError(f"number of fields differs from the header: {columns}")
         yield row
 
 
@@ -159,7 +159,7 @@ def needed_columns(rewards, cfg):
     columns = ["prompt"]
     if cfg.prompt_template:
         columns = re.findall(COLUMN, cfg.prompt_template)
-    why = "names no column; one stands in braces, as in {question}"
+    why = "names no column; write one in braces, as {question}"
     need(columns, cfg, "prompt_template", why)
     needed = dict.fromkeys(columns, "--prompt_template")
     for reward in rewards:
@@ -180,7 +180,7 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
     """The prompt of a row: its column `prompt`, or what --prompt_template makes of its columns.
 
     A string is taken as it is, a list of messages goes through the chat template; so does a string
-    with --chat or --system_prompt. ValueError if nothing comes of it.
+    with --chat or --system_prompt. ValueError if the result is empty.
     """
     if cfg.prompt_template:
         prompt = fill_template(cfg.prompt_template, row)
@@ -210,7 +210,7 @@ def fill_template(template, row):
 
 
 def string_ids(text, tokenizer):
-    """With the tokens that the tokenizer begins every text with, if they are not there already."""
+    """The ids, with the tokenizer's start tokens put before them if they are missing."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     start = tokenizer("")["input_ids"]
     if tokenizer.bos_token_id != tokenizer.eos_token_id:  # some tokenizers also append EOS
@@ -235,7 +235,7 @@ def chat_messages(prompt, system_prompt):
 
 
 def chat_text(messages, tokenizer, cfg):
-    """What the chat template makes of the messages. It writes its own BOS."""
+    """Applies the chat template, which writes its own BOS."""
     continued = messages[-1]["role"] == "assistant"  # the policy goes on with this answer
     options = json.loads(cfg.chat_template_kwargs or "{}")
     options["tokenize"] = False
@@ -261,7 +261,7 @@ def fingerprint_of_data(prompts: list[Prompt]) -> str:
 
 
 def same_everywhere(value):
-    """A value that JSON lacks, without what differs by process: addresses, the order of a set."""
+    """Stands for a value JSON lacks; leaves out what varies by process: addresses, set order."""
     if hasattr(value, "tolist"):  # from numpy
         return value.tolist()
     return type(value).__name__

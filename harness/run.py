@@ -84,7 +84,7 @@ class Run:
         self.bad_steps = 0  # in a row, without a finite gradient
 
     def track(self, model, optimizer, write_model, identity: int) -> None:
-        """Restores the checkpoint, and opens the log and config.json once nothing can be refused.
+        """Restores the checkpoint, and opens the log and config.json once all checks have passed.
 
         write_model: as model_writer() returns it.
         identity: the fingerprint of the weights before the first step.
@@ -143,7 +143,7 @@ class Run:
         if self.rank0:
             self.tidy()  # an eval that is repeated may have changed the best checkpoint
         for step in range(self.start_step + 1, self.cfg.max_steps + 1):
-            # no number is drawn from torch here: this is for copies that do
+            # for modified copies: nothing here uses torch's generator
             numbers = stream(self.cfg.seed, TORCH, step, self.world.rank)
             torch.manual_seed(seed_of(*numbers))
             yield step
@@ -165,11 +165,11 @@ class Run:
         return os.path.join(self.cfg.out_dir, "save")
 
     def change(self) -> None:
-        """From here until record() something that a checkpoint holds changes: a stop waits."""
+        """From here until record() the state to save is changing: a stop has to wait."""
         self.stops.hold()
 
     def record(self, step: int, metrics: dict, rows: list[dict]) -> None:
-        """The step is complete: from now on a save holds it. rows: for completions.jsonl."""
+        """The step is complete: saves now include it. rows: for completions.jsonl."""
         self.change()
         seconds = self.clock.take()
         step_time = sum(seconds.values())
@@ -222,17 +222,17 @@ class Run:
                     raise ArithmeticError("some parameters are not finite")
                 state |= dict(step=self.step, identity=self.identity, config=self.config)
                 write_checkpoint(self.path_of(self.step), self.write_model, state)
-            except Exception as error:  # a full disk alone has six types
+            except Exception as error:  # a full disk alone raises six
                 if self.collective_save and state is None:
                     raise  # the other ranks wait for this one
-                why = f"could not save ({first_line(error)}); the checkpoint before stands"
+                why = f"could not save ({first_line(error)}); the previous one remains"
                 say(f"step {self.step}: {why}")
                 return
             self.saved_step = self.step
             self.tidy()
 
     def tidy(self) -> None:
-        """Not a part of saving: if it fails the checkpoint is there, and the run goes on."""
+        """Separate from saving: if it fails, the checkpoint exists and the run continues."""
         out = self.cfg.out_dir
         best = self.log.best()
         with report_error(f"could not remove old checkpoints in {out}"):
@@ -250,7 +250,7 @@ class Run:
         say(f"{why}stopped in step {self.step + 1}, {outcome}")
 
     def save_and_close(self) -> None:
-        """A stop by signal; the process ends after it."""
+        """For a stop by signal: the process then ends."""
         self.save_last("signal: ")
         self.close_log()
 

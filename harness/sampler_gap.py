@@ -42,6 +42,6 @@ def sampler_metrics(sums: dict, cfg) -> dict:
         name = "sampling/importance_sampling_ratio"
         metrics[f"{name}/mean"] = sums["weight"] / sums["tokens"]
         metrics[f"{name}/max"] = sums["weight_max"]
-        # effective share of the tokens
+        # effective sample size / all
         metrics["tis_ess"] = sums["weight"] ** 2 / (sums["tokens"] * sums["weight_squared"])
     return metrics

@@ -86,7 +86,7 @@ class Scorer:
             raise TrainingError("every reward of the first step failed or returned None")
 
         metrics = {f"reward_failed/{cause}": count for cause, count in causes.items()}
-        metrics["failed_rewards"] = None  # the line of a step shows no zero
+        metrics["failed_rewards"] = None  # None: the step's line omits it
         if failed:
             metrics["failed_rewards"] = failed
         for name in sorted(logged):

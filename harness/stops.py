@@ -27,8 +27,8 @@ class Stops:
     """
 
     def __init__(self, save_and_close, command_line: bool, delay: float):
-        """delay: seconds that the thread waits first, so that rank 0 gets its own signal before
-        it misses this rank."""
+        """delay: seconds that the thread waits first, so that rank 0 gets its signal before this
+        rank is gone."""
         self.save_and_close = save_and_close
         self.command_line = command_line
         self.delay = delay
@@ -117,9 +117,9 @@ class Stops:
             raise KeyboardInterrupt
 
     def finish(self) -> None:
-        """The main thread leaves the run: from now on a first signal changes nothing. If a stop
-        came before, this waits until that has ended the process."""
-        if self.mid_step:  # and stays so: the weights are not those of a recorded step
+        """The main thread leaves the run: a first signal now does nothing. If a stop is under way,
+        waits for it to end the process."""
+        if self.mid_step:  # it stays True: the weights are of no recorded step
             self.lock.release()
         if self.stop_thread is not None:
             self.stop_thread.join()

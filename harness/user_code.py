@@ -1,6 +1,6 @@
 """The user's code: imports Python files, finds reward functions in them, and calls these.
 
-Workers import this room, so it imports nothing that takes time, such as torch.
+Workers import this file, so it imports nothing slow, such as torch.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 from harness.workers import one_line
 from reward import BUILT_IN, Reward
 
-LARGEST_REWARD = 1e15  # and largest weight: the squares of larger ones overflow float32
+LARGEST_REWARD = 1e15  # also of a weight: squares of larger ones overflow float32
 TRAINER_KEYS = {  # what the trainer adds to a data row
     "prompt_text",
     "prompt_messages",
@@ -80,7 +80,7 @@ def find_reward(name: str, path: str = "", text: str | None = None) -> Reward:
         known = ", ".join(BUILT_IN)
         raise ValueError(f"{name} is unknown; known: {known}, path/to/file.py:function")
     reward = BUILT_IN[name]
-    if name == "math":  # its first call loads math-verify: here, and in no call with a time limit
+    if name == "math":  # the first call imports math-verify: do it outside the time limit
         reward.function("1", {"answer": "1"})
     return reward
 
@@ -157,7 +157,7 @@ def sources(rewards: list[Reward]) -> dict[str, str]:
 
 
 def load_in_worker(rewards: list[tuple]) -> dict[str, Callable]:
-    """What a worker calls: {name: function of (completions, rows)}. rewards: (name, path, text)."""
+    """What jobs call: {name: function of (completions, rows)}. rewards: (name, path, text)."""
     loaded = [find_reward(*reward) for reward in rewards]
     return {reward.name: partial(call_reward, reward) for reward in loaded}
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAIN = "import sys; sys.path[0] = sys.argv[1]; from harness import workers; workers.serve()"
 START_LIMIT = 120.0  # seconds that a worker may take to start and to load its functions
-PATIENCE = 8  # timeouts in a row, after which the calls that wait are given up
+PATIENCE = 8  # timeouts in a row; then the waiting calls are given up
 
 
 class Outcome(NamedTuple):
@@ -80,7 +80,7 @@ class WorkerPool:
 
     def call_all(self, jobs: list[tuple]) -> list[Outcome]:
         """Calls each job, (name, *arguments). The outcomes are in the order of the jobs."""
-        # A prompt's jobs are neighbours. Shuffled, they are no eight in a row if they all hang.
+        # Shuffle, so that the jobs of one prompt, if they all hang, do not come in a row.
         order = random.Random(0).sample(range(len(jobs)), len(jobs))
         waiting = iter(order)  # all threads take their jobs from here
         outcomes = {}
@@ -187,8 +187,8 @@ def serve():
         while True:
             connection.send(tuple(outcome))
             name, *arguments = connection.recv()
-            # No thread here can end a call that holds the interpreter for ever: the system does,
-            # if the trainer, which keeps time, has ended before.
+            # If a call holds the GIL for ever no thread here can end it. The trainer does; if that
+            # is gone, this limit does.
             seconds = time.process_time() + os.cpu_count() * (timeout + 10)
             limit_resource(resource.RLIMIT_CPU, int(seconds))
             outcome = outcome_of(functions[name], *arguments)
@@ -202,7 +202,7 @@ def take_connection():
     """The worker's end of the pipe, out of the reach of the functions that it calls."""
     connection = Connection(os.dup(0))
     os.register_at_fork(after_in_child=connection.close)  # else a fork would keep the pipe open
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # who reads stdin gets nothing, not the next job
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a read of stdin gets EOF, not the next job
     sys.stdout = sys.stderr
     return connection
 

@@ -332,7 +332,7 @@ def permutation_test(a, b, n: int = 20_000) -> float:
 
 
 def ordered(n: int):
-    """n colours from dark to light. Colour-blind readers can tell them apart, as harness.curves.COLORS."""
+    """n colours from dark to light, which colour-blind readers can tell apart."""
     return plt.cm.viridis(np.linspace(0, 0.8, n))
 
 

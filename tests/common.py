@@ -4,6 +4,7 @@ forks ranks, reward files. A test file gets the fixtures by pytest_plugins = "te
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib
 import itertools
 import json
@@ -255,6 +256,14 @@ def forked_call(function, args, options, output):
         os._exit(code)
 
 
+def leave_world():
+    """The end of a function that every rank of a fork runs. Its DDP must be out of reach before the
+    process group goes: freed later, it can hang in gloo."""
+    torch.distributed.barrier()
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
 def command_line(*args):
     sys.argv = ["grpo.py", *args]
     sys.exit(grpo.main())
@@ -435,24 +444,6 @@ def copy_cut_back(run, out, saved):
         shutil.rmtree(path)
 
 
-def write_whole(model):
-    """A writer as model_writer() returns it, without a tokenizer."""
-    return lambda path, trial=False: model.save_pretrained(path)
-
-
-def tracked_run(out, model=None, **options):
-    """A Run as train() makes one, around a tiny model that nobody trains."""
-    policy = fast_policy(model or tiny_model(), 1.0)
-    cfg = Config(model="m", out_dir=str(out), **options)
-    run = harness.run.Run(cfg, CPU, None, time.monotonic())
-    optimizer = grpo.make_optimizer(policy, cfg)
-    run.track(policy.model, optimizer, write_whole(policy.model), 0)
-    return run
-
-
-METRICS = dict(reward=0.0, tokens=1, skipped_steps=0)
-
-
 def wait_for(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -524,15 +515,6 @@ def at_step(monkeypatch, actions):
         return honest(samples, step, cfg)
 
     monkeypatch.setattr(grpo, "assign_advantages", assign)
-
-
-DEFAULT_RUN = ["--max_steps", 6, "--eval_every", 6]
-
-
-@pytest.fixture(scope="session")
-def default_run(fork, tmp_path_factory):
-    out = tmp_path_factory.mktemp("default") / "out"
-    return fork("command_line", *DEFAULT_RUN, "--rollout", "hf", "--out_dir", out)[1](), out
 
 
 PRIME = ["--num_prompts", 3, "--num_generations", 5]

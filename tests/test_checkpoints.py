@@ -23,18 +23,33 @@ from harness.flags import ConfigError, TrainingError
 from tests.common import (
     BUNDLED,
     CPU,
-    METRICS,
     config_of,
+    fast_policy,
     lines,
     names_in,
     small_run,
     state_of,
     tiny_model,
-    tracked_run,
-    write_whole,
 )
 
 pytest_plugins = "tests.common"
+
+METRICS = dict(reward=0.0, tokens=1, skipped_steps=0)
+
+
+def write_whole(model):
+    """A writer as model_writer() returns it, without a tokenizer."""
+    return lambda path, trial=False: model.save_pretrained(path)
+
+
+def tracked_run(out, model=None, **options):
+    """A Run as train() makes one, around a tiny model that nobody trains."""
+    policy = fast_policy(model or tiny_model(), 1.0)
+    cfg = Config(model="m", out_dir=str(out), **options)
+    run = harness.run.Run(cfg, CPU, None, time.monotonic())
+    optimizer = grpo.make_optimizer(policy, cfg)
+    run.track(policy.model, optimizer, write_whole(policy.model), 0)
+    return run
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, again, tmp_path, capsys):

@@ -33,6 +33,7 @@ GENERIC_METRICS = {
     "logged/.*": "logged/NAME",
     "reward_failed/.*": "reward_failed/CAUSE",
 }
+FAST_POLICY = ("fast", "head", "packing", "attention")  # its files in harness/
 REWRITE = 'python -c "from tests import test_documents; test_documents.write_documents()"'
 
 
@@ -44,21 +45,50 @@ def document(name):
 
 
 def write_documents():
-    """Rewrites the lists that are made from the code: the flags, and the sections of grpo.py."""
+    """Rewrites what is made from the code: the flags, the sections of grpo.py and the sizes."""
     for name in DOCUMENTS:
-        text = with_new_lists(document(name))
+        text = with_new_list(with_new_lists(document(name)), "SIZE", size_table)
         with open(os.path.join(HERE, name), "w") as file:
             file.write(text)
 
 
 def with_new_lists(text):
-    for mark, make_list in (("FLAGS", flag_lists), ("SECTIONS", section_list)):
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
-        if begin in text:
-            before, _, rest = text.partition(begin)
-            _, _, after = rest.partition(end)
-            text = before + begin + make_list() + end + after
-    return text
+    text = with_new_list(text, "FLAGS", flag_lists)
+    return with_new_list(text, "SECTIONS", section_list)
+
+
+def with_new_list(text, mark, make_list):
+    """The text with a new list between <!-- mark --> and <!-- end mark -->, if it has these."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
+    if begin not in text:
+        return text
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + make_list() + end + after
+
+
+def size_table():
+    """Lines and syntax nodes of grpo.py and of all modules, without the fast policy and with it."""
+    modules = ["grpo.py", "reward.py", "view.py"]
+    modules += [f"harness/{name}" for name in glob.glob("*.py", root_dir=f"{HERE}/harness")]
+    fast = {f"harness/{name}.py" for name in FAST_POLICY}
+    core = [module for module in modules if module not in fast]
+    table = "| | lines | syntax nodes |\n|---|---|---|\n"
+    table += size_row("`grpo.py`", ["grpo.py"])
+    table += size_row("all modules without the fast policy", core)
+    return table + size_row("all modules", modules)
+
+
+def size_row(title, modules):
+    n_lines = 0
+    n_nodes = 0
+    for module in modules:
+        text = document(module)
+        n_lines += text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.expr_context):
+                n_nodes += 1
+    return f"| {title} | {n_lines:,} | {n_nodes:,} |\n"
 
 
 def section_list():
@@ -95,6 +125,15 @@ def flag_lists():
 def test_lists_of_a_document_are_those_of_the_code(name):
     text = document(name)
     assert text == with_new_lists(text), f"{name}: run {REWRITE}"
+
+
+def test_the_sizes_in_the_readme():
+    """Within 3 %, so that a small change of the code does not fail here."""
+    table = document("README.md").partition("<!-- SIZE -->\n")[2].partition("<!-- end SIZE -->")[0]
+    sizes = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", table)]
+    now = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", size_table())]
+    assert len(sizes) == 6
+    assert sizes == pytest.approx(now, rel=0.03), f"README.md: run {REWRITE}"
 
 
 def test_help_has_the_flags_and_groups_of_the_reference(capsys):

@@ -26,7 +26,10 @@ pytest_plugins = "tests.common"
 @pytest.mark.parametrize(
     "args, message",
     [
-        ("--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate? --help shows"),
+        (
+            "--lerning_rate 1",
+            "unknown flag --lerning_rate; did you mean --learning_rate? --help shows",
+        ),
         ("--num_generations 1", "--num_generations 1: must be from 2 to 1048576"),
         ("--beta -1", "--beta -1.0: must be from 0 to 2147483647"),
         ("--beta nan", "--beta nan: must be from 0 to 2147483647"),
@@ -42,7 +45,7 @@ pytest_plugins = "tests.common"
         ("--mask_truncated maybe", "--mask_truncated maybe: must be true or false"),
         ("--num_minibatches 1000", "--num_minibatches 1000"),
         (f"--seed {2**32}", f"--seed {2**32}: must be from 0 to 2147483647"),
-        ("--model m", "--train_data : needed, with a --model of your own"),
+        ("--model m", "--train_data : required if --model is given"),
         ("--chat_template_kwargs {", "--chat_template_kwargs {: must be a JSON object"),
         ("--chat_template_kwargs [1]", "--chat_template_kwargs [1]: must be a JSON object"),
     ],
@@ -95,6 +98,35 @@ def test_the_bundled_tasks_flags_apply_if_no_model_is_named():
         cfg = grpo.parse_args([*args, "--train_data", "rows.jsonl"])
         assert (cfg.eval_data, cfg.learning_rate, cfg.max_completion_length) == ("", 1e-6, 512)
     assert Config(beta=0.04).warmup_steps == 0 and Config().kl_estimator == "wk3"
+
+
+def test_flags_that_somebody_set_win_over_the_bundled_task(tmp_path):
+    cfg = Config(eval_data="")
+    cfg.max_steps = 1
+    cfg.learning_rate = 1e-6  # the default
+    prepared = grpo.prepare(cfg)
+    assert prepared.max_steps == 1
+    assert prepared.learning_rate == 1e-6
+    assert prepared.eval_data == ""
+    assert prepared.max_completion_length == grpo.BUNDLED["max_completion_length"]
+    prepared_later = grpo.prepare(dataclasses.replace(cfg, seed=5))
+    assert dataclasses.replace(prepared, seed=5) == prepared_later
+    assert grpo.prepare(dataclasses.replace(Config(), seed=5)).max_steps == 20
+    with pytest.raises(TypeError, match="no flag sede"):
+        Config(sede=1)
+
+    cfg.num_prompts = 2
+    cfg.num_generations = 2
+    cfg.out_dir = str(tmp_path / "out")
+    [step] = grpo.train(cfg)
+    assert step["step"] == 1
+    assert step["learning_rate"] == 1e-6
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = flags.parse_flags(Config, ["--out_dir=~/runs", "--model", "~/m"], "grpo.py", "")
+    assert values == dict(out_dir="/home/me/runs", model="/home/me/m")
 
 
 NCCL = """NCCL error in: /pytorch/ProcessGroupNCCL.cpp:94, invalid usage, NCCL version 2.29

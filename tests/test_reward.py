@@ -44,7 +44,7 @@ def test_a_reward_that_fails_counts_zero_or_is_left_out():
         grpo.assign_advantages(samples, 1, cfg)
         assert samples[0].advantages[0] == pytest.approx(1 - mean)
         assert samples[3].in_loss.all() == (failure == "zero")
-        assert grpo.sample_metrics(samples, cfg)["reward"] == pytest.approx(mean)
+        assert grpo.sample_metrics(samples)["reward"] == pytest.approx(mean)
     scorer.close()
 
 
@@ -131,5 +131,5 @@ def test_a_trl_function_that_fails_costs_the_samples_of_its_call(scorer):
         assert scores.totals == [1.0, len(completion)]
         assert scores.failures == {cause: 2} and scores.failed == [True, True]
         assert scores.first_failure.startswith(f"reward trl_misbehave failed: {cause}: ")
-    assert scorer("trl_string").score(["a", "b"], [{}] * 2).failures == {"exception": 2}
+    assert scorer("trl_string").score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
     assert scorer("trl").score([], []).totals == []  # a rank may have no samples

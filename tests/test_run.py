@@ -112,7 +112,7 @@ def test_a_resume_that_is_refused_late_leaves_no_trace(undisturbed, again, tmp_p
             again(out, resume="latest", num_prompts=4)
     assert files_of(out) == before
     with monkeypatch.context() as patch:
-        patch.setattr(harness.log, "reporter", lambda cfg: 1 / 0)
+        patch.setitem(harness.dashboards.DASHBOARDS, "none", lambda cfg, first: 1 / 0)
         with pytest.raises(ConfigError, match="--report_to"):
             again(out, resume="latest", num_prompts=4)
     assert files_of(out) == before

@@ -144,10 +144,10 @@ import grpo
 
 prompts_of_step = grpo.prompts_of_step
 
-def note_draw(prompts, draw, cfg):
+def note_draw(prompts, number, cfg):
     with open("draws.jsonl", "a") as file:
-        print(draw, file=file)
-    return prompts_of_step(prompts, draw, cfg)
+        print(number, file=file)
+    return prompts_of_step(prompts, number, cfg)
 
 grpo.prompts_of_step = note_draw
 grpo.main()
@@ -168,9 +168,11 @@ def check_dynamic_resampling(copy):
     flags += ["--max_steps", 3, "--resume"]
     again = copy.run(*flags, out="again", program="note_draws.py")
     assert again[-1]["grad_norm"] == often[-1]["grad_norm"], "a resume draws other prompts"
-    draws = [int(line) for line in (copy.directory / "draws.jsonl").read_text().split()]
+    numbers = [int(line) for line in (copy.directory / "draws.jsonl").read_text().split()]
+    first_draws = [number for number in numbers if number <= 3]
     n_draws = sum(step["draws"] for step in often)
-    assert draws == list(range(1, n_draws + 1)), f"prompts are left out: draws {draws}"
+    assert first_draws == [1, 2, 3], f"prompts of the epoch are left out: draws {numbers}"
+    assert len(set(numbers)) == len(numbers) == n_draws, f"a draw is repeated: draws {numbers}"
     return (
         f"groups without a signal: {empty:.0%} before, none after; no prompt is left out, a resume "
         "is exact"
@@ -363,25 +365,33 @@ def check_guess_number(copy):
         gap = max(gap, step["sampler_gap"])
     assert gap < MAX_GAP, f"gap {gap}: a turn does not see the turns before it"
 
-    cfg = copy.config(train_data=str(file), max_turns=3)
+    cfg = copy.config(train_data=str(file), max_turns=3, num_generations=4)
     world = grpo.World(0, 1, torch.device("cpu"))
     _, tokenizer, prompts, _ = grpo.load_data(cfg)
-    eos_ids = [tokenizer.eos_token_id]
-    sampler = grpo.HFSampler(copy.policy().model, eos_ids, tokenizer.pad_token_id, cfg)
+    sampler = grpo.HFSampler(
+        copy.policy().model, [tokenizer.eos_token_id], tokenizer.pad_token_id, cfg
+    )
+    sampler.tokenizer = tokenizer
+    seeds = grpo.seeds_of(0, 1, 8, cfg)
+    samples = grpo.sample(sampler, prompts[:8], seeds, cfg, world)
+    grpo.add_texts(samples, tokenizer)
     n_hints = 0
-    for s in grpo.sample(sampler, prompts[:8], 4, 1.0, 0, 1, tokenizer, cfg, world):
+    for s in samples:
         guess = []  # the tokens of the turn
         in_loss = grpo.collate([s], world.device)["mask"][0]
         for token, counts in zip(s.completion_ids, in_loss, strict=True):
             if counts:
                 guess.append(token)
                 continue
-            number = int(grpo.decode(tokenizer, np.array(guess), eos_ids))
+            assert guess[-1] == tokenizer.eos_token_id, "a hint before the end of the turn"
+            number = int(grpo.decode(tokenizer, np.array(guess[:-1])))
             hint = "+" if number < int(s.prompt.row["answer"]) else "="
             assert tokenizer.decode([token]) == hint, "a token that is no hint is masked"
             n_hints += 1
             guess = []
-        last = grpo.decode(tokenizer, np.array(guess), eos_ids)
+        if s.finish_reason == "stop":
+            guess = guess[:-1]
+        last = grpo.decode(tokenizer, np.array(guess))
         assert last == s.text, "the reward does not see the last guess"
     assert n_hints > 8
     return (
