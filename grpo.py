@@ -185,8 +185,8 @@ class Config:
     given: dataclasses.InitVar[set | None] = None  # the names of the flags that somebody set
 
     def __init__(self, given: set | None = None, **values):
-        """Config(beta=0.04) sets one flag. dataclasses.replace passes every field, and `given`: a
-        default value then counts as set only if `given` has it."""
+        """Config(beta=0.04) sets one flag. dataclasses.replace passes all flags, and the `given`
+        of the Config that it copies: a default value counts as set only if that has it."""
         object.__setattr__(self, "given", set(given or ()))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, f.default)
@@ -362,7 +362,7 @@ class Policy(nn.Module):
     """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats).
 
     The log-probability of each completion token, and the entropy of the distribution that it was
-    drawn from (without a gradient). Padding gets any values. harness/fast.py has a faster policy
+    drawn from (without a gradient). Padding: arbitrary values. harness/fast.py has a faster policy
     with the same numbers.
     """
 
@@ -394,8 +394,8 @@ class Policy(nn.Module):
         logits = logits.take_along_dim(before[:, :, None], dim=1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
-    def wrapped(self, device: torch.device) -> None:
-        """Hook after DDP; FastPolicy uses it."""
+    def after_ddp(self, device: torch.device) -> None:
+        """Called once DDP has wrapped the policy. Only FastPolicy has something to do then."""
 
 
 def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
@@ -424,7 +424,8 @@ class Sample:
     reward: float = 0.0
     parts: dict = field(default_factory=dict)  # name of a reward function -> its value
     extra: dict = field(default_factory=dict)  # column that a reward function logged -> its value
-    sampled: np.ndarray = None  # bool: the policy drew the token; if not, the token is context
+    # bool: the policy drew the token. False is for tokens that something else wrote, as a tool
+    sampled: np.ndarray = None
     in_loss: np.ndarray = None  # bool: the loss counts the token, if it was sampled
     advantages: np.ndarray = None  # float64
     old_logps: np.ndarray | None = None  # before the first update of the step; None: not needed
@@ -495,7 +496,7 @@ class VLLMSampler:
             generation_config="vllm",
             use_tqdm_on_load=False,
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
-            load_format="dummy",  # the first push sends the weights: do not load them
+            load_format="dummy",  # the first push sends the weights: skip loading them
         )
         if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
@@ -529,7 +530,7 @@ class VLLMSampler:
         """Frees the GPU for training. Level 2 drops the weights (the next push restores them);
         level 1 keeps a copy, for tensors that no push restores."""
         if self.on_cuda and not self.asleep:
-            keep_copy = self.llm.apply_model(has_alibi)[0]  # there is 1 worker
+            keep_copy = self.llm.apply_model(has_alibi)[0]  # of the only worker
             self.llm.sleep(level=1 if keep_copy else 2)
             self.asleep = True
 
@@ -823,7 +824,7 @@ def token_loss(
     advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
     ratio = policy_ratio(logps, old_logps, sampled, cfg)
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    # The minimum never overstates: beyond the clip more gain counts nothing, a decrease in full.
+    # The smaller one: beyond the clip a further gain earns nothing, a decline counts in full.
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
     if sampler_logps is not None and cfg.tis_cap > 0:
@@ -979,7 +980,9 @@ def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> di
         if missing == 0:
             batch[name] = padded(values, values[0].dtype)  # [N, T]
         elif missing < len(samples):
-            raise ValueError(f"{missing} of {len(samples)} samples have no {name}: need all, or 0")
+            raise ValueError(
+                f"{missing} of {len(samples)} samples have no {name}: all must, or none"
+            )
     return to_device(batch, device)
 
 
@@ -1143,7 +1146,8 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     shares = plan(trained, policy.packs, cfg, world)
     share = shares[world.rank]
     n_rounds = max(len(share) for share in shares)
-    # A rank with fewer micro-batches repeats a sample with weight 0, so that no collective hangs.
+    # A rank with fewer micro-batches repeats a sample with weight 0: DDP waits for as many forwards
+    # and backwards on every rank.
     idle_rounds = [trained[:1]] * (n_rounds - len(share))
 
     parts = []  # stats stay on the device until the last micro-batch: no pass waits for them
@@ -1305,7 +1309,7 @@ def wrap(policy, cfg: Config, world: World):
     if world.size > 1:
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         ddp = DistributedDataParallel(policy, device_ids=device_ids, gradient_as_bucket_view=True)
-    policy.wrapped(world.device)
+    policy.after_ddp(world.device)
     return ddp
 
 

@@ -82,11 +82,11 @@ class FastPolicy(nn.Module):
         states = out.last_hidden_state if self.plain_head else out.logits
         return states.flatten(0, 1).index_select(0, batch["read"])
 
-    def wrapped(self, device: torch.device) -> None:
-        """Called after DDP has wrapped the policy. Makes a tied embedding's grad sparse.
+    def after_ddp(self, device: torch.device) -> None:
+        """Called once DDP has wrapped the policy. Makes the gradient of a tied embedding sparse.
 
-        HeadLogps adds them to the head's gradient: no second [V, H] is made. DDP would send rows,
-        so not before; CUDA adds them in any order, so only on a CPU.
+        Autograd then adds its rows to the head's gradient, and no second [V, H] is made. Not before
+        DDP, which would send the rows; not on CUDA, where the order of the sum varies.
         """
         embedding = self.model.get_input_embeddings()
         tied = self.plain_head and embedding.weight is self.model.get_output_embeddings().weight

@@ -126,7 +126,10 @@ class Run:
         say(f"resumed from {where}; changed since then: {names}")
 
     def try_to_save(self) -> None:
-        state = {name: save() for name, (save, _) in self.checkpoint_parts.items()}
+        state = {}
+        for name, (save, _) in self.checkpoint_parts.items():
+            if name != "optimizer":  # it has no state yet, and some would take a step to make one
+                state[name] = save()
         weights = list(self.model.parameters())
         size = sum(p.nbytes for p in weights)
         size += sum(2 * p.nbytes for p in weights if p.requires_grad)  # Adam's two moments

@@ -121,7 +121,7 @@ def test_a_policy_has_the_models_own_numbers_or_is_refused(name, options, longes
     numbers = Prompt(np.arange(longest - longest // 2), "", {})
     model = model_of(name, options)
     if rows == "refused":
-        with pytest.raises(ConfigError, match="its log-probabilities are off by .*longrope"):
+        with pytest.raises(ConfigError, match="log-probabilities are off by .*longrope"):
             grpo.make_policy(model, cfg, [numbers])
         return
 

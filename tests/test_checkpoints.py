@@ -273,6 +273,22 @@ def test_a_part_that_could_not_be_loaded_is_refused_before_the_first_step(tmp_pa
     run.exits.close()
 
 
+def test_the_trial_leaves_the_optimizer_alone(tmp_path):
+    """Before the first step torch's get_optimizer_state_dict takes one, to have a state to save."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = harness.run.Run(Config(model="m", out_dir=str(tmp_path / "out")), CPU, None, 0.0)
+    run.checkpoint_parts["optimizer"] = (
+        lambda: get_optimizer_state_dict(model, optimizer),
+        optimizer.load_state_dict,
+    )
+    run.track(model, optimizer, write_whole(model), 0)
+    assert not optimizer.state
+    run.exits.close()
+
+
 def test_room_for_two_checkpoints_is_asked_for_before_the_first_step(tmp_path, monkeypatch):
     model = tiny_model()
     size = 3 * sum(p.nbytes for p in model.parameters())

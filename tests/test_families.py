@@ -304,14 +304,14 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     ends = [ids[end] for end in QWEN_IDS["ends"]]
     assert harness.models.special_ids(model, tokenizer, cfg) == (ends, ids["<|im_end|>"])
     model.generation_config.eos_token_id = [264, -1]
-    message = "--model .*: neither generation_config nor tokenizer names an EOS token it knows"
+    message = "--model .*: no EOS token of generation_config or tokenizer is in its vocabulary"
     with pytest.raises(ConfigError, match=message):
         harness.models.special_ids(model, tokenizer, cfg)
     prompt = grpo.Prompt(ids_of([1, 263]), "", {})
     for names, said in ((dict(model="m"), "--model m"), (dict(tokenizer="t"), "--tokenizer t")):
         with pytest.raises(
             ConfigError,
-            match=f"{said}: the tokenizer makes the token id 263, and the model knows 263",
+            match=f"{said}: the tokenizer makes the token id 263, but the model has 263",
         ):
             harness.models.check_sizes(model, [prompt], Config(max_completion_length=8, **names))
 

@@ -149,7 +149,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"""
         (
             RuntimeError("[gloo/pair.cc:525] Connection closed by peer"),
             1,
-            "peer (if another rank is gone, the report",
+            "peer (if another rank died, the log",
         ),
         (
             dist.DistNetworkError("recvValue: Broken pipe"),

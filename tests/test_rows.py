@@ -80,9 +80,9 @@ def test_files_of_rows(rows, name, content, expected):
         (
             "x.csv",
             "a,b\n1,2\n1,2,3\n",
-            " row 2: has not one field for each name of the header: a, b",
+            " row 2: number of fields differs from the header: a, b",
         ),
-        ("x.csv", "a,b\n1,2\n\n3\n", " row 2: has not one field for each name of the header: a, b"),
+        ("x.csv", "a,b\n1,2\n\n3\n", " row 2: number of fields differs from the header: a, b"),
         (
             "x.csv",
             'a,b\n1,2\n"3,4\n5,6\n',

@@ -278,7 +278,7 @@ def test_a_full_disk_and_a_read_only_one(undisturbed, rows, disk, monkeypatch, c
     said = capsys.readouterr().out
     assert "resumed from" in said and said.count("could not save") == 1
     assert "Read-only file system" in said
-    assert said.count("waits for the next try") == 2  # metrics and completions of step 2
+    assert said.count("wait for the next write") == 2  # metrics and completions of step 2
     assert state_of(out) == state_of(undisturbed)
 
 

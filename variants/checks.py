@@ -107,6 +107,7 @@ def check_entropy_bonus(copy):
     slope = (bonus - new_bonus) / step
     assert squared_norm > 0, "the bonus has no gradient"
     assert abs(slope / squared_norm - 1) < 0.01, f"slope {slope}, gradient squared {squared_norm}"
+    assert copy.grpo.why_no_gradient(sample, cfg) == "", "a sample without advantage has no pass"
     return "a step along the bonus raises the entropy by what its gradient says"
 
 
@@ -375,6 +376,7 @@ def check_guess_number(copy):
     seeds = grpo.seeds_of(0, 1, 8, cfg)
     samples = grpo.sample(sampler, prompts[:8], seeds, cfg, world)
     grpo.add_texts(samples, tokenizer)
+    grpo.assign_advantages(samples, 1, cfg)
     n_hints = 0
     for s in samples:
         guess = []  # the tokens of the turn
