@@ -102,7 +102,7 @@ class Config:
 
     scale_rewards: str = flag(
         "group",
-        "divide r - mean by the std of this",
+        "divide r - mean by the standard deviation of",
         ("group", "batch", "none"),
         group="objective",
     )
@@ -919,7 +919,7 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list:
     ranks get nearly equal token counts, so that they finish together.
 
     Packed rows hold a group's prompt once, so groups stay together; padded rows are as wide as
-    their longest sample, so samples go by length. Either way the longest come first.
+    their longest sample, so samples are sorted by length. Either way the longest come first.
     """
     if packs:
         longest = {}  # group -> tokens of its longest completion
@@ -1037,7 +1037,7 @@ def make_optimizer(policy, cfg: Config):
     groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
     if vectors:
         groups.append(dict(params=vectors, weight_decay=0.0))
-    # fused: one pass over parameters and moments instead of a dozen, a fifth of the time on a CPU
+    # fused: one pass over parameters and moments, not a dozen: 5 times as fast on a CPU
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, fused=True)
 
 

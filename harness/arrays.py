@@ -19,8 +19,8 @@ def padded(rows: list[np.ndarray], dtype, fill=0, left: bool = False) -> np.ndar
 def padded_rows(samples) -> dict:
     """A row for each sample: prompt, completion, and padding on the right.
 
-    Causal attention does not see the padding. ids [N, L]; completion [N, T]; before [N, T]: where
-    the token before each completion token stands in its row; first: the smallest such place.
+    Causal attention does not see the padding. ids [N, L]; completion [N, T]; before [N, T]:
+    index in the row of the token before each completion token; first: the smallest of these.
     """
     texts = []
     completions = []

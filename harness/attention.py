@@ -74,8 +74,8 @@ def is_causal(mask_function, K: int) -> bool:
 def packed_attention(module, query, key, value, attention_mask, **options):
     """Attention in a row: query, key, value [1, heads, S, D] -> [1, S, heads, D].
 
-    Each block's texts are taken out of the row, attend, and the results are put one after another:
-    the blocks have the order of the row.
+    Copies each block's texts out of the row, runs attention, and concatenates the results: blocks
+    are in row order.
     """
     outputs = []
     for block in attention_mask:

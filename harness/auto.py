@@ -67,8 +67,8 @@ def choose_dtype(cfg, model, device: torch.device):
 
 
 def fit_micro_batch(cfg, model, device: torch.device):
-    """The config with a micro-batch that fits the card: the largest, if need be with layers that
-    are recomputed in backward. Off CUDA 2,048 tokens.
+    """The config with a micro-batch that fits the card: the largest, with gradient checkpointing if
+    necessary. Without CUDA: 2,048 tokens.
 
     ConfigError if not even the smallest one fits.
     """

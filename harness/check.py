@@ -60,8 +60,8 @@ def largest_error(
     """How far the policy's log-probabilities are from the plain policy's.
 
     Texts of up to `longest` tokens, made of token_ids, stand together in a micro-batch of about
-    `budget` tokens, so that an error is seen that depends on the place in a row or on the texts
-    beside it. The unit is the standard deviation of a token's logits.
+    `budget` tokens, to reveal errors that depend on the place in a row or on the texts beside it.
+    The unit is the standard deviation of a token's logits.
     inf: the model does not run on packed rows.
     """
     device = plain.model.device

@@ -47,11 +47,11 @@ def load_checkpoint(path: str) -> Checkpoint:
     state_file = os.path.join(path, STATE)
     with zipfile.ZipFile(state_file) as archive:  # torch.save() stores a CRC-32 for each tensor
         if archive.testzip() is not None:
-            raise OSError(f"{STATE} is not as it was written")
+            raise OSError(f"{STATE} is damaged")
     state = torch.load(state_file, map_location="cpu", weights_only=True)
     for name, expected in state.pop("checksums").items():
         if checksum(os.path.join(path, name)) != expected:
-            raise OSError(f"{name} is not as it was written")
+            raise OSError(f"{name} is damaged")
     return Checkpoint(path, state)
 
 
@@ -164,7 +164,7 @@ def model_writer(model, tokenizer, source: str, weights=None):
     """Returns write(directory), which writes what from_pretrained loads.
 
     source: the directory or hub name that the model came from. Its generation_config.json is
-        copied, because transformers refuses to write some that it reads.
+        copied, because transformers reads some that it then refuses to write.
     weights: returns the tensors by name, if they are not those of the model.
     """
     from transformers import GenerationConfig

@@ -21,7 +21,7 @@ class Completion:
 
 
 class HFSampler:
-    """Hugging Face's generate on the policy's own weights: slow, runs everywhere, never stale."""
+    """Hugging Face's generate on the policy's own weights: slow, portable, always up to date."""
 
     def __init__(self, model, eos_ids: list[int], pad_id: int, cfg):
         self.model = model

