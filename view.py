@@ -24,7 +24,7 @@ from pathlib import Path
 from harness.curves import draw, read_jsonl, read_panels, visible
 
 MEASURES = {  # per token: name in completions.jsonl -> explanation on the page
-    "push": "weight in the gradient, in units of advantage: blue likelier, red less likely",
+    "push": "weight in the gradient, in units of advantage: blue likelier, orange less likely",
     "logp": "log-probability before the update, in nats: the deeper red, the less likely",
     "entropy": "of the distribution that the token was drawn from, in nats",
     "kl": "log p - log p of the reference, in nats",

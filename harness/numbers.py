@@ -80,8 +80,8 @@ def read_number(text: str) -> Fraction | None:
 def final_number(text: str) -> Fraction | None:
     r"""The number that a text gives as its answer; None if the text around the number changes it.
 
-    If marked (the line after the last `####`, else the last `\boxed{}`), the answer must be the only
-    number there. Without a mark the last number of the text is the answer.
+    If marked (the line after the last `####`, else the last `\boxed{}`), the answer must be the
+    only number there. Without a mark the last number of the text is the answer.
     """
     marked = marked_answer(text)
     if marked is None:
