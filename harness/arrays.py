@@ -36,7 +36,12 @@ def padded_rows(samples) -> dict:
     L = ids.shape[1]
     before = np.array(last_of_prompt) + np.arange(T)
     before = np.minimum(before, L - 1)  # keep padding's indices inside the row
-    return dict(ids=ids, completion=completion, before=before, first=int(before.min()))
+    return dict(
+        ids=ids,
+        completion=completion,
+        before=before,
+        first=int(before.min()),
+    )
 
 
 def to_device(x, device: torch.device):

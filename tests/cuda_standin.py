@@ -200,18 +200,26 @@ def main() -> None:
     be_cuda(**options)
     what, *arguments = sys.argv[1:]
     sys.argv, sys.path[0] = [what, *arguments], os.path.dirname(HERE)
+    code = 0
     try:
         if what.endswith(".py"):
             runpy.run_path(os.path.abspath(what), run_name="__main__")
         else:
             module, _, function = what.rpartition(".")
             getattr(importlib.import_module(module), function)(*arguments)
+    except SystemExit as end:
+        code = end.code or 0
     finally:
         if report:
             with open(f"{report}.{os.environ.get('RANK', 0)}", "w") as file:
                 json.dump(
                     dict(waits=waits, attention=attention, elsewhere=elsewhere), file, indent=1
                 )
+    # Python's own exit destroys autograd's thread for the card, and as this card is none, C++ now
+    # and then ends the process there ("terminate called without an active exception").
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

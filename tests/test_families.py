@@ -398,6 +398,6 @@ def test_named_templates_are_saved_and_a_changed_one_is_found(tmp_path, rows_of_
     family_run(path, out, rows_of_two, max_steps=2, resume="latest")
     [other] = (out / "step_000002").rglob("tool_use.jinja")
     other.write_text("changed")
-    with pytest.raises(OSError, match="tool_use.jinja is not as it was written"):
+    with pytest.raises(OSError, match="tool_use.jinja is damaged"):
         harness.checkpoints.load_checkpoint(str(out / "step_000002"))
     assert "could not save" not in capsys.readouterr().out

@@ -270,6 +270,7 @@ flags.exit_code("p", lambda: flags.parse_flags(Config, ["--help"], "p", "d"), ""
     assert "objective:" in done.stdout and "100 % [False]" in done.stdout
 
 
+@pytest.mark.slow
 def test_python_without_docstrings_is_refused():
     """transformers reads its docstrings, and would blame the model."""
     code = "from grpo import *; validate(Config(**BUNDLED))"

@@ -100,6 +100,7 @@ print("both trained")
 """
 
 
+@pytest.mark.slow
 def test_two_copies_in_one_process_do_not_mix(tmp_path):
     """Of the second one, whose folder begins with the first one's name, every room is its own."""
     folders = [tmp_path / "copy", tmp_path / "copy2"]
@@ -132,6 +133,7 @@ def error_output(command, reader, writer) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.slow
 def test_long_work_shows_that_it_lives_on_a_terminal_only(tmp_path):
     flags = "--num_prompts 2 --num_generations 2 --max_steps 1 --save_every 0 --eval_data".split()
     command = [sys.executable, os.path.join(HERE, "grpo.py"), *flags, "", "--out_dir"]

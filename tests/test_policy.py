@@ -98,6 +98,7 @@ def test_every_parameter_trains_and_the_checkpoint_loads(kind, options, tmp_path
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_without_the_fast_room_the_script_trains_with_the_same_gradient(tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
