@@ -9,32 +9,42 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-# Dashes become -, dots and crosses *, the division sign / and "approximately" =.
+# Dashes become -, dots and crosses *, the division sign /, "approximately" = and the signs for
+# "at least", "at most" and "not equal" <. Chinese punctuation becomes English punctuation.
 SIGNS = str.maketrans(
-    "\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7\u2248", "------****/="
+    "\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7\u2248\u2264\u2265\u2260\uff1a\uff0c\u3002",
+    "------****/=<<<:,.",
 )
 
 # At most 1,000 digits: Python's conversion to an integer takes quadratic time.
 NUMBER = r"""
-    [-+]? [ ]?                                   # -7, - 7
+    (?: -[ ]? | \+ )?                            # -7, - 7, +7
     (?: (?: [0-9]{1,3} (?: ,[0-9]{3} ){1,300}    # 1,042
           | [0-9]{1,1000} )                      # 1042
         (?: \.[0-9]{0,1000} )?                   # 1042.50
       | \.[0-9]{1,1000} )                        # .5
 """
 WHOLE_NUMBER = re.compile(NUMBER, re.VERBOSE)
-LAST_NUMBER = re.compile(rf"(?: ^ | (?<=[ =]) ) ({NUMBER}) ([^0-9]*) $", re.VERBOSE)
+LAST_NUMBER = re.compile(
+    rf"""
+    (?: ^ | (?<=[\s=\u3040-\u9fff]) | (?<=[^0-9]:) )  # x=18, answer:18, but no 10:18
+    ({NUMBER}) ([^0-9]*) $
+    """,
+    re.VERBOSE,
+)
 
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")  # \boxed{18 \text{ eggs}}
-THOUSANDS = re.compile(  # 1{,}042 and 1\,042 and 1,\!042 and a narrow space
-    r"(?<=[0-9]) (?: \{,\} | ,?\\[!,;:\ ] | [~\xa0\u2009\u202f] ) (?=[0-9]{3})", re.VERBOSE
+BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{")
+INSIDE_BOX = re.compile(r"((?:[^{}]|\{[^{}]*\})*)\}(.*)", re.DOTALL)  # 18 \text{ eggs}}
+THOUSANDS = re.compile(  # 1{,}042 and 1\,042 and 1,\!042 and 1 042
+    r"(?<=[0-9]) (?: \{,\} | ,?\\[!,;:\ ] | [~\ \xa0\u2009\u202f] ) (?=[0-9]{3})", re.VERBOSE
 )
 MARKUP = re.compile(
     r"""
     \^\{?\\circ                                                      # 18^\circ
-  | \\(?: text|math|boxed|left|right )[a-z]{0,2}(?![a-z])            # \text{18}, \mathbf{18}
+  | \\(?: text|math|boxed|left|right|begin|end|quad|d?frac )[a-z]{0,2}(?![a-z])  # \text{18}
   | \\[^A-Za-z]                                                      # \$18, 18\%, \(18\)
-  | (?<=[A-Za-z])\^\{?[23]                                           # 18 m^2
+  | (?<=[A-Za-z])\}?\^\{?[23]                                        # 18 \text{ m}^2
+  | (?<=[0-9]):00(?![:0-9])                                          # 5:00
   | [][*_`"(){}~#%\xb0\xa2$\u20ac\xa3\xa5\u20b9]                     # **18**, $18
     """,
     re.VERBOSE,
@@ -42,24 +52,35 @@ MARKUP = re.compile(
 
 CHANGED_BY_TEXT_BEFORE = re.compile(
     r"""(?:
-    \b(?: not|than|minus )             # not 18, more than 18, minus 18
-  | n't                                # it isn't 18
-  | [0-9][^ :=]*                       # 10 - 18, 5 * 18 and 17, 18
-  | [0-9][^ ]*[ ](?: and|or|to )       # 17 or 18
-  | [-+/^<>]                           # x / 18
-  | \\[a-z]+                           # \pi 18
+    (?: [0-9][^ :=\n]*                             # 10 - 18, 5 * 18, 17, 18 and 5 out of 18
+      | \b(?: half|third|quarter|root|twice|double|triple|out|x|times|plus|minus )  # half of 18
+    ) (?: [ ](?: out|of|the ) )*
+  | [0-9][^.,:;=\n]*[ ](?: and|to|or([ ]\w+)? )    # 2 hours and 18, 17 or maybe 18
+  | (?: \b(?: not|never|cannot )|n't ) (?: [ ][a-z]+ ){0,2}                     # cannot be 18
+  | \b(?: than([ ]or[ ]equal[ ]to)?|least|most|every|per|(divided|multiplied)[ ]by )
+  | (?<![\w'])[b-hj-z]                           # x - 18
+  | [-+/^<>] | [<>!]=                            # x / 18, x != 18
+  | \\[a-z]+                                     # \pi 18
     )$""",
     re.VERBOSE,
 )
-CHANGED_BY_SIGN_AFTER = re.compile(r"[ ]?[+^!?\xb2\xb3]|-(?![A-Za-z])")  # 18^2, 18!, 18-, 18 + x
-NUMBER_WORDS = set(
-    "and or not but is are to plus minus point pi squared cubed factorial half halves dozen "
-    "hundred thousand million millions billion billions trillion trillions grand lakh crore mil bn "
-    "third thirds fourth fourths fifth fifths sixth sixths eighth eighths tenth tenths "
-    "hundredth hundredths thousandth thousandths".split()
+CHANGED_BY_TEXT_AFTER = re.compile(
+    r"""
+    [ ]? (?: [+^] | \\[a-z] )                      # 18^2, 18 + x, 18 \pi
+  | ! | -(?![A-Za-z])                             # 18!, 18-
+  | [^\w\n]{0,4}[0-9]                             # \boxed{18} / 2
+  | [^.!\n]*\?                                    # Is it 18?
+  | [ ]? [\d\xb2\xb3\xbc-\xbe\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]  # 18\u4e07
+  | [ /-]? (?: (?![aAmglLsShHdWVNJCFtpo])[A-Za-z] # 18x, 5k; but 18 m, 5 p.m., 5 o'clock
+    | and|but|to|plus|minus|point|pi|\u03c0|squared|cubed|factorial
+    | millions|billions|trillions?|grand|lakh|crore|mil|bn
+    | (?: hal[fv]e?|third|fourth|fifth|sixth|eighth|tenth|hundredth|thousandth )s?
+    )\b
+  | ([ ]\w+){0,2} [ ](?: or|not|wrong|incorrect )\b  # 18 or more, 18 is wrong
+    """,
+    re.VERBOSE,
 )
-UNIT_LETTERS = set("aAmglLsShHdWVNJCFtpo")  # 18 m, 5 p.m., 5 o'clock; others are factors: 18x, 5k
-FOREIGN_LETTER = re.compile(r"[^\WA-Za-z\xb5\xb2\xb3\xc0-\u024f\u03bc\u03a9]")  # 18\u4e07, 18\u03c0
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
 def as_text(value) -> str:
@@ -80,57 +101,51 @@ def read_number(text: str) -> Fraction | None:
 def final_number(text: str) -> Fraction | None:
     r"""The number that a text gives as its answer; None if the text around the number changes it.
 
-    If marked (the line after the last `####`, else the last `\boxed{}`), the answer must be the
-    only number there. Without a mark the last number of the text is the answer.
+    The answer is the only number in the last `\boxed{}`, or in a line that follows the last `####`
+    and starts with a number. Without such a mark the last number of the text is the answer.
     """
-    marked = marked_answer(text)
-    if marked is None:
-        line = without_markup(re.sub("[!?]", ".", text))
-    else:
-        line = without_markup(marked)
-    match = LAST_NUMBER.search(line)
+    text = re.sub(r"(?<!!)!(?=\s|$)", ".", text)  # an exclamation, not a factorial
+    _, mark, text = text.rpartition("####")
+    line = text.strip().partition("\n")[0]
+    before, box, rest = BOX.sub(r"\\boxed{", text).rpartition(r"\boxed{")
+    if box:
+        closed = INSIDE_BOX.match(rest)
+        if closed is None:
+            return None
+        return only_number(before, *closed.groups())
+    if mark and re.match("[^0-9A-Za-z]*[0-9]", line):  # else the mark may start a heading
+        return only_number("", line, "")
+    return last_number("", without_markup(text), "")
+
+
+def only_number(before: str, answer: str, after: str) -> Fraction | None:
+    """The number of a marked answer: its only one, or the result of a calculation."""
+    answer = without_markup(answer)
+    calculation, _, result = answer.rpartition("=")
+    if re.search(r"[0-9] ?([-+/ ]|\\times|\\cdot) ?[0-9]", calculation):  # 9 * 2 = 18
+        answer = result
+    if re.search("[0-9][,.]?[^0-9,.][^0-9]*[0-9]", answer):
+        return None
+    return last_number(without_markup(before), answer, without_markup(after))
+
+
+def last_number(before: str, answer: str, after: str) -> Fraction | None:
+    """The last number of an answer; None if the text before or after the number changes it."""
+    match = LAST_NUMBER.search(answer)
     if match is None:
         return None
-    number, after = match.groups()
-    before = line[: match.start()].rstrip()
-
-    if marked is not None and re.search("[0-9]", before):
+    number, end = match.groups()
+    before = before + " " + answer[: match.start()]
+    after = end + after
+    # Only the end of the text before: the search takes quadratic time.
+    if CHANGED_BY_TEXT_BEFORE.search(before.rstrip()[-60:]) or CHANGED_BY_TEXT_AFTER.match(after):
         return None
-    if CHANGED_BY_TEXT_BEFORE.search(before[-40:]):  # only its end: the search is quadratic
-        return None
-    if CHANGED_BY_SIGN_AFTER.match(after):
-        return None
-
-    if marked is None:  # the sentence goes on: only the next word can be a unit
-        after = re.match(r" ?[-/]?\w*", after)[0]
-    if any(changes_a_number(word) for word in re.findall(r"\w+", after)):
-        return None
-    return read_number(number)
-
-
-def marked_answer(text: str) -> str | None:
-    r"""The line after the last `####`, else the inside of the last `\boxed{}`, else None."""
-    _, mark, after = text.rpartition("####")
-    if mark:
-        return after.strip().partition("\n")[0]
-    if "\\boxed{" not in text:
-        return None
-    boxed = BOXED.match(text, text.rindex("\\boxed{"))
-    if boxed is None:  # the box is never closed
-        return ""
-    return boxed[1]
+    word = re.match("[ -]?([a-z]*)", after)[1]
+    return read_number(number) * SCALES.get(word, 1)
 
 
 def without_markup(text: str) -> str:
     """The text in plain ASCII signs, without LaTeX, Markdown, currencies and double spaces."""
     text = THOUSANDS.sub(",", text.translate(SIGNS))
-    return " ".join(MARKUP.sub(" ", text).split())
-
-
-def changes_a_number(word: str) -> bool:
-    """Tells if "5 word" is another number than 5, as in 5 million, 5x and 5k."""
-    if word.lower() in NUMBER_WORDS:
-        return True
-    if re.fullmatch("[A-Za-z]", word):
-        return word not in UNIT_LETTERS
-    return FOREIGN_LETTER.search(word) is not None
+    text = MARKUP.sub(" ", text.replace("}{", "/"))  # {1}{18} is a fraction
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
