@@ -12,7 +12,8 @@ from fractions import Fraction
 # Dashes become -, dots and crosses *, the division sign /, "approximately" = and the signs for
 # "at least", "at most" and "not equal" <. Chinese punctuation becomes English punctuation.
 SIGNS = str.maketrans(
-    "\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7\u2248\u2264\u2265\u2260\uff1a\uff0c\u3002",
+    "\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7\u2248"
+    "\u2264\u2265\u2260\uff1a\uff0c\u3002",
     "------****/=<<<:,.",
 )
 
@@ -28,7 +29,7 @@ WHOLE_NUMBER = re.compile(NUMBER, re.VERBOSE)
 LAST_NUMBER = re.compile(
     rf"""
     (?: ^ | (?<=[\s=\u3040-\u9fff]) | (?<=[^0-9]:) )  # x=18, answer:18, but no 10:18
-    ({NUMBER}) ([^0-9]*) $
+    ({NUMBER}) (?<!\.) ([^0-9]*) $
     """,
     re.VERBOSE,
 )
@@ -40,7 +41,8 @@ THOUSANDS = re.compile(  # 1{,}042 and 1\,042 and 1,\!042 and 1 042
 )
 MARKUP = re.compile(
     r"""
-    \^\{?\\circ                                                      # 18^\circ
+    <<[^<>]*>>                                                       # <<9*2=18>>18
+  | \^\{?\\circ                                                      # 18^\circ
   | \\(?: text|math|boxed|left|right|begin|end|quad|d?frac )[a-z]{0,2}(?![a-z])  # \text{18}
   | \\[^A-Za-z]                                                      # \$18, 18\%, \(18\)
   | (?<=[A-Za-z])\}?\^\{?[23]                                        # 18 \text{ m}^2
@@ -52,31 +54,33 @@ MARKUP = re.compile(
 
 CHANGED_BY_TEXT_BEFORE = re.compile(
     r"""(?:
-    (?: [0-9][^ :=\n]*                             # 10 - 18, 5 * 18, 17, 18 and 5 out of 18
-      | \b(?: half|third|quarter|root|twice|double|triple|out|x|times|plus|minus )  # half of 18
-    ) (?: [ ](?: out|of|the ) )*
-  | [0-9][^.,:;=\n]*[ ](?: and|to|or([ ]\w+)? )    # 2 hours and 18, 17 or maybe 18
-  | (?: \b(?: not|never|cannot )|n't ) (?: [ ][a-z]+ ){0,2}                     # cannot be 18
+    (?: [0-9][^ :=\n]*                                  # 10 - 18, 5 * 18 and 17, 18
+      | \b(?: half|third|quarter|root|out|twice|double|triple|times|plus|minus )
+    ) (?: [ ](?: out|of|the ) )*                        # half of 18, 5 out of 18
+  | [0-9][^.,:;=\n]*,?[ ](?: and|to|or([ ]\w+)? )       # 2 hours and 18, 17 or maybe 18
+  | (?: n't | \b(?: not|never|cannot|might|maybe|perhaps ) ) (?: [ ][a-z]+ ){0,2}
   | \b(?: than([ ]or[ ]equal[ ]to)?|least|most|every|per|(divided|multiplied)[ ]by )
-  | (?<![\w'])[b-hj-z]                           # x - 18
-  | [-+/^<>] | [<>!]=                            # x / 18, x != 18
-  | \\[a-z]+                                     # \pi 18
-    )$""",
+  | (?<![\w'])[b-hj-z]                                  # x - 18
+  | (?: [-+/^<] | (?<![=-])> | [<>!]= ) \s*             # x / 18, x != 18, but => 18
+  | \\(?! approx|implies|therefore|rightarrow )[a-z]+   # \pi 18
+    )[ ]*\Z""",
     re.VERBOSE,
 )
 CHANGED_BY_TEXT_AFTER = re.compile(
     r"""
-    [ ]? (?: [+^] | \\[a-z] )                      # 18^2, 18 + x, 18 \pi
-  | ! | -(?![A-Za-z])                             # 18!, 18-
-  | [^\w\n]{0,4}[0-9]                             # \boxed{18} / 2
-  | [^.!\n]*\?                                    # Is it 18?
-  | [ ]? [\d\xb2\xb3\xbc-\xbe\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]  # 18\u4e07
-  | [ /-]? (?: (?![aAmglLsShHdWVNJCFtpo])[A-Za-z] # 18x, 5k; but 18 m, 5 p.m., 5 o'clock
-    | and|but|to|plus|minus|point|pi|\u03c0|squared|cubed|factorial
-    | millions|billions|trillions?|grand|lakh|crore|mil|bn
-    | (?: hal[fv]e?|third|fourth|fifth|sixth|eighth|tenth|hundredth|thousandth )s?
+    [ ]? (?: [+^] | \\[a-z] )                           # 18^2, 18 + x, 18 \pi
+  | ! | -(?![A-Za-z])                                   # 18!, 18-
+  | [^\w\n]{0,4}[0-9]                                   # \boxed{18} / 2
+  | [^.!\n]*\?                                          # Is it 18?
+  | [ .]? [\d\xb2\xb3\xbc-\xbe\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u5146]  # 18\u4e07
+  | [ ]?[/-]?[ ]? (?:
+        (?![aAmglLsShHdWVNJCFtpoI])[A-Za-z]             # 18x, 5k, but 18 m, 5 p.m., 5 o'clock
+      | and|but|to|plus|minus|point|pi|\u03c0|squared|cubed|factorial
+      | millions|billions|trillions?|grand|lakh|crore|mil|bn
+      | half|halves
+      | (?: third|fourth|fifth|sixth|eighth|tenth|hundredth|thousandth )s?
     )\b
-  | ([ ]\w+){0,2} [ ](?: or|not|wrong|incorrect )\b  # 18 or more, 18 is wrong
+  | (?: [ ]\w+ ){0,2} [ ](?: or|not|wrong|incorrect )\b   # 18 or more, 18 is wrong
     """,
     re.VERBOSE,
 )
@@ -138,7 +142,7 @@ def last_number(before: str, answer: str, after: str) -> Fraction | None:
     before = before + " " + answer[: match.start()]
     after = end + after
     # Only the end of the text before: the search takes quadratic time.
-    if CHANGED_BY_TEXT_BEFORE.search(before.rstrip()[-60:]) or CHANGED_BY_TEXT_AFTER.match(after):
+    if CHANGED_BY_TEXT_BEFORE.search(before[-60:]) or CHANGED_BY_TEXT_AFTER.match(after):
         return None
     word = re.match("[ -]?([a-z]*)", after)[1]
     return read_number(number) * SCALES.get(word, 1)
@@ -148,4 +152,4 @@ def without_markup(text: str) -> str:
     """The text in plain ASCII signs, without LaTeX, Markdown, currencies and double spaces."""
     text = THOUSANDS.sub(",", text.translate(SIGNS))
     text = MARKUP.sub(" ", text.replace("}{", "/"))  # {1}{18} is a fraction
-    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(" ".join(line.split()) for line in text.split("\n"))
