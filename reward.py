@@ -16,6 +16,7 @@ from harness.numbers import SIGNS, as_text, final_number, read_number
 
 SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, even as ordinary text
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")  # <answer>, </b>, <br />
+LABEL = re.compile("^[*_ ]*(?:final )?answer[*_ ]*:", re.IGNORECASE)  # **Answer:**
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
 
 
@@ -104,10 +105,18 @@ def format_reward(completion: str, row: dict) -> float:
 def countdown_reward(completion: str, row: dict) -> float:
     """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"].
 
-    The line is an expression of whole numbers, + - * / and (), and nothing else.
+    The line is an expression of whole numbers, + - * / and (), and nothing else but the label
+    `Answer:`, Markdown marks around the line, and the target on the other side of an equals sign.
     """
-    line = answer_of(completion, row).rpartition("\n")[2]
-    expression = line.translate(SIGNS).strip(" .")
+    target = Fraction(row["target"])
+    line = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
+    expression, equals, result = LABEL.sub("", line).partition("=")
+    expression = expression.strip(" .*`")
+    result = result.strip(" .*`")
+    if equals and read_number(expression) == target:  # 24 = (8 - 2) * 4
+        expression = result
+    elif equals and read_number(result) != target:
+        return 0.0
     if not ARITHMETIC.fullmatch(expression):
         return 0.0
     numbers = [int(digits) for digits in re.findall("[0-9]+", expression)]
@@ -117,7 +126,7 @@ def countdown_reward(completion: str, row: dict) -> float:
         value = eval(re.sub("([0-9]+)", r"Fraction(\1)", expression))
     except (SyntaxError, TypeError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
-    return float(value == Fraction(row["target"]))
+    return float(value == target)
 
 
 def check_countdown(row: dict) -> None:
