@@ -136,27 +136,22 @@ def test_think_prefilled_by_the_chat_template():
     assert part("format", "<think>a</think>42", PREFILLED) == 0
 
 
-# Right answers that gsm8k does not pay: the text after a mark has to hold one number only.
+# Right answers that gsm8k does not pay.
 UNPAID = {
-    "#### 18!",  # 18 factorial
     "#### 18 ####",
-    "\\fbox{18}",
-    "#### 5 million",
-    "#### $5 million",
-    "#### 5 million dollars",
-    "#### 5M",
-    "So it is 5 million.",
-    "\\boxed{5 \\text{ million}}",
-    "#### Answer\n18",
-    "#### 9 * 2 = 18",
-    "#### 18 dollars and 0 cents",
+    "#### 5M",  # 5 meters
+    "#### 18 dollars and 0 cents",  # after a mark has to stand one number only
     "#### 7 boxes of 12",
-    "#### 5:00 p.m.",
-    "#### 1 234 567",
-    "\\boxed{\\frac{36}{2} = 18}",
     "She makes $18 each day for 7 days.",  # the last number of free text decides
+    "**104** bowls in 1 year.",
     "The answer is 18, not 17.",
     "17, not 18",
+    "She has **8 apples** left, because 5 were eaten and 7 were sold.",
+    "She needs at least 9 boxes, because 8 are not enough.",
+    "In total, Betty has $95, which means she needs $5 more to reach $100.",
+    "It takes her 2 hours (or 120 minutes).",
+    "Jasmine will have had 276,000 views. (That's 276K!)",
+    "Therefore $x=9$ and she has nine apples.",  # 9 and a half is another number
 }
 
 
@@ -169,7 +164,7 @@ def test_gsm8k_on_completions_graded_by_hand():
             paid.append(row)
         else:
             unpaid.append(row)
-    assert len(lines) == 353
+    assert len(lines) == 574
     assert all(row["right"] for row in paid)
     assert {row["completion"] for row in unpaid if row["right"]} == UNPAID
 
@@ -188,8 +183,33 @@ def test_gsm8k_on_completions_graded_by_hand():
         ("18 - 5 = 13!", "13"),
         (".5", "1/2"),
         ("3.14.15", None),
-        ("5 million people", None),
-        ("#### 5 dozen", None),
+        ("5 million people", "5000000"),
+        ("#### 5 dozen", "60"),
+        ("#### 1.5-million", "1500000"),
+        ("5 thousandths", None),
+        ("#### 5 millions", None),
+        ("2 + 3 = <<2+3=5>>5 eggs", "5"),
+        ("5. Is that all?", "5"),
+        ("5 or so?", None),
+        ("17, or 18", None),
+        ("\\boxed{17, or 18}", None),
+        ("\\boxed{2 + 3 = 5}", "5"),
+        ("\\boxed{x = 4, y = 5}", None),
+        ("\\boxed{\\frac{x}{5}}", None),
+        ("\\boxed{5} million", "5000000"),
+        ("\\boxed{5} or \\boxed{6}", None),
+        ("not \\boxed{5}", None),
+        ("## Step 2\n\n\\boxed{5}!", "5"),
+        ("#### Step 2: Add\n2 + 3 = 5", "5"),
+        ("x - 5", None),
+        ("5 - x", None),
+        ("4.8 \\approx 5", "5"),
+        ("=> 5", "5"),
+        ("x > 5", None),
+        ("10 -\n5", None),
+        ("10 -\n\\boxed{5}", None),
+        ("Step 2\n5", "5"),
+        ("Tom's 5 apples", "5"),
         ("#### 2.5k", None),
         ("#### -42 (that is 6 * 7)", None),
         ("#### 5 \\boxed{6}", None),
@@ -287,7 +307,25 @@ def test_format(completion, expected):
     [
         ("<answer>(8 - 2) * 4 * 1</answer>", 1),
         ("<think>x</think> so <answer>4*(8-2)/1</answer> done", 1),
-        ("<answer>(8-2)*4*1 = 24</answer>", 0),
+        ("<answer>(8-2)*4*1 = 24</answer>", 1),
+        ("24 = (8-2)*4*1", 1),
+        ("(8-2)*4*1 = **24**.", 1),
+        ("so\n**(8-2)*4*1**", 1),
+        ("`(8-2)*4*1`", 1),
+        ("Answer: (8-2)*4*1", 1),
+        ("**Final Answer:** `24 = (8-2)*4*1`", 1),
+        ("**answer: (8-2)*4*1 = 24**", 1),
+        ("(8-2)*4*1 = 25", 0),
+        ("25 = (8-2)*4*1", 0),
+        ("24 = (8-2)*4*1 = 24", 0),
+        ("24 = 24", 0),
+        ("x = (8-2)*4*1", 0),
+        ("= (8-2)*4*1", 0),
+        ("The answer: (8-2)*4*1", 0),
+        ("(8-2)*answer:4*1", 0),
+        ("Answer: (8-2)*4*1 or 24", 0),
+        ("Answer: Answer: (8-2)*4*1", 0),
+        ("**Answer:** __import__('os')", 0),
         ("<answer>(8-2)*4*1.</answer>", 1),
         ("<answer>(8\u22122)\u00d74\u00f71</answer>", 1),
         ("thus\n(8 - 2) * 4 * 1", 1),
@@ -335,6 +373,8 @@ def test_countdown_is_exact():
     assert part("countdown", "<answer>5 / 0</answer>", numbers=[5, 0], target=5) == 0
     assert part("countdown", "", numbers=[], target=0) == 0
     assert part("countdown", "1+2", numbers=["1", 2], target="3") == 1
+    assert part("countdown", "24", numbers=[24], target=24) == 1
+    assert part("countdown", "24 = 24", numbers=[24], target=24) == 1
 
 
 def test_overlong():
@@ -493,8 +533,23 @@ OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv}
         "#### " + "is: " * 30_000 + "1 @",
         "1 a" + " - " * 40_000 + "@",
         "1,\\ 000" * 20_000,
+        "<<1" * 40_000,
+        "<<" + "1" * 100_000,
+        " 1." * 40_000,
+        "1 or a" * 30_000,
+        "1 " + "a b " * 40_000 + "?",
+        "1" + "!" * 100_000,
+        "1" + " " * 100_000 + "?",
+        "}{" * 50_000,
+        "#### 1 = " * 20_000,
+        "\\boxed{" + "1 = " * 30_000 + "}",
+        "\\boxed{" * 15_000 + "1" + "}" * 15_000,
+        "\\fbox {" * 15_000 + "1 a b }",
+        "answer" + "*" * 100_000,
+        "*" * 100_000 + "answer",
+        "24 = " * 30_000,
     ],
-    ids=range(34),
+    ids=range(49),
 )
 def test_long_texts_take_linear_time(text):
     def seconds(call):
