@@ -150,6 +150,8 @@ UNPAID = {
     "She needs at least 9 boxes, because 8 are not enough.",
     "In total, Betty has $95, which means she needs $5 more to reach $100.",
     "It takes her 2 hours (or 120 minutes).",
+    "The total cost is 3(4)+2(7) = 26 dollars, or $26.",
+    "It takes him 2.5 hours, or 2 hours and 30 minutes.",
     "Jasmine will have had 276,000 views. (That's 276K!)",
     "Therefore $x=9$ and she has nine apples.",  # 9 and a half is another number
 }
@@ -164,7 +166,7 @@ def test_gsm8k_on_completions_graded_by_hand():
             paid.append(row)
         else:
             unpaid.append(row)
-    assert len(lines) == 574
+    assert len(lines) == 605
     assert all(row["right"] for row in paid)
     assert {row["completion"] for row in unpaid if row["right"]} == UNPAID
 
