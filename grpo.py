@@ -12,7 +12,7 @@ files, checkpoints, signals, log) and a faster policy.
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens, V = vocabulary
 size, G samples in a group (one prompt).
-Left out on purpose: critics, FSDP, tools, asynchronous rollouts (README.md names alternatives).
+Left out on purpose: critics, FSDP, asynchronous rollouts (README.md names alternatives).
 """
 
 import contextlib
@@ -66,10 +66,14 @@ class Config:
         "answer",
         "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy",
     )
-    reward_timeout: float = flag(10.0, "seconds for one call of a reward from a file", low=1e-6)
     reward_failure: str = flag(
-        "zero", "a failed reward counts as 0, or drops its sample", ("zero", "exclude")
+        "zero", "a failed reward or episode counts as 0, or drops its sample", ("zero", "exclude")
     )
+    environment: str = flag("", "file.py:name: answers the policy between turns; empty: one turn")
+    call_timeout: float = flag(
+        10.0, "seconds for one call of a reward or environment from a file", low=1e-6
+    )
+    workers: int = flag(4, "processes per rank for rewards and environments from files", low=1)
     prompt_template: str = flag(
         "", 'built from columns: "{question}\\nThink first."; empty: the column prompt'
     )
@@ -86,6 +90,10 @@ class Config:
     )
     num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
     max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
+    max_turns: int = flag(8, "turns of the policy in an episode with --environment", low=1)
+    max_turn_length: int = flag(
+        0, "tokens of one turn; 0: what --max_completion_length leaves", low=0
+    )
     temperature: float = flag(1.0, "for sampling and for all log-probabilities", low=1e-6)
     rollout: str = flag(
         "auto", "the sampler; auto: vllm if it is installed, else hf", ("auto", "vllm", "hf")
@@ -202,6 +210,11 @@ class Config:
         self.given.add(name)
 
     @property
+    def longest_turn(self) -> int:
+        """Tokens that a turn of an episode may have."""
+        return self.max_turn_length or self.max_completion_length
+
+    @property
     def updates_per_step(self) -> int:
         return self.num_minibatches * self.num_epochs
 
@@ -245,10 +258,13 @@ from harness import (
     sampler_gap,
 )
 from harness.arrays import padded, padded_rows, to_device
+from harness.chat import decode
 from harness.checkpoints import find_checkpoint, fingerprint, model_writer
 from harness.directory import resumed_flags
+from harness.environment import Transcript, load_environment
 from harness.hf_sampler import Completion, HFSampler
 from harness.log import completion_rows, sample_metrics
+from harness.player import Player
 from harness.ranks import (
     EVAL,
     MINIBATCHES,
@@ -303,6 +319,8 @@ def validate(cfg: Config) -> None:
     need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
+    why = "more than --max_completion_length, which limits all turns together"
+    need(cfg.max_turn_length <= cfg.max_completion_length, cfg, "max_turn_length", why)
     dashboards.check_installed(cfg)
     if cfg.updates_per_step > 1:
         why = "with several updates per rollout, a clip of 0 would act on rounding errors"
@@ -428,6 +446,9 @@ class Sample:
     sampled: np.ndarray = None
     in_loss: np.ndarray = None  # bool: the loss counts the token, if it was sampled
     advantages: np.ndarray = None  # float64
+    turn_start: int = 0  # index of the first token of the policy's last turn
+    transcript: Transcript | None = None  # what was said in turns; None: no environment
+    failure: str = ""  # "cause: message" if the environment failed, which ends the episode
     old_logps: np.ndarray | None = None  # before the first update of the step; None: not needed
     ref_logps: np.ndarray | None = None  # under the reference; None: not needed
     token_notes: dict = field(default_factory=dict)  # name -> [T] floats, for the log: note_tokens
@@ -440,6 +461,16 @@ class Sample:
             self.in_loss = np.ones(T, bool)
         if self.advantages is None:
             self.advantages = np.zeros(T)
+
+    def append(self, ids: np.ndarray, logps: np.ndarray, sampled: bool) -> None:
+        """Adds a turn of the policy, or tokens that the environment wrote (sampled: False)."""
+        if not sampled:
+            self.turn_start = len(self.completion_ids) + len(ids)
+        self.completion_ids = np.append(self.completion_ids, ids)
+        self.sampler_logps = np.append(self.sampler_logps, logps)
+        self.sampled = np.append(self.sampled, np.full(len(ids), sampled))
+        self.in_loss = np.append(self.in_loss, np.ones(len(ids), bool))
+        self.advantages = np.append(self.advantages, np.zeros(len(ids)))
 
     @property
     def n_tokens(self) -> int:
@@ -478,11 +509,11 @@ class VLLMSampler:
 
     CPU_CACHE_BYTES = 2**30  # for keys and values, on a CPU
 
-    def __init__(self, eos_ids: list[int], longest_prompt: int, cfg: Config, world: World):
+    def __init__(self, stop_ids: list[int], longest_prompt: int, cfg: Config, world: World):
         from vllm import LLM, SamplingParams
 
         self.SamplingParams = SamplingParams
-        self.eos_ids = eos_ids
+        self.stop_ids = stop_ids
         self.max_completion_length = cfg.max_completion_length
         self.on_cuda = world.device.type == "cuda"
         self.asleep = False
@@ -562,7 +593,7 @@ class VLLMSampler:
                 seed=seed % 2**32,
                 temperature=temperature,
                 max_tokens=limit,
-                stop_token_ids=self.eos_ids,
+                stop_token_ids=self.stop_ids,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
@@ -628,19 +659,19 @@ def has_alibi(model) -> bool:
 def make_sampler(
     kind: str,
     model,
-    eos_ids: list[int],
+    stop_ids: list[int],  # tokens that end a completion, or a turn of it
     pad_id: int,
     longest_prompt: int,
     cfg: Config,
     world: World,
 ):
     if kind == "hf":
-        return HFSampler(model, eos_ids, pad_id, cfg)
+        return HFSampler(model, stop_ids, pad_id, cfg)
     say("vLLM starts")
     if world.device.type == "cuda":
         say("vLLM compiles, which takes one to three minutes")
     try:
-        return VLLMSampler(eos_ids, longest_prompt, cfg, world)
+        return VLLMSampler(stop_ids, longest_prompt, cfg, world)
     except Exception as error:
         why = f"vllm did not start: {first_line(error)} (--rollout hf needs no vllm)"
         raise TrainingError(why) from error
@@ -653,18 +684,41 @@ def sample(
     cfg: Config,
     world: World,
     greedy: bool = False,
+    player: Player | None = None,  # of --environment; None: there is one turn
 ) -> list[Sample]:
     """This rank's share: num_generations samples for every world.size-th prompt, or one greedy."""
     n = 1 if greedy else cfg.num_generations
     temperature = 0.0 if greedy else cfg.temperature
     share = range(world.rank, len(prompts), world.size)
     texts = [prompts[i].ids for i in share]
-    groups = sampler.generate(texts, n, [seeds[i] for i in share], temperature)
+    limits = [cfg.longest_turn] * len(share)
+    groups = sampler.generate(texts, n, [seeds[i] for i in share], temperature, limits)
     samples = []
+    keys = []
     for i, completions in zip(share, groups, strict=True):
-        for c in completions:
+        for number, c in enumerate(completions):
             samples.append(Sample(i, prompts[i], c.ids, c.logps, c.finish_reason))
+            keys.append((seeds[i], number))
+    if player is not None:
+        player.start(samples, keys)
+        play(samples, sampler, player, temperature, cfg)
     return samples
+
+
+def play(samples: list[Sample], sampler, player: Player, temperature: float, cfg: Config) -> None:
+    """The turns after the first. What the environment writes between them is context: appended as
+    tokens that the policy did not sample, and never in the loss."""
+    playing = player.reply(samples)
+    while playing:
+        texts = [np.append(s.prompt.ids, s.completion_ids) for s in playing]
+        seeds = [seed_of(*s.transcript.key, len(s.transcript.turns)) for s in playing]
+        room = [cfg.max_completion_length - len(s.completion_ids) for s in playing]
+        limits = np.minimum(room, cfg.longest_turn).tolist()
+        turns = sampler.generate(texts, 1, seeds, temperature, limits)
+        for s, [turn] in zip(playing, turns, strict=True):
+            s.append(turn.ids, turn.logps, sampled=True)
+            s.finish_reason = turn.finish_reason
+        playing = player.reply(playing)  # all turns of a round: the engine gets one large batch
 
 
 def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
@@ -675,16 +729,11 @@ def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
 def add_texts(samples: list[Sample], tokenizer) -> None:
     """Fills in the texts, for rewards and display only, without the final EOS."""
     for s in samples:
-        ids = s.completion_ids
-        if s.finish_reason == "stop":
-            ids = ids[:-1]
-        s.text = decode(tokenizer, ids)
-
-
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay, so that a reward can see a <think>. Ids that the tokenizer does not
-    have (some models pad their vocabulary) are dropped."""
-    return tokenizer.decode(ids[ids < len(tokenizer)].tolist())
+        if s.transcript is None:  # else the player has set the text of the last turn
+            ids = s.completion_ids
+            if s.finish_reason == "stop":
+                ids = ids[:-1]
+            s.text = decode(tokenizer, ids)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -695,7 +744,8 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
     """Fills in rewards. A reward is NaN if no reward function applies to the sample, or
     if one failed and --reward_failure is exclude."""
     rows = [reward_row(s, step, cfg) for s in samples]
-    scores = scorer.score([s.text for s in samples], rows)
+    failures = [s.failure for s in samples]
+    scores = scorer.score([s.text for s in samples], rows, failures)
     for i, s in enumerate(samples):
         s.reward = scores.totals[i]
         s.parts = {name: values[i] for name, values in scores.by_reward.items()}
@@ -1249,9 +1299,10 @@ def evaluate(
     step: int,
     cfg: Config,
     world: World,
+    player: Player | None = None,
 ) -> dict:
     """Greedy accuracy (the first reward) on held-out prompts, and pass@k with --eval_samples."""
-    task = (sampler, prompts, tokenizer, scorer, step)
+    task = (sampler, prompts, tokenizer, scorer, player, step)
     values, length = eval_rewards(*task, cfg, world, greedy=True)
     values = values[~np.isnan(values)]  # a reward is NaN for rows to which it does not apply
     metrics = {"eval_accuracy": math.nan, "eval_stderr": 0.0, "eval_length": length}
@@ -1276,6 +1327,7 @@ def eval_rewards(
     prompts: list[Prompt],
     tokenizer,
     scorer,
+    player: Player | None,
     step: int,
     cfg: Config,
     world: World,
@@ -1283,7 +1335,7 @@ def eval_rewards(
 ) -> tuple:
     """The first reward of each sample [prompts, samples], and the mean length, over all ranks."""
     seeds = seeds_of(EVAL, step, len(prompts), cfg)
-    samples = sample(sampler, prompts, seeds, cfg, world, greedy)
+    samples = sample(sampler, prompts, seeds, cfg, world, greedy, player)
     add_texts(samples, tokenizer)
     scores = world.gather([score(samples, scorer, step, cfg)])
     failures = [s.first_failure for s in scores if s.first_failure]
@@ -1351,17 +1403,18 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
 
 
 def load_data(cfg: Config) -> tuple:
-    """Rewards, tokenizer, train prompts and eval prompts."""
+    """Rewards, environment or None, tokenizer, train prompts and eval prompts."""
     try:
         rewards = load_rewards(cfg.reward)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"--reward {cfg.reward}: {error}") from None
+    environment = load_environment(cfg.environment, rewards)
     tokenizer = rows.load_tokenizer(cfg)
-    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg)
+    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg, environment)
     eval_prompts = []
     if cfg.eval_data:
-        eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg)
-    return rewards, tokenizer, train_prompts, eval_prompts
+        eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg, environment)
+    return rewards, environment, tokenizer, train_prompts, eval_prompts
 
 
 def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identity: int) -> None:
@@ -1374,6 +1427,7 @@ def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identit
     values["--train_data"] = inputs["train_rows"]
     values["--eval_data"] = inputs["eval_rows"]
     code = sorted(inputs["reward_code"].values())
+    values["--environment"] = cfg.environment.rpartition(":")[2]  # the file is in `code`
     values["--reward"] = [(reward.name, reward.weight) for reward in rewards] + code
     world.same(values)
 
@@ -1387,18 +1441,24 @@ def set_up(cfg: Config, command_line: bool):
     device = ranks.pick_device(cfg.device, cfg.dtype)
     models.keep_freed_memory(device)
     models.quiet_transformers(cfg.verbose)
-    rewards, tokenizer, train_prompts, eval_prompts = load_data(cfg)
+    rewards, environment, tokenizer, train_prompts, eval_prompts = load_data(cfg)
     prompts = train_prompts + eval_prompts
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
     eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
     kind, why = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
+    scorer = Scorer(rewards, cfg.call_timeout, cfg.workers, environment=environment)
+    stop_ids = eos_ids  # they end a turn of the policy
+    player = None
+    if environment is not None:
+        player = Player(environment, scorer.pool, tokenizer, eos_ids, prompts, cfg)
+        stop_ids = player.stop_ids
 
     world = ranks.join_world(device)
     inputs = dict(
         train_rows=rows.fingerprint_of_data(train_prompts),
         eval_rows=rows.fingerprint_of_data(eval_prompts),
-        reward_code=sources(rewards),
+        reward_code=sources([*rewards, environment]),
     )
     refuse_other_ranks(world, cfg, inputs, rewards, identity)
     with Run(cfg, world, checkpoint, started, command_line, inputs) as run:
@@ -1408,8 +1468,7 @@ def set_up(cfg: Config, command_line: bool):
         for p in policies:
             p.packs = packs
         longest_prompt = max(len(p.ids) for p in prompts)
-        sampler = make_sampler(kind, policy.model, eos_ids, pad_id, longest_prompt, cfg, world)
-        scorer = Scorer(rewards, timeout=cfg.reward_timeout)
+        sampler = make_sampler(kind, policy.model, stop_ids, pad_id, longest_prompt, cfg, world)
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)
@@ -1431,6 +1490,7 @@ def set_up(cfg: Config, command_line: bool):
             optimizer=optimizer,
             sampler=sampler,
             scorer=scorer,
+            player=player,
             tokenizer=tokenizer,
             train_prompts=train_prompts,
             eval_prompts=eval_prompts,
@@ -1442,7 +1502,7 @@ def set_up(cfg: Config, command_line: bool):
 def train(cfg: Config, command_line: bool = False) -> list[dict]:
     """The whole run; returns the lines of metrics.jsonl. command_line: signals end the process."""
     if cfg.show_prompt:
-        _, _, train_prompts, _ = load_data(prepare(cfg))
+        _, _, _, train_prompts, _ = load_data(prepare(cfg))
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
         return []
     with set_up(cfg, command_line) as parts:
@@ -1456,7 +1516,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             with run.clock("rollout"):
                 prompts = prompts_of_step(parts.train_prompts, step, cfg)
                 seeds = seeds_of(SAMPLING, step, len(prompts), cfg)
-                samples = sample(parts.sampler, prompts, seeds, cfg, world)
+                samples = sample(parts.sampler, prompts, seeds, cfg, world, player=parts.player)
                 parts.sampler.sleep()
             with run.clock("reward"):
                 add_texts(samples, tokenizer)
@@ -1510,6 +1570,7 @@ def push_and_evaluate(parts, step: int) -> None:
             step,
             parts.cfg,
             parts.world,
+            parts.player,
         )
         parts.run.record_eval(step, metrics)
 

@@ -139,8 +139,17 @@ def overlong_reward(completion: str, row: dict) -> float:
     """In [-1, 0]: 0 up to 80 % of the maximal length, then linearly down to -1 (DAPO, eq. 13)."""
     limit = row["max_completion_length"]
     cache = max(1, round(0.2 * limit))
-    excess = row["completion_length"] - (limit - cache)
+    # All that --max_completion_length limits: in an episode also what the environment wrote.
+    excess = len(row["completion_ids"]) - (limit - cache)
     return -min(1.0, max(0.0, excess / cache))
+
+
+def environment_reward(completion: str, row: dict) -> float | None:
+    """What get_reward() of the episode's environment says; None if its class has no such method."""
+    get_reward = getattr(row["environments"], "get_reward", None)
+    if get_reward is None:
+        return None
+    return get_reward()
 
 
 def math_reward(completion: str, row: dict) -> float:
@@ -172,6 +181,7 @@ class Reward:
     columns: tuple[str, ...] = ()  # keys that every data row must have
     check: Callable | None = None  # check(row): a ValueError if no completion can earn the reward
     trusted: bool = False  # it runs in the trainer's process, not in a worker
+    reads_objects: bool = False  # row["environments"]: an object of --environment's class
     batched: bool = False  # TRL's form: fn(completions, **columns) -> list
     path: str = ""  # the file it came from
     text: str = ""  # the text of this file: workers that start later run the same text
@@ -185,5 +195,6 @@ BUILT_IN = {
         "countdown", 1.0, countdown_reward, ("numbers", "target"), check_countdown, trusted=True
     ),
     "overlong": Reward("overlong", 1.0, overlong_reward, trusted=True),
+    "environment": Reward("environment", 1.0, environment_reward, reads_objects=True),
     "math": Reward("math", 1.0, math_reward, ("answer",)),
 }

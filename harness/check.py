@@ -121,7 +121,10 @@ def texts_to_compare(model, token_ids, longest: int, budget: int) -> tuple[list,
 
 def sample(group: int, prompt_ids, completion_ids):
     prompt = SimpleNamespace(ids=prompt_ids)
-    return SimpleNamespace(group=group, prompt=prompt, completion_ids=completion_ids)
+    sampled = np.ones(len(completion_ids), bool)
+    return SimpleNamespace(
+        group=group, prompt=prompt, completion_ids=completion_ids, sampled=sampled
+    )
 
 
 @torch.no_grad()

@@ -23,15 +23,15 @@ class Completion:
 class HFSampler:
     """Hugging Face's generate on the policy's own weights: slow, portable, always up to date."""
 
-    def __init__(self, model, eos_ids: list[int], pad_id: int, cfg):
+    def __init__(self, model, stop_ids: list[int], pad_id: int, cfg):
         self.model = model
-        self.eos_ids = eos_ids
+        self.stop_ids = stop_ids
         self.pad_id = pad_id
         self.cfg = cfg
         # A model's own generation config may hold top-p or a repetition penalty: those would
         # sample from a distribution that is not the one being trained.
         self.model.generation_config = GenerationConfig(
-            eos_token_id=eos_ids,
+            eos_token_id=stop_ids,
             pad_token_id=pad_id,
             do_sample=False,  # SeededSampling draws the tokens
         )
@@ -108,11 +108,11 @@ class HFSampler:
         logps = torch.stack(sampling.logps, 1).cpu().numpy()  # [N, T]
         completions = []
         for row, row_logps, limit in zip(tokens, logps, limits, strict=True):
-            completions.append(self.until_eos(row[:limit], row_logps[:limit]))
+            completions.append(self.until_stop(row[:limit], row_logps[:limit]))
         return completions
 
-    def until_eos(self, ids: np.ndarray, logps: np.ndarray) -> Completion:
-        ends = np.flatnonzero(np.isin(ids, self.eos_ids))
+    def until_stop(self, ids: np.ndarray, logps: np.ndarray) -> Completion:
+        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if len(ends) == 0:
             return Completion(ids, logps, "length")
         length = ends[0] + 1

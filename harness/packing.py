@@ -1,15 +1,15 @@
 """Rows without padding: each group's prompt once, then its completions.
 
 They are laid out on the CPU, which has all lengths, so no pass waits for the device. N = samples,
-T = completion tokens (padded), n = real completion tokens, S = tokens of a row. In a block of texts
-that attend together T = queries, K = keys, both padded.
+T = completion tokens (padded), n = tokens that the policy sampled, S = tokens of a row. In a block
+of texts that attend together T = queries, K = keys, both padded.
 """
 
 import math
 
 import numpy as np
 
-from harness.arrays import padded_rows
+from harness.arrays import padded, padded_rows
 
 NEVER = 2**30  # the position of padding: later than every query, so causal attention drops it
 
@@ -17,21 +17,20 @@ NEVER = 2**30  # the position of padding: later than every query, so causal atte
 def padded_layout(samples) -> dict:
     """A row for each text, padded on the right: see packed_layout for what the arrays mean."""
     rows = padded_rows(samples)
-    lengths = np.array([[len(s.completion_ids)] for s in samples])  # [N, 1]
+    sampled = padded([s.sampled for s in samples], bool)  # [N, T]
     N, L = rows["ids"].shape
-    real = np.arange(lengths.max()) < lengths  # [N, T]
     read = rows["before"] + L * np.arange(N)[:, None]
     return dict(
-        shape=real.shape,
+        shape=sampled.shape,
         ids=rows["ids"],  # [N, L]
-        targets=rows["completion"][real],
-        read=read[real],
-        place=np.flatnonzero(real),
+        targets=rows["completion"][sampled],
+        read=read[sampled],
+        place=np.flatnonzero(sampled),
     )
 
 
 def packed_layout(samples, multiple: int = 1) -> dict:
-    """One row without padding, as arrays; samples have group, prompt.ids and completion_ids.
+    """One row without padding, as arrays; samples have group, prompt.ids, completion_ids, sampled.
 
     It holds each group's prompt once, then the completions, long ones first, without their last
     tokens, which predict nothing. Two groups: prompt ABC with completions def and gh, prompt XY
@@ -39,7 +38,7 @@ def packed_layout(samples, multiple: int = 1) -> dict:
 
         ids        A B C X Y d e g     [1, S]
         positions  0 1 2 0 1 3 4 3     [1, S] in the text
-        targets    d e f g h z         [n] the tokens of the completions
+        targets    d e f g h z         [n] the tokens that the policy sampled
         read       2 5 6 2 7 4         [n] the place in the row that predicts each of them
         place      0 1 2 3 4 6         [n] where they stand in the table [N, T], flattened
         blocks     the prompts, and the completions: which places attend to which
@@ -78,10 +77,11 @@ def packed_layout(samples, multiple: int = 1) -> dict:
         texts.append((prompt_start, P, S, C - 1))
         ids.append(sample.completion_ids[:-1])
         positions.append(np.arange(P, P + C - 1))
-        targets.append(sample.completion_ids)
-        read.append([prompt_start + P - 1])  # the first token follows the prompt
-        read.append(np.arange(S, S + C - 1))  # the others follow the token before them
-        place.append(np.arange(i * T, i * T + C))
+        # The first token follows the prompt, the others the token before them.
+        before = np.append(prompt_start + P - 1, np.arange(S, S + C - 1))  # [C]
+        targets.append(sample.completion_ids[sample.sampled])
+        read.append(before[sample.sampled])
+        place.append(np.flatnonzero(sample.sampled) + i * T)
         S += C - 1
 
     blocks = [block_of(np.array(prompts), multiple, prompts=True)]

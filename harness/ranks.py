@@ -19,6 +19,7 @@ EVAL = 1  # completions of an eval; number: the prompt
 TORCH = 2  # torch's generator, for modified copies that use it; number: the rank
 NOISE = 3  # on the advantages
 MINIBATCHES = 4  # order of a step's samples; number: the epoch
+ENVIRONMENT = 5  # what an environment draws; number: the row
 
 
 def stream(seed: int, purpose: int, step: int = 0, number: int = 0) -> tuple[int, ...]:

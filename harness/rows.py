@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import transformers
 
+from harness.chat import CUT, chat_messages, chat_text, encode, protect
+from harness.environment import Environment
 from harness.flags import ConfigError, first_line, need, say
+from harness.player import first_observations
+from harness.ranks import ENVIRONMENT, seed_of, stream
 from harness.user_code import TRAINER_KEYS, TRL_KEYS, import_file
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -100,6 +104,8 @@ class Prompt:
     text: str
     row: dict
     messages: list | None = None  # None: a string, which went through no chat template
+    seed: int = 0  # of what the environment draws
+    observation: str = ""  # what the environment's reset() said: the end of the prompt
 
 
 def load_tokenizer(cfg):
@@ -120,11 +126,17 @@ def load_tokenizer(cfg):
     return tokenizer
 
 
-def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
+def load_prompts(
+    name: str, rewards, tokenizer, cfg, environment: Environment | None = None
+) -> list[Prompt]:
     """The prompts of --train_data or --eval_data, less those longer than --max_prompt_length."""
     path = getattr(cfg, name)
     rows = read_rows(path, name)
     needed = needed_columns(rewards, cfg)
+    seeds = [seed_of(*stream(cfg.seed, ENVIRONMENT, number=i)) for i in range(len(rows))]
+    observations = [""] * len(rows)
+    if environment is not None and environment.kind == "class":
+        observations = first_observations(environment, rows, seeds, cfg)
     prompts = []
     for number, row in enumerate(rows, 1):
         try:
@@ -134,7 +146,11 @@ def load_prompts(name: str, rewards, tokenizer, cfg) -> list[Prompt]:
             for reward in rewards:
                 if reward.check is not None:
                     reward.check(row)
-            prompts.append(encode_prompt(row, tokenizer, cfg))
+            observation = observations[number - 1]
+            prompt = encode_prompt(row, tokenizer, cfg, environment, observation)
+            prompt.seed = seeds[number - 1]
+            prompt.observation = observation
+            prompts.append(prompt)
         except Exception as error:
             raise ConfigError(f"--{name} {path} row {number}: {first_line(error)}") from None
 
@@ -176,11 +192,14 @@ def check_template_kwargs(cfg):
     need(isinstance(options, dict), cfg, "chat_template_kwargs", "must be a JSON object")
 
 
-def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
+def encode_prompt(
+    row: dict, tokenizer, cfg, environment: Environment | None = None, observation: str = ""
+) -> Prompt:
     """The prompt of a row: its column `prompt`, or what --prompt_template makes of its columns.
 
     A string is taken as it is, a list of messages goes through the chat template; so does a string
-    with --chat or --system_prompt. ValueError if the result is empty.
+    with --chat or --system_prompt. observation: goes to the end of the last message, as in TRL.
+    ValueError if the result is empty.
     """
     if cfg.prompt_template:
         prompt = fill_template(cfg.prompt_template, row)
@@ -190,17 +209,32 @@ def encode_prompt(row: dict, tokenizer, cfg) -> Prompt:
         why = "one that is neither a string nor a list of messages"
         raise ValueError(f"empty prompt, or {why}: {prompt!r}")
 
+    tools = []
+    if environment is not None:
+        tools = environment.tools(row)
     if isinstance(prompt, str) and not cfg.chat and not cfg.system_prompt:
+        if environment is not None and environment.kind != "text":
+            raise ValueError("tools need a chat: a list of messages, or --chat")
         text = prompt
         messages = None
         ids = string_ids(text, tokenizer)
     else:
         messages = chat_messages(prompt, cfg.system_prompt)
-        text = chat_text(messages, tokenizer, cfg)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        protected = with_observation(messages, protect(observation, tokenizer))
+        messages = with_observation(messages, observation)
+        text = chat_text(protected, tokenizer, cfg, tools)
+        ids = encode(text, tokenizer, begins=True)
+        text = text.replace(CUT, "")
     if not ids:
         raise ValueError("empty prompt")
     return Prompt(np.array(ids, dtype=np.int32), text, row, messages)
+
+
+def with_observation(messages: list[dict], observation: str) -> list[dict]:
+    """The last message ends in the observation, as in TRL."""
+    last = dict(messages[-1])
+    last["content"] += observation
+    return [*messages[:-1], last]
 
 
 def fill_template(template, row):
@@ -218,34 +252,6 @@ def string_ids(text, tokenizer):
     if ids[: len(start)] == start:
         return ids
     return start + ids
-
-
-def chat_messages(prompt, system_prompt):
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [dict(role="user", content=prompt)]
-    if system_prompt:
-        messages = [dict(role="system", content=system_prompt), *messages]
-    for message in messages:
-        fine = isinstance(message, dict) and "role" in message
-        if not fine or not isinstance(message.get("content"), str):
-            why = "each message must have a role and a text as its content"
-            raise ValueError(f"{why}: {messages!r}")
-    return messages
-
-
-def chat_text(messages, tokenizer, cfg):
-    """Applies the chat template, which writes its own BOS."""
-    continued = messages[-1]["role"] == "assistant"  # the policy goes on with this answer
-    options = json.loads(cfg.chat_template_kwargs or "{}")
-    options["tokenize"] = False
-    options["add_generation_prompt"] = not continued
-    options["continue_final_message"] = continued
-    text = tokenizer.apply_chat_template(messages, **options)
-    first = messages[0]  # the one of --system_prompt, if there is one
-    if first["content"].strip() not in text:
-        raise ValueError(f"the chat template leaves out the {first['role']} message")
-    return text
 
 
 # -- For the ranks and the log

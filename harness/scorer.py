@@ -5,9 +5,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from harness.environment import Environment
 from harness.flags import TrainingError, say
+from harness.jobs import make_pool
 from harness.user_code import call_reward
-from harness.workers import WorkerPool, outcome_of
+from harness.workers import Outcome, outcome_of
 from reward import Reward
 
 
@@ -31,30 +33,50 @@ class Scorer:
     memory: bytes that a worker may take for its calls (Linux only).
     """
 
-    def __init__(self, rewards: list[Reward], timeout=10.0, workers=4, memory=4 << 30):
+    def __init__(
+        self,
+        rewards: list[Reward],
+        timeout=10.0,
+        workers=4,
+        memory=4 << 30,
+        environment: Environment | None = None,
+    ):
         self.rewards = rewards
+        self.environment = environment
         self.failure_was_shown = False  # the log shows only the first failure of a run
-        untrusted = [(r.name, r.path, r.text) for r in rewards if not r.trusted]
-        load = "harness.user_code:load_in_worker"
-        self.pool = WorkerPool(load, (untrusted,), timeout, memory, workers)
+        self.pool = make_pool(rewards, environment, timeout, workers, memory)
 
-    def score(self, completions: list[str], rows: list[dict]) -> Scores:
-        """Scores completions[i] with rows[i]. Never raises, whatever a reward function does."""
+    def score(
+        self, completions: list[str], rows: list[dict], failures: list[str] | None = None
+    ) -> Scores:
+        """Scores completions[i] with rows[i]. Never raises, whatever a reward function does.
+
+        failures: why the episode of each completion failed; "" or None: it did not. A failed
+        episode gets no reward.
+        """
         n = len(rows)
         scores = Scores(totals=[math.nan] * n, by_reward={}, failed=[False] * n)
+        if failures is None:
+            failures = [""] * n
+        for i, failure in enumerate(failures):
+            if failure:
+                add_failure(scores, i, f"environment failed: {failure}", rows[i])
+                scores.failures["environment_" + failure.partition(":")[0]] += 1
+
+        scored = [i for i in range(n) if not failures[i]]
         for reward in self.rewards:
-            size = 1  # samples per call
-            if reward.batched:
-                size = max(1, n)
-            jobs = [(completions[i : i + size], rows[i : i + size]) for i in range(0, n, size)]
+            scores.by_reward[reward.name] = [0.0] * n
+            calls = self.calls_of(reward, scored, rows)
+            jobs = [([completions[i] for i in call], [rows[i] for i in call]) for call in calls]
             if reward.trusted:
                 outcomes = [outcome_of(call_reward, reward, *job) for job in jobs]
             else:
-                outcomes = self.pool.call_all([(reward.name, *job) for job in jobs])
-
-            scores.by_reward[reward.name] = []
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                add_outcome(scores, reward, outcome, job[1])
+                places = [self.place_of(rows[call[0]]) for call in calls]
+                if None in places:
+                    places = None
+                outcomes = self.pool.call_all([(reward.name, *job) for job in jobs], places)
+            for call, outcome in zip(calls, outcomes, strict=True):
+                add_outcome(scores, reward, outcome, call, rows)
 
         for i in range(n):
             weighted = [reward.weight * scores.by_reward[reward.name][i] for reward in self.rewards]
@@ -62,6 +84,24 @@ class Scorer:
             if applicable:
                 scores.totals[i] = sum(applicable)
         return scores
+
+    def calls_of(self, reward: Reward, scored: list[int], rows: list[dict]) -> list[list[int]]:
+        """The samples of each call: all together in TRL's form, else one by one.
+
+        TRL's form with objects of a class: a call for each worker, with the episodes it has played.
+        """
+        if not reward.batched:
+            return [[i] for i in scored]
+        calls = {}
+        for i in scored:
+            calls.setdefault(self.place_of(rows[i]), []).append(i)
+        return list(calls.values())
+
+    def place_of(self, row: dict) -> int | None:
+        """Which worker has played the row's episode; None: any may score it."""
+        if self.environment is None or self.environment.kind != "class":
+            return None
+        return row["environments"].place
 
     def failure_metrics(self, all_scores: list[Scores], step: int, n_samples: int) -> dict:
         """Metrics of the failures in a step, and the means of what rewards logged.
@@ -98,26 +138,30 @@ class Scorer:
         self.pool.close()
 
 
-def add_outcome(scores, reward, outcome, rows):
-    """Adds the outcome of the next call, which was about these rows."""
-    values = scores.by_reward[reward.name]
+def add_outcome(scores: Scores, reward: Reward, outcome: Outcome, call: list[int], rows) -> None:
+    """Adds the outcome of a call about the samples with these indices."""
     cause = outcome.cause
     message = outcome.message
     if cause:
-        numbers = [None] * len(rows)
+        numbers = [None] * len(call)
     else:
         numbers, metrics, extra = outcome.value
         scores.metrics.update(metrics)
-        scores.extra.update(extra)
+        for column, texts in extra.items():
+            for i, text in zip(call, texts, strict=True):
+                scores.extra.setdefault(column, [""] * len(rows))[i] = text
         cause = "invalid"
         message = "not a finite number"
 
-    for row, number in zip(rows, numbers, strict=True):
+    for i, number in zip(call, numbers, strict=True):
         if number is None:
-            scores.failed[len(values)] = True
             scores.failures[cause] += 1
-            if not scores.first_failure:
-                why = f"{cause}: {message}; row: {ascii(row)[:500]}"
-                scores.first_failure = f"reward {reward.name} failed: {why}"
+            add_failure(scores, i, f"reward {reward.name} failed: {cause}: {message}", rows[i])
             number = 0.0
-        values.append(number)
+        scores.by_reward[reward.name][i] = number
+
+
+def add_failure(scores: Scores, i: int, message: str, row: dict) -> None:
+    scores.failed[i] = True
+    if not scores.first_failure:
+        scores.first_failure = f"{message}; row: {ascii(row)[:500]}"

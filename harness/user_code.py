@@ -12,12 +12,11 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+from harness.chat import messages_of
 from harness.workers import one_line
 from reward import BUILT_IN, Reward
 
@@ -30,14 +29,34 @@ TRAINER_KEYS = {  # what the trainer adds to a data row
     "max_completion_length",
     "finish_reason",
     "trainer_state",
+    "completion_messages",
+    "turns",
+    "replies",
 }
-TRL_KEYS = {"completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+TRL_KEYS = {
+    "completions",
+    "prompts",
+    "completion_ids",
+    "environments",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+}
 
 
 def reward_row(sample, step: int, cfg) -> dict:
     """What a reward function sees: the data row, and TRAINER_KEYS."""
     row = dict(sample.prompt.row)
+    turns = [sample.text]
+    replies = []
+    if sample.transcript is not None:
+        turns = sample.transcript.turns
+        replies = sample.transcript.replies
+        row["completion_messages"] = messages_of(sample.transcript)
+        row["environments"] = sample.transcript  # in a worker: the object of its class
     row.update(
+        turns=turns,
+        replies=replies,
         prompt_text=sample.prompt.text,
         prompt_messages=sample.prompt.messages,
         completion_ids=sample.completion_ids.tolist(),
@@ -106,7 +125,16 @@ def reward_from_file(name, path, text) -> Reward:
         columns = [p.name for p in required if not str(p).startswith("*")]
     columns = tuple(key for key in columns if key not in TRAINER_KEYS | TRL_KEYS)
     path, text = module.__file__, module.__source__
-    return Reward(name, 1.0, function, columns, batched=batched, path=path, text=text)
+    return Reward(
+        name,
+        1.0,
+        function,
+        columns,
+        reads_objects="environments" in names,
+        batched=batched,
+        path=path,
+        text=text,
+    )
 
 
 def import_file(path: str, text: str | None = None) -> ModuleType:
@@ -148,18 +176,13 @@ def neighbours_first(folder: str):
         sys.modules.update(hidden)
 
 
-def sources(rewards: list[Reward]) -> dict[str, str]:
-    """The files that rewards come from, as they were read: path -> SHA-256."""
-    return {r.path: hashlib.sha256(r.text.encode()).hexdigest() for r in rewards if r.path}
+def sources(loaded: list) -> dict[str, str]:
+    """The files of rewards and environment (or None), as they were read: path -> SHA-256."""
+    files = [x for x in loaded if x is not None and x.path]
+    return {x.path: hashlib.sha256(x.text.encode()).hexdigest() for x in files}
 
 
 # -- Calling
-
-
-def load_in_worker(rewards: list[tuple]) -> dict[str, Callable]:
-    """What jobs call: {name: function of (completions, rows)}. rewards: (name, path, text)."""
-    loaded = [find_reward(*reward) for reward in rewards]
-    return {reward.name: partial(call_reward, reward) for reward in loaded}
 
 
 def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> tuple:
@@ -208,7 +231,10 @@ def trl_arguments(function, completions, rows, metrics, extra) -> dict:
 
     prompts = [row.get("prompt_messages") or row.get("prompt_text") for row in rows]
     if isinstance(prompts[0], list):  # a chat. As in TRL, the first row decides for all
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+        messages = [[{"role": "assistant", "content": text}] for text in completions]
+        completions = []
+        for row, message in zip(rows, messages, strict=True):
+            completions.append(row.get("completion_messages", message))
 
     arguments = {}
     for key in set().union(*rows):

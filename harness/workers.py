@@ -69,7 +69,7 @@ def one_line(error: BaseException) -> str:
 class WorkerPool:
     """Calls functions in worker processes, which start when they are first needed.
 
-    load: the name of a function of this project, as "harness.user_code:load_in_worker". Each worker
+    load: the name of a function of this project, as "harness.jobs:load". Each worker
         calls it with the arguments; it returns the functions of the jobs: {name: function}.
     timeout: seconds for one call; then its worker is killed.
     memory: bytes that a worker may take after it has loaded its functions (Linux only).
@@ -78,15 +78,25 @@ class WorkerPool:
     def __init__(self, load: str, arguments: tuple, timeout: float, memory: int, workers: int):
         self.workers = [Worker((load, arguments, memory, timeout)) for _ in range(workers)]
 
-    def call_all(self, jobs: list[tuple]) -> list[Outcome]:
-        """Calls each job, (name, *arguments). The outcomes are in the order of the jobs."""
+    def call_all(self, jobs: list[tuple], places: list[int] | None = None) -> list[Outcome]:
+        """Calls each job, (name, *arguments). The outcomes are in the order of the jobs.
+
+        places: jobs of the same place go to the same worker, which may cache what they share.
+        None: each worker takes the next job.
+        """
         # Shuffle, so that the jobs of one prompt, if they all hang, do not come in a row.
         order = random.Random(0).sample(range(len(jobs)), len(jobs))
-        waiting = iter(order)  # all threads take their jobs from here
+        n = len(self.workers)
+        if places is None:
+            queues = [order] * n
+            waiting = [iter(order)] * n  # one iterator, from which all threads take their jobs
+        else:
+            queues = [[i for i in order if places[i] % n == number] for number in range(n)]
+            waiting = [iter(queue) for queue in queues]
         outcomes = {}
         causes = []  # of the outcomes, in the order in which they came
 
-        def work(worker):
+        def work(worker, waiting):
             # Ctrl-C is for the main thread. A process that this thread starts ignores it, too.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             for index in waiting:
@@ -99,12 +109,13 @@ class WorkerPool:
         with ThreadPoolExecutor(len(self.workers)) as executor:
             threads = []
             try:
-                for worker in self.workers:
-                    threads.append(executor.submit(work, worker))
+                for worker, its_jobs in zip(self.workers, waiting, strict=True):
+                    threads.append(executor.submit(work, worker, its_jobs))
                 for thread in threads:
                     thread.result()
             finally:  # after Ctrl-C, too: no call goes on without the trainer
-                order.clear()
+                for queue in queues:
+                    queue.clear()
                 while wait(threads, timeout=0.01).not_done:
                     self.close()
         return [outcomes[index] for index in range(len(jobs))]

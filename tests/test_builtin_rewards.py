@@ -381,10 +381,12 @@ def test_countdown_is_exact():
 
 def test_overlong():
     lengths = [1, 800, 801, 900, 999, 1000, 1100]
-    parts = [part("overlong", "", completion_length=n, max_completion_length=1000) for n in lengths]
+    parts = [
+        part("overlong", "", completion_ids=[0] * n, max_completion_length=1000) for n in lengths
+    ]
     assert parts == pytest.approx([0, 0, -1 / 200, -0.5, -199 / 200, -1, -1])
-    assert part("overlong", "", completion_length=1, max_completion_length=1) == -1
-    assert part("overlong", "", completion_length=0, max_completion_length=1) == 0
+    assert part("overlong", "", completion_ids=[0], max_completion_length=1) == -1
+    assert part("overlong", "", completion_ids=[], max_completion_length=1) == 0
 
 
 def test_math_needs_no_signal():

@@ -341,12 +341,12 @@ def f(completion, row):
 """
 
 
-def test_scale_rewards_and_reward_timeout_reach_the_run(tmp_path):
+def test_scale_rewards_and_call_timeout_reach_the_run(tmp_path):
     hangs = tmp_path / "hangs.py"
     hangs.write_text(HANGS_ON_ODD_LENGTHS)
     options = dict(
         reward=f"overlong,{hangs}:f",
-        reward_timeout=0.5,
+        call_timeout=0.5,
         max_steps=1,
         num_prompts=2,
         num_generations=2,
@@ -369,7 +369,7 @@ def test_eval_every_eval_samples_temperature_and_log_completions(
     calls = []
     original = grpo.sample
 
-    def sample(sampler, prompts, seeds, cfg, world, greedy=False):
+    def sample(sampler, prompts, seeds, cfg, world, greedy=False, player=None):
         calls.append((1, 0.0) if greedy else (cfg.num_generations, cfg.temperature))
         return original(sampler, prompts, seeds, cfg, world, greedy)
 

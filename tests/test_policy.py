@@ -235,7 +235,7 @@ def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(monkeypatch):
         sample.text = ""
         return sample
 
-    def sample(_, prompts, seeds, cfg, world, greedy):
+    def sample(_, prompts, seeds, cfg, world, greedy, player):
         n = 1 if greedy else cfg.num_generations
         samples = []
         for prompt in prompts:

@@ -422,7 +422,7 @@ GSM8K = dict(prompt_template="{question}", max_prompt_length=5000)
         ),
         (
             "gsm8k_train.jsonl",
-            dict(reward="math", reward_timeout=100, ratio_level="sequence", **GSM8K),
+            dict(reward="math", call_timeout=100, ratio_level="sequence", **GSM8K),
         ),
         (
             "countdown.jsonl",

@@ -35,7 +35,10 @@ def test_load(file):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm9k", "unknown; known: answer, gsm8k, format, countdown, overlong, math, path"),
+        (
+            "gsm9k",
+            "unknown; known: answer, gsm8k, format, countdown, overlong, environment, math, path",
+        ),
         ("gsm8k:nan", "nan is no finite number"),
         ("gsm8k:", "expected name"),
         ("gsm8k:a", "could not convert string to float: 'a'"),

@@ -1,0 +1,174 @@
+"""Chat templates: prompts as messages, and what follows the policy's turn, as token ids.
+
+Words that come from elsewhere (a tool, a game) are protected: <|im_end|> in them stays a text of
+several tokens and never becomes the control token.
+"""
+
+import json
+import re
+
+from harness.flags import need
+
+CUT = "7f3c9a1d5e"  # marks where a text is cut before it is encoded; templates pass letters through
+WORDS = "b8e24d60f1"  # stands for the policy's words in a template
+
+
+def chat_messages(prompt, system_prompt):
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [dict(role="user", content=prompt)]
+    if system_prompt:
+        messages = [dict(role="system", content=system_prompt), *messages]
+    for message in messages:
+        fine = isinstance(message, dict) and "role" in message
+        if not fine or not isinstance(message.get("content"), str):
+            why = "each message must have a role and a text as its content"
+            raise ValueError(f"{why}: {messages!r}")
+    return messages
+
+
+def chat_text(messages, tokenizer, cfg, tools: list = ()):
+    """Applies the chat template, which writes its own BOS. tools: functions that it describes."""
+    continued = messages[-1]["role"] == "assistant"  # the policy goes on with this answer
+    options = template_options(cfg)
+    options["add_generation_prompt"] = not continued
+    options["continue_final_message"] = continued
+    if tools:
+        options["tools"] = tools
+    text = tokenizer.apply_chat_template(messages, **options)
+    first = messages[0]  # the one of --system_prompt, if there is one
+    if first["content"].strip() not in text:
+        raise ValueError(f"the chat template leaves out the {first['role']} message")
+    for tool in tools:
+        if tool.__name__ not in text:
+            raise ValueError(f"the chat template leaves out the tool {tool.__name__}")
+    return text
+
+
+def template_options(cfg) -> dict:
+    options = json.loads(cfg.chat_template_kwargs or "{}")
+    options["tokenize"] = False
+    return options
+
+
+# -- Protected words
+
+
+def protect(words: str, tokenizer) -> str:
+    """Marks a cut after the first character of each control token that stands in the words."""
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    # Some tokenizers have added tokens of blanks alone: these control nothing.
+    tokens = [token for token in tokens if len(token) > 1 and not token.isspace()]
+    tokens.sort(key=len, reverse=True)
+    pattern = "|".join(map(re.escape, tokens))
+    if not pattern:
+        return words
+    return re.sub(pattern, lambda match: match[0][0] + CUT + match[0][1:], words)
+
+
+def encode(text: str, tokenizer, begins: bool = False) -> list[int]:
+    """The ids of a text with cuts. begins: it is a text of its own, not the middle of one."""
+    first, *others = text.split(CUT)
+    if begins:
+        ids = tokenizer(first, add_special_tokens=False)["input_ids"]
+    else:
+        ids = encode_piece(first, tokenizer)
+    for piece in others:
+        ids = ids + encode_piece(piece, tokenizer)
+    return ids
+
+
+def encode_piece(text: str, tokenizer) -> list[int]:
+    """Without the blank that sentencepiece puts before a text: here the text is only a piece."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    one = tokenizer("1", add_special_tokens=False)["input_ids"]
+    if tokenizer.decode(one + one) == "11":
+        return ids
+    after_break = tokenizer("\n" + text, add_special_tokens=False)["input_ids"]
+    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    if after_break[: len(line_break)] == line_break:
+        return after_break[len(line_break) :]
+    return ids
+
+
+def messages_of(transcript) -> list[dict]:
+    """The completion as messages, for rewards in TRL's form."""
+    messages = []
+    for number, text in enumerate(transcript.turns):
+        message = dict(role="assistant", content=text)
+        if number < len(transcript.calls):
+            functions = [dict(name=name, arguments=a) for name, a in transcript.calls[number]]
+            message["tool_calls"] = [dict(type="function", function=f) for f in functions]
+        messages.append(message)
+        if number < len(transcript.replies):
+            reply = transcript.replies[number]
+            if isinstance(reply, str):
+                reply = [dict(role="user", content=reply)]
+            messages += reply
+    return messages
+
+
+def decode(tokenizer, ids) -> str:
+    """Special tokens stay, so that a reward can see a <think>. Ids that the tokenizer does not
+    have (some models pad their vocabulary) are dropped."""
+    return tokenizer.decode(ids[ids < len(tokenizer)].tolist())
+
+
+# -- What follows the policy's turn
+
+
+class Following:
+    """Writes messages of a tool or a user as the chat template does after an assistant's turn.
+
+    role: "tool" or "user". ConfigError if the template cannot write such a message there.
+    """
+
+    def __init__(self, tokenizer, role: str, cfg):
+        self.tokenizer = tokenizer
+        self.options = template_options(cfg)
+        example = [dict(role=role, name="f", content="2b4c")]
+        ways = [self.after_words, self.after_call]
+        ways = [way for way in ways if self.holds(way, example)]
+        why = f"the chat template writes no {role} message after the model's turn"
+        need(ways, cfg, "environment", why)
+        self.way = ways[0]
+
+    def text(self, messages: list[dict]) -> str:
+        """From the end of the assistant's turn to the beginning of its next one."""
+        return self.way(messages)
+
+    def holds(self, way, messages: list[dict]) -> bool:
+        """If a template drops the words it is given, or raises, this way is wrong for it."""
+        try:
+            text = way(messages)
+        except Exception:  # templates raise what they like
+            return False
+        return all(message["content"] in text for message in messages)
+
+    def after_words(self, messages: list[dict]) -> str:
+        talk = [dict(role="user", content="-"), dict(role="assistant", content=WORDS), *messages]
+        _, words, following = self.render(talk, add_generation_prompt=True).rpartition(WORDS)
+        if not words:
+            raise ValueError("the template leaves out the assistant's words")
+        return following
+
+    def after_call(self, messages: list[dict]) -> str:
+        """Some templates write a tool's message only after a call of the tool."""
+        function = dict(name=messages[0].get("name"), arguments={})
+        call = dict(type="function", function=function)
+        talk = [
+            dict(role="user", content="-"),
+            dict(role="assistant", content="", tool_calls=[call]),
+        ]
+        before = self.render(talk)
+        text = self.render([*talk, *messages], add_generation_prompt=True)
+        if not text.startswith(before):
+            raise ValueError("the template changes what stands before a tool's message")
+        # The policy has written the end of its turn. What the template adds to it, often a line
+        # break, it has not.
+        end = self.tokenizer.eos_token
+        _, end, added = before.rpartition(end)
+        return end + added + text[len(before) :]
+
+    def render(self, messages: list[dict], **options) -> str:
+        return self.tokenizer.apply_chat_template(messages, **self.options, **options)

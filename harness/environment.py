@@ -1,0 +1,249 @@
+"""Environments: they answer the policy between its turns. This room loads and calls them.
+
+--environment file.py:name has one of three kinds:
+
+    text    fn(turns, row) -> str | None: what it says after the policy's turns, None at the end
+    tools   a list of functions that the policy may call, as TRL's tools=[...]
+    class   a class with reset(**row), as TRL's environment_factory: its other public methods are
+            tools. Or a dict of classes, of which the column `environment` names one
+
+The transcript is the truth and comes with every call. The object of a class is only a cache of it,
+in a worker: if the worker dies, the next call makes the object again and repeats the tool calls.
+"""
+
+import asyncio
+import inspect
+import random
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.flags import ConfigError
+from harness.user_code import import_file
+
+LONGEST_REPLY = 1_000_000  # characters; a longer reply is a failure
+CACHED_OBJECTS = 4096  # in each worker
+
+
+@dataclass(frozen=True)
+class Environment:
+    name: str
+    target: Any  # what the user's file calls by this name
+    kind: str  # "text", "tools" or "class"
+    path: str
+    text: str  # of the file: workers that start later run the same text
+
+    def tools(self, row: dict) -> list:
+        """The functions that the chat template describes to the policy."""
+        if self.kind == "text":
+            return []
+        if self.kind == "tools":
+            return list(self.target)
+        cls = self.class_of(row)
+        # Bound to an object, so that `self` is no argument of the policy's. The object is never
+        # initialised: state belongs to the workers.
+        unused = object.__new__(cls)
+        return [getattr(unused, name) for name in tool_names(cls)]
+
+    def class_of(self, row: dict):
+        if not isinstance(self.target, dict):
+            return self.target
+        name = row.get("environment")
+        if name not in self.target:
+            names = ", ".join(self.target)
+            raise ValueError(f"column 'environment' is {name!r}; the environments are: {names}")
+        return self.target[name]
+
+
+@dataclass
+class Transcript:
+    """What was said in an episode. A call of the environment needs nothing else."""
+
+    key: tuple  # names the episode in a worker's cache
+    row: dict
+    seed: int  # of the environment's random numbers: the same for a whole group
+    observation: str  # what reset() said; it stands in the prompt
+    turns: list[str] = field(default_factory=list)  # the policy's texts
+    calls: list[list] = field(default_factory=list)  # tool calls of each turn: (name, arguments)
+    replies: list = field(default_factory=list)  # after each turn: a text, or tool messages
+    failed_calls: int = 0  # tool calls that raised
+
+    @property
+    def place(self) -> int:
+        """Calls of the same episode go to the same worker, which caches its object."""
+        return sum(self.key)
+
+
+# -- Loading
+
+
+def load_environment(spec: str, rewards: list) -> Environment | None:
+    """The environment of `--environment file.py:name`. ConfigError if there is none, or if it
+    lacks what the rewards read."""
+    environment = None
+    kind = "text"
+    if spec:
+        path, _, name = spec.rpartition(":")
+        try:
+            environment = find_environment(name, path)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"--environment {spec}: {error}") from None
+        kind = environment.kind
+    for reward in rewards:
+        if reward.reads_objects and kind != "class":
+            why = f"--reward {reward.name} needs a class with reset()"
+            raise ConfigError(f"--environment {spec}: {why}")
+    return environment
+
+
+def find_environment(name: str, path: str, text: str | None = None) -> Environment:
+    """The environment of this name in a file, or in the file's saved text."""
+    module = import_file(path, text)
+    target = getattr(module, name, None)
+    kind = kind_of(target)
+    if kind is None:
+        kinds = "fn(turns, row), nor a list of functions, nor a class with reset()"
+        raise ValueError(f"{name} is neither {kinds}")
+    return Environment(name, target, kind, module.__file__, module.__source__)
+
+
+def kind_of(target) -> str | None:
+    classes = [target]
+    if isinstance(target, dict):
+        classes = list(target.values())
+    if classes and all(inspect.isclass(c) and hasattr(c, "reset") for c in classes):
+        return "class"
+    if isinstance(target, (list, tuple)) and target and all(map(callable, target)):
+        return "tools"
+    if callable(target) and list(inspect.signature(target).parameters)[:2] == ["turns", "row"]:
+        return "text"
+    return None
+
+
+def tool_names(cls) -> list[str]:
+    """The public methods but reset and get_reward, as in TRL."""
+    names = {name for name, _ in inspect.getmembers(cls, inspect.isfunction)}
+    names -= {"reset", "get_reward"}
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+# -- In a worker. What is raised here is the failure of one episode
+
+
+def reply_to(environment: Environment, transcript: Transcript) -> tuple:
+    """(what the environment says to the last turn, number of tool calls that raised).
+
+    A text, None if the episode is over, or the messages of the tools.
+    """
+    if environment.kind == "text":
+        seed_random(transcript.seed, len(transcript.turns))
+        reply = result_of(environment.target(transcript.turns, transcript.row))
+        return checked(reply), 0
+
+    *earlier, calls = transcript.calls
+    if environment.kind == "tools":
+        tools = {function.__name__: function for function in environment.target}
+        return run_tools(tools, calls, transcript.seed, len(earlier) + 1)
+
+    episode = object_after(environment, transcript, earlier)
+    reply = run_tools(methods_of(episode), calls, transcript.seed, len(earlier) + 1)
+    remember(transcript.key, episode, transcript.calls)
+    return reply
+
+
+def observe(environment: Environment, transcript: Transcript) -> str:
+    """What reset() says about a row."""
+    return reset(environment, transcript)[1]
+
+
+def final_object(environment: Environment, transcript: Transcript):
+    """The object of an episode that is over, for rewards."""
+    episode = object_after(environment, transcript, transcript.calls)
+    remember(transcript.key, episode, transcript.calls)
+    return episode
+
+
+objects = OrderedDict()  # key of an episode -> (its object, the tool calls that it has answered)
+
+
+def object_after(environment: Environment, transcript: Transcript, calls: list):
+    """The object of an episode after these calls: from the cache, or made again."""
+    episode, answered = objects.pop(transcript.key, (None, None))
+    if answered == calls:
+        return episode
+
+    episode, observation = reset(environment, transcript)
+    if observation != transcript.observation:
+        raise ValueError("reset() said something else to the same row and seed")
+    for number, turn_calls in enumerate(calls):
+        messages, _ = run_tools(methods_of(episode), turn_calls, transcript.seed, number + 1)
+        if messages != transcript.replies[number]:
+            raise ValueError("the same tool calls, repeated, had other results")
+    return episode
+
+
+def remember(key: tuple, episode, calls: list) -> None:
+    objects[key] = (episode, calls)
+    if len(objects) > CACHED_OBJECTS:
+        objects.popitem(last=False)
+
+
+def reset(environment: Environment, transcript: Transcript) -> tuple:
+    """A new object, and what its reset() says."""
+    seed_random(transcript.seed, 0)
+    row = dict(transcript.row)
+    if isinstance(environment.target, dict):
+        row.pop("environment")  # as in TRL
+    episode = environment.class_of(transcript.row)()
+    observation = checked(result_of(episode.reset(**row)))
+    return episode, observation or ""
+
+
+def methods_of(episode) -> dict:
+    return {name: getattr(episode, name) for name in tool_names(type(episode))}
+
+
+def run_tools(functions: dict, calls: list, seed: int, turn: int) -> tuple[list[dict], int]:
+    """The messages that answer these calls, and how many raised. The policy is told what a tool
+    raises, in TRL's words."""
+    seed_random(seed, turn)
+    messages = []
+    failed = 0
+    for name, arguments in calls:
+        try:
+            if name not in functions:
+                raise ValueError(f"Tool {name} not found.")
+            content = str(result_of(functions[name](**arguments)))
+        except MemoryError:  # the worker's limit, not an answer to the policy
+            raise
+        except Exception as error:
+            content = str({"error": str(error)})
+            failed += 1
+        messages.append(dict(role="tool", name=name, content=checked(content)))
+    return messages, failed
+
+
+def result_of(value):
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    return value
+
+
+def checked(reply: str | None) -> str | None:
+    if reply is None:
+        return None
+    if not isinstance(reply, str):
+        raise TypeError(f"said {reply!r:.100}, which is neither a text nor None")
+    if len(reply) > LONGEST_REPLY:
+        raise ValueError(f"said {len(reply)} characters; the limit is {LONGEST_REPLY}")
+    return reply
+
+
+def seed_random(seed: int, turn: int) -> None:
+    """Makes what the user's code draws a function of the prompt and the turn."""
+    number = (seed + turn) % 2**32
+    random.seed(number)
+    # A worker that has not imported NumPy does not draw from it, and need not wait for the import.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)

@@ -1,0 +1,158 @@
+"""Plays the environment's side of episodes: its calls, and its replies as tokens.
+
+Token in, token out: what the policy sampled stays as it is; only what the environment adds is
+encoded.
+"""
+
+import json
+import re
+
+import numpy as np
+
+from harness.chat import Following, decode, encode, protect
+from harness.environment import Environment, Transcript
+from harness.flags import need
+from harness.jobs import OBSERVE, REPLY, make_pool
+from harness.workers import Outcome
+
+# How Hermes, Qwen and SmolLM write a call. For others the tokenizer has a response_template.
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def first_observations(environment: Environment, rows: list[dict], seeds: list[int], cfg) -> list:
+    """What reset() says about each row. ConfigError if it fails, or says two things to one row."""
+    transcripts = []
+    for row, seed in zip(rows, seeds, strict=True):
+        transcripts.append(Transcript(key=(), row=row, seed=seed, observation=""))
+    jobs = [(OBSERVE, transcript) for transcript in [transcripts[0], *transcripts]]
+    pool = make_pool([], environment, cfg.call_timeout, cfg.workers)
+    try:
+        outcomes = pool.call_all(jobs)
+    finally:
+        pool.close()
+    for number, outcome in enumerate(outcomes):
+        why = f"reset() failed on row {max(1, number)}: {outcome.cause}: {outcome.message}"
+        need(not outcome.cause, cfg, "environment", why)
+    again, *observations = [outcome.value for outcome in outcomes]
+    why = "reset() says two things to one row; it may draw from random and numpy.random alone"
+    need(again == observations[0], cfg, "environment", why)
+    return observations
+
+
+class Player:
+    """The side of the environment in all episodes.
+
+    eos_ids end a turn of the policy. So do the texts in the `stop` of a text function, one token
+    each. ConfigError if a stop is not one token, or if the chat template cannot write a reply.
+    """
+
+    def __init__(self, environment: Environment, pool, tokenizer, eos_ids, prompts, cfg):
+        self.environment = environment
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.cfg = cfg
+        self.stop_ids = list(eos_ids)
+        for text in getattr(environment.target, "stop", ()):
+            ids = encode(text, tokenizer)
+            why = f"its stop {text!r} has {len(ids)} tokens, where it must have one"
+            need(len(ids) == 1, cfg, "environment", why)
+            self.stop_ids += ids
+        if any(prompt.messages is not None for prompt in prompts):
+            role = "user" if environment.kind == "text" else "tool"
+            self.following = Following(tokenizer, role, cfg)
+
+    def start(self, samples, keys: list[tuple]) -> None:
+        """Gives the samples empty transcripts. A key names an episode of the run."""
+        for s, key in zip(samples, keys, strict=True):
+            s.transcript = Transcript(key, s.prompt.row, s.prompt.seed, s.prompt.observation)
+
+    def reply(self, samples) -> list:
+        """Lets the environment answer the last turn of each sample. Returns the samples that go on,
+        with the reply appended as context. The others are over, cut off, or have failed."""
+        samples = [s for s in samples if self.is_answered(s)]
+        places = None
+        if self.environment.kind == "class":
+            places = [s.transcript.place for s in samples]
+        outcomes = self.pool.call_all([(REPLY, s.transcript) for s in samples], places)
+        return [s for s, o in zip(samples, outcomes, strict=True) if self.add_reply(s, o)]
+
+    def is_answered(self, s) -> bool:
+        """Adds the last turn to the transcript. False if the episode ends with that turn."""
+        transcript = s.transcript
+        ids = s.completion_ids[s.turn_start :]
+        if len(ids) > 0 and ids[-1] in self.eos_ids:
+            s.text = decode(self.tokenizer, ids[:-1])
+        else:
+            s.text = decode(self.tokenizer, ids)
+        transcript.turns.append(s.text)
+
+        if s.finish_reason == "length":
+            return False
+        if self.environment.kind == "text":
+            return True
+        calls = self.tool_calls(s, ids)
+        if not calls:
+            return False
+        if len(transcript.turns) == self.cfg.max_turns:
+            s.finish_reason = "length"
+            return False
+        transcript.calls.append(calls)
+        return True
+
+    def add_reply(self, s, outcome: Outcome) -> bool:
+        """Appends the reply as context. False if the episode is over. A reply that has no room, or
+        comes after the last turn, is left out whole, and the episode counts as cut off."""
+        transcript = s.transcript
+        if outcome.cause:
+            s.failure = f"{outcome.cause}: {outcome.message}"
+            return False
+        reply, failed_calls = outcome.value
+        if reply is None:
+            return False
+        ids = self.reply_ids(s, reply)
+        room = self.cfg.max_completion_length - len(s.completion_ids) - len(ids)
+        if room < 1 or len(transcript.turns) == self.cfg.max_turns:
+            s.finish_reason = "length"
+            # As if the tools had not been called: a reward gets an object that is made again.
+            transcript.calls = transcript.calls[:-1]
+            return False
+        transcript.replies.append(reply)
+        transcript.failed_calls += failed_calls
+        s.append(ids, np.zeros(len(ids), np.float32), sampled=False)
+        return True
+
+    def tool_calls(self, s, ids: np.ndarray) -> list[tuple[str, dict]]:
+        """(name, arguments) of each call in the last turn. A malformed call counts as text."""
+        try:
+            if getattr(self.tokenizer, "response_template", None) is None:
+                functions = [json.loads(text) for text in TOOL_CALL.findall(s.text)]
+            else:
+                functions = self.parsed_calls(s, ids)
+            calls = [(call["name"], call.get("arguments") or {}) for call in functions]
+        except Exception:  # the policy writes what it likes, and parsers raise what they like
+            return []
+        for name, arguments in calls:
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return []
+        return calls
+
+    def parsed_calls(self, s, ids: np.ndarray) -> list[dict]:
+        before = np.append(s.prompt.ids, s.completion_ids[: s.turn_start])
+        tools = self.environment.tools(s.prompt.row)
+        parsed = self.tokenizer.parse_response(ids.tolist(), prefix=before.tolist(), tools=tools)
+        return [call.get("function", call) for call in parsed.get("tool_calls") or []]
+
+    def reply_ids(self, s, reply: str | list[dict]) -> np.ndarray:
+        """The tokens of a reply, up to where the policy goes on."""
+        if s.prompt.messages is None:
+            text = protect(reply, self.tokenizer)
+        else:
+            messages = reply
+            if isinstance(reply, str):
+                messages = [dict(role="user", content=reply)]
+            messages = [m | dict(content=protect(m["content"], self.tokenizer)) for m in messages]
+            text = self.following.text(messages)
+            end_of_turn = decode(self.tokenizer, s.completion_ids[-1:])
+            text = text.removeprefix(end_of_turn)  # the policy wrote it
+        return np.array(encode(text, self.tokenizer), np.int32)
