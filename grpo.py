@@ -853,6 +853,13 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
     return capped(log_ratio).exp()
 
 
+def clipped_surrogate(ratio, advantages, cfg: Config):
+    """What the policy gains by each token, [N, T] (PPO, arXiv 1707.06347, eq. 7). The smaller one:
+    beyond the clip a further gain earns nothing, a decline counts in full."""
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
+
+
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
     """With --kl_in reward: minus beta * (KL of this and all later tokens of its sequence)."""
     if ref_logps is None or cfg.kl_in == "loss":
@@ -873,9 +880,7 @@ def token_loss(
     """The loss of every token before any reduction, [N, T]: clipped surrogate and KL term."""
     advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
     ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    # The smaller one: beyond the clip a further gain earns nothing, a decline counts in full.
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    surrogate = clipped_surrogate(ratio, advantages, cfg)
 
     if sampler_logps is not None and cfg.tis_cap > 0:
         # The sampler has the same weights, but other kernels: its probabilities differ a little.
@@ -950,8 +955,7 @@ def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Con
     """Sums over the tokens in the loss, for the log."""
     advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
     ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    clip_acts = ratio * advantages > clipped_ratio * advantages
+    clip_acts = ratio * advantages != clipped_surrogate(ratio, advantages, cfg)
     stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (clip_acts & mask).sum()}
     if ref_logps is not None:
         k3 = kl_estimate(logps, ref_logps, logps, "k3")
