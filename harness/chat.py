@@ -10,6 +10,7 @@ import re
 from harness.flags import need
 
 CUT = "7f3c9a1d5e"  # marks where a text is cut before it is encoded; templates pass letters through
+MARKS = ("\n", "1", "=")  # put before a piece; each merges with some pieces, and none with all
 WORDS = "b8e24d60f1"  # stands for the policy's words in a template
 
 
@@ -59,11 +60,11 @@ def protect(words: str, tokenizer) -> str:
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     # Some tokenizers have added tokens of blanks alone: these control nothing.
     tokens = [token for token in tokens if len(token) > 1 and not token.isspace()]
-    tokens.sort(key=len, reverse=True)
     pattern = "|".join(map(re.escape, tokens))
     if not pattern:
         return words
-    return re.sub(pattern, lambda match: match[0][0] + CUT + match[0][1:], words)
+    # (?=...) finds tokens that overlap, too.
+    return re.sub(f"(?=({pattern}))(.)", lambda match: match[2] + CUT, words, flags=re.DOTALL)
 
 
 def encode(text: str, tokenizer, begins: bool = False) -> list[int]:
@@ -84,10 +85,11 @@ def encode_piece(text: str, tokenizer) -> list[int]:
     one = tokenizer("1", add_special_tokens=False)["input_ids"]
     if tokenizer.decode(one + one) == "11":
         return ids
-    after_break = tokenizer("\n" + text, add_special_tokens=False)["input_ids"]
-    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    if after_break[: len(line_break)] == line_break:
-        return after_break[len(line_break) :]
+    for mark in MARKS:
+        mark_ids = tokenizer(mark, add_special_tokens=False)["input_ids"]
+        marked = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
+        if marked[: len(mark_ids)] == mark_ids:
+            return marked[len(mark_ids) :]
     return ids
 
 
@@ -120,14 +122,18 @@ def decode(tokenizer, ids) -> str:
 class Following:
     """Writes messages of a tool or a user as the chat template does after an assistant's turn.
 
-    role: "tool" or "user". ConfigError if the template cannot write such a message there.
+    role: "tool" or "user". ends: the texts of the tokens that end a turn. ConfigError if the
+    template cannot write such a message there.
     """
 
-    def __init__(self, tokenizer, role: str, cfg):
+    def __init__(self, tokenizer, role: str, ends: list[str], cfg):
         self.tokenizer = tokenizer
+        self.ends = ends
         self.options = template_options(cfg)
+        ways = [self.after_words]
+        if role == "tool":  # some templates write a tool's message only after a call of the tool
+            ways = [self.after_call, self.after_words]
         example = [dict(role=role, name="f", content="2b4c")]
-        ways = [self.after_words, self.after_call]
         ways = [way for way in ways if self.holds(way, example)]
         why = f"the chat template writes no {role} message after the model's turn"
         need(ways, cfg, "environment", why)
@@ -145,30 +151,26 @@ class Following:
             return False
         return all(message["content"] in text for message in messages)
 
+    def after_call(self, messages: list[dict]) -> str:
+        function = dict(name=messages[0]["name"], arguments={})
+        call = dict(type="function", function=function)
+        question = [dict(role="user", content="-")]
+        talk = [*question, dict(role="assistant", content="", tool_calls=[call])]
+        before = self.render(talk)
+        text = self.render([*talk, *messages], add_generation_prompt=True)
+        if not text.startswith(before):
+            raise ValueError("the template changes what stands before a tool's message")
+        # The turn ends with one of its end tokens, or where the call ends.
+        start = len(self.render(question))
+        places = [before.find(end, start) for end in self.ends]
+        return text[min([place for place in places if place >= 0], default=len(before)) :]
+
     def after_words(self, messages: list[dict]) -> str:
         talk = [dict(role="user", content="-"), dict(role="assistant", content=WORDS), *messages]
         _, words, following = self.render(talk, add_generation_prompt=True).rpartition(WORDS)
         if not words:
             raise ValueError("the template leaves out the assistant's words")
         return following
-
-    def after_call(self, messages: list[dict]) -> str:
-        """Some templates write a tool's message only after a call of the tool."""
-        function = dict(name=messages[0].get("name"), arguments={})
-        call = dict(type="function", function=function)
-        talk = [
-            dict(role="user", content="-"),
-            dict(role="assistant", content="", tool_calls=[call]),
-        ]
-        before = self.render(talk)
-        text = self.render([*talk, *messages], add_generation_prompt=True)
-        if not text.startswith(before):
-            raise ValueError("the template changes what stands before a tool's message")
-        # The policy has written the end of its turn. What the template adds to it, often a line
-        # break, it has not.
-        end = self.tokenizer.eos_token
-        _, end, added = before.rpartition(end)
-        return end + added + text[len(before) :]
 
     def render(self, messages: list[dict], **options) -> str:
         return self.tokenizer.apply_chat_template(messages, **self.options, **options)

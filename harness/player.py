@@ -60,7 +60,8 @@ class Player:
             self.stop_ids += ids
         if any(prompt.messages is not None for prompt in prompts):
             role = "user" if environment.kind == "text" else "tool"
-            self.following = Following(tokenizer, role, cfg)
+            ends = [tokenizer.decode([i]) for i in eos_ids if i < len(tokenizer)]
+            self.following = Following(tokenizer, role, ends, cfg)
 
     def start(self, samples, keys: list[tuple]) -> None:
         """Gives the samples empty transcripts. A key names an episode of the run."""
@@ -110,7 +111,7 @@ class Player:
         reply, failed_calls = outcome.value
         if reply is None:
             return False
-        ids = self.reply_ids(s, reply)
+        ids = np.array(self.reply_ids(s, reply), np.int32)
         room = self.cfg.max_completion_length - len(s.completion_ids) - len(ids)
         if room < 1 or len(transcript.turns) == self.cfg.max_turns:
             s.finish_reason = "length"
@@ -143,16 +144,24 @@ class Player:
         parsed = self.tokenizer.parse_response(ids.tolist(), prefix=before.tolist(), tools=tools)
         return [call.get("function", call) for call in parsed.get("tool_calls") or []]
 
-    def reply_ids(self, s, reply: str | list[dict]) -> np.ndarray:
+    def reply_ids(self, s, reply: str | list[dict]) -> list[int]:
         """The tokens of a reply, up to where the policy goes on."""
+        tokenizer = self.tokenizer
         if s.prompt.messages is None:
-            text = protect(reply, self.tokenizer)
-        else:
+            return encode(protect(reply, tokenizer), tokenizer)
+
+        messages = [dict(role="user", content=reply)]
+        if self.environment.kind != "text":
             messages = reply
-            if isinstance(reply, str):
-                messages = [dict(role="user", content=reply)]
-            messages = [m | dict(content=protect(m["content"], self.tokenizer)) for m in messages]
-            text = self.following.text(messages)
-            end_of_turn = decode(self.tokenizer, s.completion_ids[-1:])
-            text = text.removeprefix(end_of_turn)  # the policy wrote it
-        return np.array(encode(text, self.tokenizer), np.int32)
+        protected = []
+        for message in messages:  # the name of a tool is the policy's word
+            words = {key: protect(message[key], tokenizer) for key in message if key != "role"}
+            protected.append(message | words)
+        end_of_turn = decode(tokenizer, s.completion_ids[-1:])
+        text = self.following.text(protected).removeprefix(end_of_turn)  # the policy wrote it
+
+        # After a control token sentencepiece may write a blank, which it does not in a sentence.
+        ids = encode(end_of_turn + text, tokenizer, begins=True)
+        if ids[0] == s.completion_ids[-1]:
+            return ids[1:]
+        return encode(text, tokenizer)
