@@ -12,7 +12,8 @@ import transformers
 import grpo
 from grpo import Config, Sample
 from harness import rows
-from harness.environment import load_environment
+from harness.chat import encode, protect
+from harness.environment import Transcript, load_environment
 from harness.hf_sampler import Completion
 from harness.jobs import load
 from harness.player import Player
@@ -125,7 +126,8 @@ class Script:
     def completion(self, turn, limit):
         ids = turn
         if isinstance(turn, str):
-            ids = [*ids_in(turn, self.tokenizer), self.tokenizer.eos_token_id]
+            words = encode(protect(turn, self.tokenizer), self.tokenizer)
+            ids = [*words, self.tokenizer.eos_token_id]
         reason = "stop" if len(ids) <= limit else "length"
         ids = ids_of(ids[:limit])
         return Completion(ids, np.full(len(ids), -1, np.float32), reason)
@@ -162,8 +164,6 @@ def stage(name, table, tokenizer=None, **flags):
     for number, row in enumerate(table):
         observation = ""
         if environment.kind == "class":
-            from harness.environment import Transcript
-
             [outcome] = pool.call_all([("environment.observe", Transcript((), row, number, ""))])
             assert not outcome.cause, outcome
             observation = outcome.value
