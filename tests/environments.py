@@ -38,7 +38,7 @@ def over(turns, row):
 
 
 def draws(turns, row):
-    return f"{random.random()} "
+    return f"{random.randrange(1000)}="
 
 
 def misbehaves(turns, row):
@@ -202,8 +202,6 @@ class FickleEnv(IncrementEnv):
 
 
 class FragileEnv(IncrementEnv):
-    """Its process dies once, at the file `row["marker"]`'s first sight."""
-
     def increment(self, step: int) -> int:
         """
         Increment the internal counter.

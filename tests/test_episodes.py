@@ -1,24 +1,28 @@
 """Episodes: what the policy sampled stays as it is, what the environment wrote is context, the
 limits bound both, and a run with episodes is as exact as one without."""
 
-import dataclasses
 import math
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import grpo
+import harness.ranks
 from grpo import Config
 from harness import log
 from tests.common import (
     CPU,
     F64,
     REDUCTIONS,
-    Recorder,
+    copy_cut_back,
     fast_policy,
     ids_of,
     leave_world,
+    lines,
     logps_of,
     relative,
     sampler_of,
@@ -26,10 +30,10 @@ from tests.common import (
     state_of,
     tiny_model,
     update_gradient,
+    wait_for,
 )
 from tests.episodes import (
     FILE,
-    Script,
     call_text,
     chat_tokenizer,
     ids_in,
@@ -384,3 +388,109 @@ def test_greedy_episodes_are_the_same_each_time():
         [s] = grpo.sample(sampler, scene.prompts, [0], scene.cfg, CPU, True, scene.player)
         runs.append(s.completion_ids.tolist())
     assert runs[0] == runs[1] and len(s.transcript.turns) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+
+EPISODES = dict(
+    environment=f"{FILE}:draws",
+    reward=f"{FILE}:roles",
+    max_turns=3,
+    max_completion_length=30,
+    max_steps=3,
+    workers=1,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run whose environment draws what it says."""
+    out = tmp_path_factory.mktemp("episodes") / "whole"
+    small_run(out, **EPISODES)
+    rewards = {row["reward"] for row in lines(out / "completions.jsonl")}
+    assert len(rewards & {10.0, 21.0, 32.0}) >= 2  # episodes of one, two and three turns
+    return out
+
+
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(whole, tmp_path):
+    copy_cut_back(whole, tmp_path / "out", 1)
+    rows = str(whole.parent / "rows.jsonl")
+    small_run(tmp_path / "out", resume="latest", train_data=rows, **EPISODES)
+    assert state_of(tmp_path / "out") == state_of(whole)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_bits(whole, fork, tmp_path):
+    """By signal 9, in the middle of its second rollout."""
+    options = dict(train_data=str(whole.parent / "rows.jsonl"), **EPISODES)
+    [pid], wait = fork("tests.test_episodes.stuck_in_play", tmp_path / "out", **options)
+    wait_for(lambda: (tmp_path / "stuck").exists())
+    os.kill(pid, signal.SIGKILL)
+    assert wait().returncode == -signal.SIGKILL
+    small_run(tmp_path / "out", resume="latest", **options)
+    assert state_of(tmp_path / "out") == state_of(whole)
+
+
+def stuck_in_play(out, **options):
+    """A run that stops for an hour between two turns of its second step."""
+    honest = grpo.play
+    calls = []
+
+    def play(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            arguments[2].reply(arguments[0])
+            open(os.path.join(os.path.dirname(out), "stuck"), "w").close()
+            time.sleep(3600)
+        honest(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "play", play)
+        small_run(out, **options)
+
+
+def test_an_environment_that_says_nothing_keeps_a_runs_bits(undisturbed, tmp_path):
+    """Metrics, completions and weights of a run without one."""
+    rows = str(undisturbed.parent / "rows.jsonl")
+    small_run(tmp_path / "out", train_data=rows, environment=f"{FILE}:over", workers=1)
+    for one, other in zip(state_of(tmp_path / "out"), state_of(undisturbed), strict=True):
+        if isinstance(other, bytes):
+            assert one == other  # the weights
+            continue
+        for line, expected in zip(one, other, strict=True):
+            assert {key: line[key] for key in expected} == expected
+
+
+def gradient_of_ranks(out):
+    """On every rank: one step of an update over episodes. Rank 0 saves the gradient."""
+    world = harness.ranks.join_world(CPU.device)
+    policy = fast_policy(tiny_model(dtype=F64), 1.0)
+    ddp = grpo.wrap(policy, Config(), world)
+    cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=40)
+    grad, metrics = update_gradient(cfg, episodes(np.float64), F64, ddp, policy, world)
+    if world.rank == 0:
+        torch.save((grad, metrics["loss"]), out)
+    leave_world()
+
+
+def test_two_ranks_have_the_gradient_of_one(fork, tmp_path):
+    done = fork("tests.test_episodes.gradient_of_ranks", tmp_path / "out.pt", ranks=2)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_two, loss = torch.load(tmp_path / "out.pt")
+    cfg = Config(beta=0.1, max_grad_norm=0)
+    of_one, metrics = update_gradient(cfg, episodes(np.float64), F64)
+    assert relative(of_two, of_one) < 1e-12
+    assert loss == pytest.approx(metrics["loss"], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_two_ranks_play_the_episodes_of_one(whole, fork, tmp_path):
+    options = dict(train_data=str(whole.parent / "rows.jsonl"), **EPISODES)
+    done = fork("small_run", tmp_path / "out", ranks=2, **options)[1]()
+    assert done.returncode == 0, done.stderr[-3000:]
+    mine, expected = state_of(tmp_path / "out")[1], state_of(whole)[1]
+    first = [row["completion"] for row in expected if row["step"] == 1]
+    assert [row["completion"] for row in mine if row["step"] == 1] == first
+    for row, other in zip(mine, expected, strict=True):
+        assert row["reward"] == other["reward"]
