@@ -1182,8 +1182,8 @@ def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dic
         "skipped_steps": outcomes.count("not_finite"),
     }
     for name in ("entropy", "clip_ratio/region_mean", "kl", "kl_k1"):
-        if name in totals:
-            metrics[name] = totals[name] / max(1, totals["tokens"])
+        if name in totals and totals["tokens"] > 0:  # else there is nothing to average
+            metrics[name] = totals[name] / totals["tokens"]
     for cause in ("not_finite", *NO_GRADIENT):
         metrics[f"skipped_steps/{cause}"] = outcomes.count(cause)
     return metrics
@@ -1195,14 +1195,16 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     n_sequences = max(1, len(in_loss))
     n_tokens = max(1, sum(int(s.trains.sum()) for s in in_loss))
     trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
-    if not trained:  # at least one pass: DDP waits for a backward on every rank
-        trained = (in_loss or minibatch)[:1]
     shares = plan(trained, policy.packs, cfg, world)
     share = shares[world.rank]
-    n_rounds = max(len(share) for share in shares)
-    # A rank with fewer micro-batches repeats a sample with weight 0: DDP waits for as many forwards
-    # and backwards on every rank.
-    idle_rounds = [trained[:1]] * (n_rounds - len(share))
+
+    # DDP waits for as many forwards and backwards on every rank, and for at least one. A rank with
+    # fewer micro-batches repeats a sample with weight 0, which counts in no metric.
+    n_rounds = max(1, *[len(share) for share in shares])
+    spare = trained[:1]
+    if not trained:
+        spare = minibatch[:1]
+    idle_rounds = [spare] * (n_rounds - len(share))
 
     parts = []  # stats stay on the device until the last micro-batch: no pass waits for them
     for i, micro_batch in enumerate(share + idle_rounds):

@@ -166,6 +166,8 @@ class Run:
         )
         if metrics["optimizer_steps"] > 0:
             self.at_reference = False
+        for name in ("clip_ratio/region_mean", "sampler_gap"):
+            metrics.setdefault(name, 0.0)  # with beta 0 a step without a signal has no such average
         return metrics
 
     def evaluate(self, n: int, step: int) -> dict:

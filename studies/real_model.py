@@ -184,6 +184,11 @@ def with_key(history: list[dict], key: str) -> list[dict]:
     return [m for m in history if m.get(key) is not None]
 
 
+def sampler_gaps(history: list[dict]) -> list[float]:
+    """Of the steps that have one: with beta 0 a step without a signal has none."""
+    return [m["sampler_gap"] for m in with_key(history, "sampler_gap")]
+
+
 def accuracy_text(m: dict) -> str:
     return f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}"
 
@@ -372,7 +377,7 @@ def against_float32(folder: str, model: str, task: str, seeds: int, steps: int) 
         for seed, history in enumerate(histories):
             points = with_key(history, "right")
             right = [m["right"] for m in points]
-            gap = float(np.mean([m["sampler_gap"] for m in points]))
+            gap = float(np.mean(sampler_gaps(history)))
             means = float(np.mean(right[:10])), float(np.mean(right[-5:]))
             last = history[-1]
             row = [name, seed, *means, accuracy_text(last), gap, f"{last['seconds']:.0f}"]
@@ -430,6 +435,7 @@ def draw(runs: dict):
 def run_row(task: str, seed: int, history: list[dict]) -> list:
     steps, evals = with_key(history, "right"), with_key(history, "eval_accuracy")
     first, last = steps[0], steps[-1]
+    gaps = sampler_gaps(history)
     minutes_to_level = "not reached"
     for m in reversed(evals):
         if m["eval_accuracy"] >= 0.9:
@@ -445,8 +451,8 @@ def run_row(task: str, seed: int, history: list[dict]) -> list:
         f"{history[-1]['minutes']:.1f}",
         first["completions/mean_length"],
         last["completions/mean_length"],
-        first["sampler_gap"],
-        last["sampler_gap"],
+        gaps[0],
+        gaps[-1],
     ]
 
 

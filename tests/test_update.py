@@ -12,6 +12,7 @@ import torch
 import grpo
 import harness.log
 import harness.ranks
+import view
 from grpo import Config, grpo_loss
 from harness.flags import TrainingError
 from tests.common import (
@@ -399,16 +400,6 @@ def test_samples_out_of_the_loss_are_not_computed():
     assert len(passes) == 9
     assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
 
-    # Without KL and advantages one sample of the loss is computed, for the metrics.
-    silent = []
-    for i, s in enumerate(samples):
-        in_loss = np.full(len(s.advantages), i == 11)
-        silent.append(dataclasses.replace(s, advantages=0 * s.advantages, in_loss=in_loss))
-    _, metrics = update_gradient(Config(beta=0), silent)
-    assert metrics["loss"] == 0
-    assert metrics["entropy"] > 0
-    assert metrics["sampler_gap"] > 0
-
     # One mini-batch of several has no sample in the loss.
     cfg = dataclasses.replace(cfg, num_minibatches=4)
     samples = random_samples(12, 4)
@@ -418,6 +409,36 @@ def test_samples_out_of_the_loss_are_not_computed():
     _, metrics = update_gradient(cfg, samples)
     assert metrics["kl"] > 0
     assert metrics["skipped_steps"] == 0
+
+
+def test_a_pass_that_trains_nothing_is_in_no_metric():
+    """DDP waits for a backward even if no sample has a signal. That sample is not the step."""
+    samples = random_samples(12, 4)
+    cfg = Config(beta=0.0, num_minibatches=2)
+    silent, other = grpo.minibatches(samples, 1, cfg)
+    set_advantages(silent, 0.0)
+    _, expected = update_gradient(Config(beta=0.0), other)
+    _, metrics = update_gradient(cfg, samples)
+    averages = ["entropy", "clip_ratio/region_mean", "sampler_gap", "tis_ess"]
+    for name in averages:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-6)
+
+    policy = tiny_policy()
+    passes = count_rows(policy)
+    grad, metrics = update_gradient(cfg, silent, policy=policy)
+    assert len(passes) == 2  # one in each mini-batch
+    assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
+    assert not set(averages) & set(metrics)
+
+
+def test_a_step_without_a_signal_logs_no_average_over_no_token(tmp_path, capsys):
+    out = tmp_path / "out"
+    options = dict(max_steps=2, reward="answer", max_completion_length=1, beta=0.0)
+    for metrics in small_run(out, **options):
+        assert metrics["loss"] == metrics["reward"] == 0
+        assert not {"entropy", "clip_ratio/region_mean", "sampler_gap", "kl"} & set(metrics)
+    assert " loss 0 grad 0 no-signal 1 | " in capsys.readouterr().out
+    assert view.read_panels([str(out)])[3]["curves"] == []  # of the KL
 
 
 def test_log_probabilities_of_truncated_samples_are_not_computed(tmp_path, monkeypatch):
@@ -437,7 +458,8 @@ def test_log_probabilities_of_truncated_samples_are_not_computed(tmp_path, monke
         assert old == reference == [True] * round(15 * (1 - clipped))
     [step] = small_run(tmp_path / "cut", max_steps=1, max_completion_length=1, **options)
     assert step["completions/clipped_ratio"] == 1
-    assert step["loss"] == step["kl"] == 0
+    assert step["loss"] == 0
+    assert "kl" not in step
 
 
 # ------------------------------------------------------------------------------------------------
