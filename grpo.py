@@ -1503,6 +1503,7 @@ def set_up(cfg: Config, command_line: bool):
         )
 
 
+@models.exact_float32()
 @torch.inference_mode(False)  # whatever mode the caller is in
 @torch.enable_grad()
 def train(cfg: Config, command_line: bool = False) -> list[dict]:

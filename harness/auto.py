@@ -47,10 +47,6 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 def choose_dtype(cfg, model, device: torch.device):
     """The config with a dtype in place of auto; prints the choice and the reason."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        why = "rounds float32 products, which a check of the run may refuse; set 'highest'"
-        say(f"warning: torch.set_float32_matmul_precision('{precision}') {why}")
     if cfg.dtype != "auto":
         return cfg
 

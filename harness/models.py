@@ -1,5 +1,6 @@
 """Before a run: checks and special ids of its model, settings of its process."""
 
+import contextlib
 import ctypes
 
 import torch
@@ -28,6 +29,29 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)  # no mapping of its own for a large tensor
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def exact_float32():
+    """Products of float32 matrices are float32, whatever precision the process has set for them.
+
+    Rounded ones would look like a wrong model or a wrong sampler, and stop the run.
+    """
+    precision = None
+    with contextlib.suppress(RuntimeError):  # raised if the newer settings below are in use
+        precision = torch.get_float32_matmul_precision()
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    kinds = [backend.fp32_precision for backend in backends]
+    torch.set_float32_matmul_precision("highest")
+    if precision != "highest":
+        say("float32 products are not rounded in this run, although this process asks for it")
+    try:
+        yield
+    finally:
+        if precision:
+            torch.set_float32_matmul_precision(precision)
+        for backend, kind in zip(backends, kinds, strict=True):
+            backend.fp32_precision = kind
 
 
 def compile_layers(model, cfg) -> None:

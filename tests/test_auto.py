@@ -33,15 +33,6 @@ def test_the_dtype_follows_model_and_device(small, fast, dtype, why, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_rounded_float32_products_are_named(monkeypatch, capsys):
-    """Else the checks at the start blame the model for a rounding that the user asked for."""
-    for precision, warned in (("highest", False), ("high", True), ("medium", True)):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
-        auto.choose_dtype(BUNDLED, tiny_model(), CPU.device)
-        warning = f"warning: torch.set_float32_matmul_precision('{precision}') rounds float32"
-        assert (warning in capsys.readouterr().out) is warned
-
-
 def test_one_thread_for_a_small_model(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

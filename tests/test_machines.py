@@ -44,6 +44,48 @@ def test_a_caller_without_gradients_still_trains(mode, tmp_path):
     assert step["grad_norm"] > 0
 
 
+def round_by_name():
+    torch.set_float32_matmul_precision("medium")
+
+
+def round_by_backend():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # torch's newer setting
+
+
+@pytest.fixture
+def restore_precision():
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("round_products", [None, round_by_name, round_by_backend])
+def test_float32_is_float32_whatever_the_caller_has_set(
+    round_products, restore_precision, tmp_path, monkeypatch, capsys
+):
+    """Else the rounding looks like a wrong model, or like a wrong sampler, and stops the run."""
+    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    seen = []
+    update = grpo.update
+
+    def recorded(*args, **options):
+        seen.append(torch.get_float32_matmul_precision())
+        seen.extend(matmul.fp32_precision for matmul in matmuls)
+        return update(*args, **options)
+
+    monkeypatch.setattr(grpo, "update", recorded)
+    if round_products:
+        round_products()
+    before = [matmul.fp32_precision for matmul in matmuls]
+    small_run(tmp_path / "out", max_steps=1, save_every=0)
+    assert seen[0] == "highest"
+    assert set(seen[1:]) <= {"ieee", "none"}
+    assert [matmul.fp32_precision for matmul in matmuls] == before
+    if round_products is round_by_name:
+        assert torch.get_float32_matmul_precision() == "medium"
+    line = "float32 products are not rounded in this run, although this process asks for it"
+    assert (line in capsys.readouterr().out) is (round_products is not None)
+
+
 def test_rounding_does_not_decide_what_is_clipped(tmp_path):
     options = dict(out_dir=str(tmp_path / "out"), num_minibatches=2)
     for side in ("clip_low", "clip_high"):
