@@ -352,15 +352,19 @@ def load_model(path: str, cfg: Config):
     # float32 even if the forward runs in bfloat16: at a learning rate of 1e-6, parameters in
     # bfloat16 lose 98 % of the updates to rounding
     dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+    source = f"--model {path}"
+    if path != cfg.model:  # a checkpoint
+        source = f"--resume {path}"
     try:
         config = without_randomness(transformers.AutoConfig.from_pretrained(path))
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True
         )
     except Exception as error:  # broken files raise errors of many types
-        raise ConfigError(f"--model {path}: {first_line(error)}") from None
-    missing = info["missing_keys"]
-    need(not missing, cfg, "model", f"its files have no weights for {min(missing, default='')}")
+        raise ConfigError(f"{source}: {first_line(error)}") from None
+    if info["missing_keys"]:
+        first_missing = min(info["missing_keys"])
+        raise ConfigError(f"{source}: its files have no weights for {first_missing}")
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     return model.eval()  # for good: some models draw random numbers in training mode

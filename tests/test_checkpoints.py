@@ -263,6 +263,20 @@ def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
     assert not (tmp_path / "none" / "generation_config.json").exists()
 
 
+def test_weights_that_do_not_load_are_named_by_their_flag(tmp_path):
+    empty, partial = tmp_path / "empty", tmp_path / "partial"
+    empty.mkdir()
+    model = tiny_model()
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(partial, state_dict=weights)
+    for path, why in ((empty, ""), (partial, "its files have no weights for model.norm.weight")):
+        with pytest.raises(ConfigError, match=f"^--model {path}: {why}"):
+            grpo.load_model(str(path), Config(model=str(path)))
+        with pytest.raises(ConfigError, match=f"^--resume {path}: {why}"):
+            grpo.load_model(str(path), Config(model="m", resume="latest"))
+
+
 def test_a_part_that_could_not_be_loaded_is_refused_before_the_first_step(tmp_path):
     """torch.save() takes a numpy array; torch.load(weights_only=True) does not."""
     model = tiny_model()
