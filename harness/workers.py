@@ -191,8 +191,7 @@ def serve():
         load = pkgutil.resolve_name(load)
         sys.path[:] = path
         functions = load(*arguments)
-        imported = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        limit_resource(resource.RLIMIT_DATA, imported + memory)
+        limit_resource(resource.RLIMIT_DATA, peak_memory() + memory)
 
         outcome = Outcome()
         while True:
@@ -222,6 +221,14 @@ def end_with(trainer):
     while os.getppid() == trainer:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)
+
+
+def peak_memory():
+    """The most bytes that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":  # a Mac counts bytes, other systems kB
+        return peak
+    return 1024 * peak
 
 
 def limit_resource(kind, amount):

@@ -3,10 +3,12 @@
 import contextlib
 import operator
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import psutil
 import pytest
@@ -238,6 +240,15 @@ def test_ctrl_c_prints_no_traceback_of_a_worker_and_does_not_wait(main, tmp_path
     out, err = process.communicate(timeout=60)
     assert gone(started)
     assert (out, err, process.returncode) == ("stopped\n", "", 0)
+
+
+def test_memory_has_one_unit_on_every_system(monkeypatch):
+    """getrusage counts bytes on a Mac and kB elsewhere."""
+    usage = types.SimpleNamespace(ru_maxrss=3 << 20)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    for platform, expected in (("linux", 3 << 30), ("darwin", 3 << 20)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert harness.workers.peak_memory() == expected
 
 
 def test_workers_are_found_by_place(tmp_path):
