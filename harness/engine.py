@@ -4,6 +4,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 
 from harness.flags import ConfigError, this_rank
 
@@ -20,6 +21,9 @@ def vllm_problem(cfg, device: torch.device) -> str:
         requirements = "--no-deps -r requirements-cpu.txt"
     if cfg.dtype == "float64":
         return "vLLM has no float64"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        torchrun = "let torchrun start the ranks and make no group"
+        return f"vLLM would end the caller's process group: {torchrun}, or take --rollout hf"
     try:
         from vllm.platforms import current_platform
     except ImportError as error:
@@ -53,7 +57,7 @@ def compile_nothing() -> None:
 
 
 def choose_sampler(cfg, device: torch.device, small: bool) -> tuple[str, str]:
-    """Its name, vllm or hf, and why."""
+    """Its name, vllm or hf, and why. Called before join_world: a process group is the caller's."""
     if cfg.rollout == "hf":
         return "hf", "asked for"
     if cfg.rollout == "auto" and small:

@@ -491,7 +491,7 @@ class Phases:
 
 def sampler_and_phases(m, tokenizer) -> dict:
     """Checks the gap to the sampler before and after pushes; returns the seconds of each phase."""
-    kind, why = harness.engine.choose_sampler(m.cfg, m.world.device, False)
+    kind, why = m.kind, m.why
     sleeps = m.cuda and kind == "vllm"
     length, n_prompts = 24, 16
     if m.cuda:
@@ -866,7 +866,7 @@ def device_peak(name: str, given: float) -> float:
 
 def set_up(args, device, folder: str) -> argparse.Namespace:
     """The model with its config, and everything that an update of it needs."""
-    m = argparse.Namespace(world=harness.ranks.join_world(device), cuda=device.type == "cuda")
+    m = argparse.Namespace(cuda=device.type == "cuda")
     cfg = Config(model=args.model, dtype=args.dtype, beta=0.0, tis_cap=0.0, max_sampler_gap=1e9)
     if args.random:  # the engine reads only config.json there: the first push brings the weights
         cfg = dataclasses.replace(cfg, model=folder)
@@ -877,6 +877,8 @@ def set_up(args, device, folder: str) -> argparse.Namespace:
     if device.type == "cpu" and not harness.auto.is_small(m.model) and not THREADS:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     m.cfg = harness.auto.resolve_auto(cfg, m.model, device)
+    m.kind, m.why = harness.engine.choose_sampler(m.cfg, device, False)
+    m.world = harness.ranks.join_world(device)
 
     size = m.model.num_parameters()
     name = torch.cuda.get_device_name(device) if m.cuda else device.type

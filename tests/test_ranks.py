@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from harness import ranks
+from grpo import Config
+from harness import engine, ranks
 from harness.flags import ConfigError, say
 from tests.common import CPU, random_samples
 
@@ -89,10 +90,15 @@ def in_a_group_of_its_own(rank, store):
         sys.stdout = sys.__stdout__
     ranks.leave_world(world)
     dist.barrier()  # the caller's group is still there
+    kind, why = engine.choose_sampler(Config(), CPU.device, False)
+    assert kind == "hf" and why.startswith("vLLM would end the caller's process group")
+    with pytest.raises(ConfigError, match="^--rollout vllm: vLLM would end .* --rollout hf"):
+        engine.choose_sampler(Config(rollout="vllm"), CPU.device, True)
 
 
 def test_the_callers_process_group_is_joined(tmp_path):
-    """As with torch.multiprocessing.spawn: not two runs of one rank."""
+    """As with torch.multiprocessing.spawn: not two runs of one rank. It outlives the run, which it
+    would not with vLLM."""
     store = str(tmp_path / "store")
     torch.multiprocessing.start_processes(
         in_a_group_of_its_own, (store,), nprocs=2, start_method="fork"
