@@ -315,6 +315,7 @@ def prepare(cfg: Config) -> Config:
 def validate(cfg: Config) -> None:
     """ConfigError naming the flag if a value makes no sense."""
     flags.check_flags(cfg)
+    models.check_transformers()
     rows.check_template_kwargs(cfg)
     need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations

@@ -5,13 +5,23 @@ import ctypes
 
 import torch
 import transformers
+from packaging.version import Version
 
-from harness.flags import need, say
+from harness.flags import ConfigError, need, say
 from harness.rows import Prompt
 
 M_MMAP_MAX = -4  # of glibc's malloc.h
 M_TRIM_THRESHOLD = -1  # likewise
+OLDEST = "5.13"  # transformers; before it the attention takes other arguments
 LONGEST_PROBE = 2048  # tokens; needs no more memory than an update
+
+
+def check_transformers() -> None:
+    """ConfigError if the installed one is too old."""
+    version = transformers.__version__
+    if Version(version) < Version(OLDEST):
+        install = f"pip install 'transformers>={OLDEST}'"
+        raise ConfigError(f"transformers {version} is too old: {install}")
 
 
 def quiet_transformers(verbose: bool) -> None:

@@ -44,6 +44,18 @@ def test_a_caller_without_gradients_still_trains(mode, tmp_path):
     assert step["grad_norm"] > 0
 
 
+def test_a_transformers_that_is_too_old_is_named(monkeypatch):
+    """Its attention would end in a traceback."""
+    for version, too_old in (("5.12.1", True), ("5.9.0", True), ("5.13.0", False)):
+        monkeypatch.setattr(grpo.transformers, "__version__", version)
+        outcome = contextlib.nullcontext()
+        if too_old:
+            message = f"^transformers {version} is too old: pip install 'transformers>=5.13'$"
+            outcome = pytest.raises(ConfigError, match=message)
+        with outcome:
+            grpo.prepare(Config())
+
+
 def round_by_name():
     torch.set_float32_matmul_precision("medium")
 
