@@ -86,6 +86,8 @@ def load_environment(spec: str, rewards: list) -> Environment | None:
     if spec:
         path, _, name = spec.rpartition(":")
         try:
+            if not path:
+                raise ValueError("expected path/to/file.py:name")
             environment = find_environment(name, path)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--environment {spec}: {error}") from None
@@ -192,10 +194,10 @@ def remember(key: tuple, episode, calls: list) -> None:
 def reset(environment: Environment, transcript: Transcript) -> tuple:
     """A new object, and what its reset() says."""
     seed_random(transcript.seed, 0)
+    episode = environment.class_of(transcript.row)()
     row = dict(transcript.row)
     if isinstance(environment.target, dict):
         row.pop("environment")  # as in TRL
-    episode = environment.class_of(transcript.row)()
     observation = checked(result_of(episode.reset(**row)))
     return episode, observation or ""
 
@@ -237,6 +239,7 @@ def checked(reply: str | None) -> str | None:
         raise TypeError(f"said {reply!r:.100}, which is neither a text nor None")
     if len(reply) > LONGEST_REPLY:
         raise ValueError(f"said {len(reply)} characters; the limit is {LONGEST_REPLY}")
+    reply.encode()  # raises on half of a surrogate pair, which no tokenizer takes
     return reply
 
 

@@ -131,6 +131,7 @@ class Player:
             else:
                 functions = self.parsed_calls(s, ids)
             calls = [(call["name"], call.get("arguments") or {}) for call in functions]
+            json.dumps(calls, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except Exception:  # the policy writes what it likes, and parsers raise what they like
             return []
         for name, arguments in calls:
