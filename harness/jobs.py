@@ -33,6 +33,8 @@ def load(rewards: list[tuple], environment: tuple | None) -> dict[str, Callable]
     """{name of a job: its function}. rewards, environment: (name, path, text) of each."""
     functions = {}
     if environment is not None:
+        import numpy  # noqa: F401  before a function imports it, so that its draws are seeded
+
         environment = find_environment(*environment)
         functions[REPLY] = partial(reply_to, environment)
         functions[OBSERVE] = partial(observe, environment)
