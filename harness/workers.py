@@ -158,8 +158,12 @@ class Worker:
         self.kill()  # the children of the last process may still be alive
         self.connection, theirs = Pipe()
         command = [sys.executable, "-c", MAIN, HERE]
+        # The order of a set is the same in all workers, unless the user wants another one.
+        variables = {"PYTHONHASHSEED": "0"} | os.environ
         with theirs:  # stdout=2: what functions print goes to stderr, not into the trainer's output
-            self.process = subprocess.Popen(command, stdin=theirs, stdout=2, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdin=theirs, stdout=2, start_new_session=True, env=variables
+            )
         self.ask((os.getpid(), sys.path, *self.settings), START_LIMIT)
 
     def ask(self, message: tuple, limit: float) -> Outcome:
