@@ -122,6 +122,10 @@ class Scorer:
             causes.update(scores.failures)
             for name, value in scores.metrics.items():
                 logged.setdefault(name, []).append(value)
+        lost = sum(count for cause, count in causes.items() if cause.startswith("environment_"))
+        if step == 1 and lost == n_samples:
+            name = self.environment.name
+            raise TrainingError(f"environment {name} failed in every episode of the first step")
         if step == 1 and failed + without_reward == n_samples:
             raise TrainingError("every reward of the first step failed or returned None")
 
