@@ -320,6 +320,8 @@ def validate(cfg: Config) -> None:
     need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
+    is_played = cfg.environment or cfg.max_turn_length == 0
+    need(is_played, cfg, "max_turn_length", "limits the turns of --environment, which is not given")
     why = "more than --max_completion_length, which limits all turns together"
     need(cfg.max_turn_length <= cfg.max_completion_length, cfg, "max_turn_length", why)
     dashboards.check_installed(cfg)
