@@ -33,6 +33,13 @@ def hint(turns, row):
 hint.stop = ("=",)
 
 
+def long_stop(turns, row):
+    return None
+
+
+long_stop.stop = ("1+",)
+
+
 def over(turns, row):
     return None
 
@@ -120,6 +127,7 @@ def fail(how: str) -> str:
     return misbehaves(["", ""], dict(how=how)) or "fine"
 
 
+QUESTION = "no environment"
 TOOLS = [multiply, async_add, repeat, fail]
 
 
@@ -214,6 +222,20 @@ class FragileEnv(IncrementEnv):
         return super().increment(step)
 
 
+class CountingEnv:
+    """Says how many objects of its row were made in this process."""
+
+    made = {}
+
+    def reset(self, **row):
+        self.number = row["number"]
+        self.made[self.number] = self.made.get(self.number, 0) + 1
+
+    def calls(self) -> str:
+        """Counts."""
+        return str(self.made[self.number])
+
+
 GAMES = {"increment": IncrementEnv, "guess": GuessEnv}
 
 
@@ -223,6 +245,10 @@ GAMES = {"increment": IncrementEnv, "guess": GuessEnv}
 
 def counters(environments, **kwargs) -> list[float]:
     return [float(environment.counter) for environment in environments]
+
+
+def saw(completion, row):
+    return len(completion)
 
 
 def tool_messages(completions, **kwargs) -> list[float]:

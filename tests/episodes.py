@@ -17,6 +17,7 @@ from harness.environment import Transcript, load_environment
 from harness.hf_sampler import Completion
 from harness.jobs import load
 from harness.player import Player
+from harness.scorer import Scorer
 from harness.user_code import load_rewards
 from harness.workers import outcome_of
 from tests.common import CPU, HERE, ids_of
@@ -151,30 +152,38 @@ class Inline:
         return outcomes
 
 
-def stage(name, table, tokenizer=None, **flags):
+def stage(name, table, tokenizer=None, pool=None, **flags):
     """What an episode needs: config, prompts of the rows, player. name: of an environment of
-    tests/environments.py."""
+    tests/environments.py. pool: of workers; None: calls are made in this process."""
     tokenizer = tokenizer or chat_tokenizer()
     settings = dict(environment=f"{FILE}:{name}", num_generations=2, max_completion_length=400)
     cfg = Config(**(settings | flags))
     rewards = load_rewards(flags.get("reward", "overlong"))
     environment = load_environment(cfg.environment, rewards)
-    pool = Inline(environment, rewards)
+    inline = Inline(environment, rewards)
     prompts = []
     for number, row in enumerate(table):
         observation = ""
         if environment.kind == "class":
-            [outcome] = pool.call_all([("environment.observe", Transcript((), row, number, ""))])
+            [outcome] = inline.call_all([("environment.observe", Transcript((), row, number, ""))])
             assert not outcome.cause, outcome
             observation = outcome.value
         prompt = rows.encode_prompt(row, tokenizer, cfg, environment, observation)
         prompt.seed = number
         prompt.observation = observation
         prompts.append(prompt)
+    pool = pool or inline
     player = Player(environment, pool, tokenizer, [tokenizer.eos_token_id], prompts, cfg)
     return types.SimpleNamespace(
         cfg=cfg, prompts=prompts, player=player, tokenizer=tokenizer, pool=pool, rewards=rewards
     )
+
+
+def inline_scorer(scene):
+    """A scorer of the scene's rewards, which calls them where the environment was called."""
+    scorer = Scorer(scene.rewards, environment=scene.player.environment)
+    scorer.pool = scene.pool
+    return scorer
 
 
 def perform(scene, *rounds, greedy=False) -> list[Sample]:

@@ -37,6 +37,7 @@ from tests.episodes import (
     call_text,
     chat_tokenizer,
     ids_in,
+    inline_scorer,
     perform,
     replies_of,
     stage,
@@ -195,14 +196,6 @@ def test_a_tool_call_that_is_left_out_was_never_made(limit):
     assert asked == (2 if limit == "room" else 1)
     scores = grpo.score(samples, scorer, 1, scene.cfg)
     assert scores.totals == [3.0, 0.0] and not scores.failures
-
-
-def inline_scorer(scene):
-    from harness.scorer import Scorer
-
-    scorer = Scorer(scene.rewards, environment=scene.player.environment)
-    scorer.pool = scene.pool
-    return scorer
 
 
 # ------------------------------------------------------------------------------------------------

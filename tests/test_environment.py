@@ -1,0 +1,396 @@
+"""Environments: how they are loaded, what they are called with, what becomes of those that fail,
+and what rewards see of an episode."""
+
+import collections
+import dataclasses
+import math
+
+import pytest
+
+import grpo
+from grpo import Config
+from harness import flags, jobs, player
+from harness.environment import load_environment
+from harness.flags import ConfigError, TrainingError
+from harness.user_code import load_rewards, reward_row
+from tests.episodes import (
+    FILE,
+    call_text,
+    inline_scorer,
+    perform,
+    stage,
+)
+
+pytest_plugins = "tests.common"
+
+QUESTION = [dict(role="user", content="Well?")]
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading
+
+
+KINDS = dict(says="text", waits="text", TOOLS="tools", IncrementEnv="class", GAMES="class")
+
+
+@pytest.mark.parametrize("name, kind", KINDS.items())
+def test_the_kind_of_an_environment(name, kind):
+    assert load_environment(f"{FILE}:{name}", []).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nonsense", "expected path/to/file.py:name"),
+        ("missing.py:f", "No such file"),
+        (f"{FILE}:nothing", "nothing is neither"),
+        (f"{FILE}:QUESTION", "is neither"),
+        (f"{FILE}:asyncio", "is neither"),
+        (f"{FILE}:roles", r"is neither fn\(turns, row\), nor a list of functions, nor a class"),
+    ],
+)
+def test_what_is_no_environment_is_refused_in_one_line(spec, message, capsys):
+    cfg = dict(environment=spec, out_dir="never")
+    code = flags.exit_code("grpo.py", lambda: grpo.train(Config(**cfg)))
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert error.startswith(f"grpo.py: error: --environment {spec}: ")
+    with pytest.raises(ConfigError, match=message):
+        load_environment(spec, [])
+
+
+BAD_FLAGS = [
+    (dict(environment=f"{FILE}:TOOLS"), "tools need a chat"),
+    (dict(environment=f"{FILE}:IncrementEnv"), "tools need a chat"),
+    (dict(environment=f"{FILE}:says", max_turns=0), "--max_turns"),
+    (dict(environment=f"{FILE}:says", max_turn_length=-1), "--max_turn_length"),
+    (dict(environment=f"{FILE}:says", max_turn_length=41), "more than --max_completion_length"),
+    (dict(max_turn_length=5), "--max_turn_length 5: .*--environment"),
+    (dict(reward="environment"), "--reward environment needs"),
+    (dict(reward="environment", environment=f"{FILE}:says"), "--reward environment needs"),
+    (dict(reward=f"{FILE}:counters", environment=f"{FILE}:says"), "--reward counters needs"),
+    (dict(call_timeout=0.0, environment=f"{FILE}:says"), "--call_timeout"),
+    (dict(workers=0, environment=f"{FILE}:says"), "--workers"),
+    (dict(environment=f"{FILE}:long_stop"), "its stop '1\\+' has 2 tokens"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD_FLAGS)
+def test_impossible_values_stop_at_the_start(options, message, capsys, tmp_path):
+    cfg = grpo.BUNDLED | dict(out_dir=str(tmp_path / "out"), rollout="hf") | options
+    with pytest.raises(ConfigError, match=message):
+        grpo.train(Config(**cfg))
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------
+# reset()
+
+
+def observations(name, table, workers=2):
+    environment = load_environment(f"{FILE}:{name}", [])
+    cfg = Config(environment=f"{FILE}:{name}", workers=workers, call_timeout=5)
+    return player.first_observations(environment, table, list(range(len(table))), cfg)
+
+
+def test_reset_draws_from_the_seed_of_its_row():
+    """From random and from NumPy, also where reset() itself imports it."""
+    first, second = observations("GuessEnv", [{}, {}])
+    assert first != second
+    assert observations("GuessEnv", [{}, {}], workers=1) == [first, second]
+
+
+def test_the_order_of_a_set_is_the_same_in_every_worker():
+    assert len(set(observations("SetEnv", [{}] * 6, workers=3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("UnseededEnv", {}, "says two things to one row"),
+        ("BrokenEnv", dict(how="raise"), "reset.. failed on row 1: exception: KeyError"),
+        ("BrokenEnv", dict(how="int"), "reset.. failed on row 1: exception: .* said 5"),
+        ("BrokenEnv", dict(how="die"), "reset.. failed on row 1: died"),
+        ("GAMES", dict(environment="chess"), "'chess'; the environments are: increment, guess"),
+        ("GAMES", {}, "column 'environment' is None"),
+    ],
+)
+def test_a_reset_that_cannot_be_is_refused_in_one_line(name, row, message, capfd):
+    with pytest.raises(ConfigError, match=f"^--environment [^\n]*{message}[^\n]*$"):
+        observations(name, [row])
+
+
+# ------------------------------------------------------------------------------------------------
+# Kinds
+
+
+def test_a_text_function_sees_turns_and_row():
+    table = [dict(prompt="Well?", says=["a", ""])]
+    for name in ("says", "waits"):
+        scene = stage(name, table)
+        one, other = perform(scene, ["1", "2"], ["3", "4"], ["5", "6"])
+        assert one.transcript.turns == ["1", "3", "5"] and one.transcript.replies == ["a", ""]
+        assert other.transcript.turns == ["2", "4", "6"]
+        [*_, (_, transcript)] = scene.pool.jobs
+        assert transcript.row == table[0] and transcript.turns == ["2", "4", "6"]
+
+
+def test_a_stop_ends_a_turn_and_stays_in_its_text():
+    scene = stage("hint", [dict(prompt="Well?", hint="5")])
+    stop = scene.player.stop_ids[-1]
+    assert scene.tokenizer.decode([stop]) == "="
+    samples = perform(scene, [[stop], "no"], ["yes"])
+    assert [s.transcript.turns for s in samples] == [["=", "yes"], ["no"]]
+    assert [s.finish_reason for s in samples] == ["stop", "stop"]
+
+
+def test_tools_answer_as_in_trl():
+    """Results, errors, names that are no tool, async functions, calls in one turn: TRL's words."""
+    table = [dict(prompt=QUESTION)]
+    calls = [
+        call_text("multiply", a=6, b=7),
+        call_text("async_add", a=1, b=2),
+        call_text("multiply", a=6),
+        call_text("divide", a=6),
+        call_text("fail", how="raise"),
+    ]
+    scene = stage("TOOLS", table, max_completion_length=2000)
+    for tool in ("multiply", "async_add", "Multiplies two integers.", "The second integer."):
+        assert tool in scene.prompts[0].text
+    sample, other = perform(scene, ["Let us see." + "".join(calls), "no"], ["It is 42."])
+    [messages] = sample.transcript.replies
+    assert all(m["role"] == "tool" for m in messages)
+    contents = [(m["name"], m["content"]) for m in messages]
+    missing = "multiply() missing 1 required positional argument: 'b'"
+    assert contents == [
+        ("multiply", "42"),
+        ("async_add", "3"),
+        ("multiply", str({"error": missing})),
+        ("divide", str({"error": "Tool divide not found."})),
+        ("fail", str({"error": "'x'"})),
+    ]
+    assert sample.transcript.failed_calls == 3
+    assert sample.text == "It is 42." and other.transcript.calls == []
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "<tool_call>{</tool_call>",
+        "<tool_call>5</tool_call>",
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "multiply"',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    ],
+)
+def test_a_malformed_call_is_text_and_ends_the_episode(turn):
+    scene = stage("TOOLS", [dict(prompt=QUESTION)])
+    samples = perform(scene, [turn, turn])
+    for s in samples:
+        assert s.text == turn and s.transcript.replies == [] and s.finish_reason == "stop"
+
+
+def test_a_class_keeps_its_state_between_turns():
+    scene = stage("IncrementEnv", [dict(prompt=QUESTION, says=" Start.", n=3)])
+    assert scene.prompts[0].messages[-1]["content"] == "Well? Start."
+    assert "get_reward" not in scene.prompts[0].text and "reset" not in scene.prompts[0].text
+    one = call_text("increment", step=1)
+    two = call_text("increment", step=2)
+    first, second = perform(scene, [one, two], [one + one, two], ["end", "end"])
+    contents = []
+    for s in (first, second):
+        contents.append([m["content"] for messages in s.transcript.replies for m in messages])
+    assert contents == [["1", "2", "3"], ["2", "4"]]
+
+
+def test_a_dict_of_classes_is_chosen_by_the_column_environment():
+    table = [
+        dict(prompt=QUESTION, environment="increment", says=" Count."),
+        dict(prompt=QUESTION, environment="guess"),
+    ]
+    scene = stage("GAMES", table)
+    assert scene.prompts[0].messages[-1]["content"] == "Well? Count."
+    assert "increment" in scene.prompts[0].text and "Guess the secret" not in scene.prompts[0].text
+    assert "Guess the secret" in scene.prompts[1].text
+    turns = [call_text("increment", step=1), "no", call_text("guess", number=5), "no"]
+    samples = perform(scene, turns, ["end", "end"])
+    assert samples[0].transcript.replies[0][0]["content"] == "1"
+    assert samples[2].transcript.replies[0][0]["content"].startswith("higher")
+
+
+# ------------------------------------------------------------------------------------------------
+# Rewards
+
+
+def test_what_a_reward_sees_of_an_episode():
+    """The last turn as completion, turns and replies; in TRL's form messages and objects."""
+    names = (
+        f"environment:100,{FILE}:counters:1000,{FILE}:tool_messages,{FILE}:roles:0.01,{FILE}:saw"
+    )
+    scene = stage("IncrementEnv", [dict(prompt=QUESTION)], reward=names)
+    call = call_text("increment", step=3)
+    samples = perform(scene, [call, "no"], [call + call], ["It is 9."])
+    scores = grpo.score(samples, inline_scorer(scene), 1, scene.cfg)
+    assert not scores.failures
+    assert scores.by_reward == dict(
+        environment=[9, 0], counters=[9, 0], tool_messages=[3, 0], roles=[32, 10], saw=[8, 2]
+    )
+    assert [s.text for s in samples] == ["It is 9.", "no"]
+    trl = reward_row(samples[0], 1, scene.cfg)["completion_messages"]
+    function = dict(name="increment", arguments=dict(step=3))
+    made = dict(type="function", function=function)
+    said = [dict(role="tool", name="increment", content=str(n)) for n in (3, 6, 9)]
+    assert trl == [
+        dict(role="assistant", content=call, tool_calls=[made]),
+        said[0],
+        dict(role="assistant", content=call + call, tool_calls=[made, made]),
+        *said[1:],
+        dict(role="assistant", content="It is 9."),
+    ]
+
+
+def test_flags_about_length_do_what_their_names_say():
+    """overlong counts all that --max_completion_length limits; an episode without room is cut."""
+    table = [dict(prompt="Well?", hint="5" * 8)]
+    stop = [30]
+    flags = dict(max_completion_length=12, reward="overlong")
+    scene = stage("hint", table, **flags)
+    [stop] = [i for i in scene.player.stop_ids if i != scene.tokenizer.eos_token_id]
+    both = perform(scene, [[stop], "5"], [[stop]])
+    assert [s.finish_reason for s in both] == ["length", "stop"]
+    assert [(len(s.completion_ids), s.n_sampled) for s in both] == [(10, 2), (2, 2)]
+    scores = grpo.score(both, inline_scorer(scene), 1, scene.cfg)
+    assert scores.totals == [pytest.approx(0.0), 0.0]
+
+    cfg = dataclasses.replace(scene.cfg, non_stop_reward=-3.0, mask_truncated=True)
+    grpo.score(both, inline_scorer(scene), 1, cfg)
+    assert [s.reward for s in both] == [-3.0, 0.0]
+    grpo.assign_advantages(both, 1, cfg)
+    assert [bool(s.in_loss.any()) for s in both] == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------
+# Workers
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """pools(name, workers) -> a pool of workers that play an environment."""
+    made = {}
+
+    def make(name, reward="overlong", **options):
+        settings = dict(timeout=2.0, workers=2) | options
+        key = (name, reward, *settings.values())
+        if key not in made:
+            rewards = load_rewards(reward)
+            environment = load_environment(f"{FILE}:{name}", rewards)
+            made[key] = jobs.make_pool(rewards, environment, **settings)
+        return made[key]
+
+    yield make
+    for pool in made.values():
+        pool.close()
+
+
+CAUSES = {
+    "raise": "exception",
+    "exit": "exception",
+    "int": "exception",
+    "million": "exception",
+    "surrogate": "exception",
+    "die": "died",
+    "kill": "died",
+    "hang": "timeout",
+    "allocate": "memory",
+    "fork": "",
+    "print": "",
+}
+
+
+@pytest.mark.parametrize("failure", ["zero", "exclude"])
+def test_each_misbehaviour_costs_its_own_episode(failure, pools, capfd):
+    table = [dict(prompt=QUESTION, how=how) for how in CAUSES]
+    scene = stage("misbehaves", table, pool=pools("misbehaves"), reward_failure=failure)
+    n = 2 * len(CAUSES)
+    samples = perform(scene, ["a"] * n, ["b"] * 4)
+    causes = [s.failure.partition(":")[0] for s in samples]
+    assert causes == [cause for cause in CAUSES.values() for _ in range(2)]
+    scorer = inline_scorer(scene)
+    scores = grpo.score(samples, scorer, 1, scene.cfg)
+    counts = collections.Counter(f"environment_{cause}" for cause in causes if cause)
+    assert scores.failures == counts
+    assert scores.failed == [cause != "" for cause in causes]
+    excluded = [math.isnan(s.reward) for s in samples]
+    assert excluded == [failure == "exclude" and cause != "" for cause in causes]
+    assert all(s.reward == 0 for s in samples if not math.isnan(s.reward))
+    metrics = scorer.failure_metrics([scores], 1, n)
+    assert metrics["reward_failed/environment_died"] == 4
+    assert metrics["failed_rewards"] == n - 4
+    out, err = capfd.readouterr()
+    assert "playing print" in err and "playing" not in out
+    assert "environment failed: exception: KeyError" in out
+
+
+def test_tools_that_misbehave(pools):
+    """What a tool raises is told to the policy; what ends the process ends the episode."""
+    hows = ("raise", "int", "million", "die", "hang")
+    scene = stage("TOOLS", [dict(prompt=QUESTION)] * 3, pool=pools("TOOLS"))
+    turns = [call_text("fail", how=how) for how in hows] + ["no"]
+    samples = perform(scene, turns, ["end", "end"])
+    causes = [s.failure.partition(":")[0] for s in samples]
+    assert causes == ["", "", "exception", "died", "timeout", ""]
+    contents = [s.transcript.replies[0][0]["content"] for s in samples[:2]]
+    assert contents == [str({"error": "'x'"}), "5"]
+
+
+def test_an_environment_that_always_fails_ends_the_run(pools):
+    table = [dict(prompt=QUESTION, how="raise")] * 2
+    scene = stage("misbehaves", table, pool=pools("misbehaves"))
+    samples = perform(scene, ["a"] * 4)
+    scorer = inline_scorer(scene)
+    scores = grpo.score(samples, scorer, 1, scene.cfg)
+    with pytest.raises(TrainingError, match="^environment misbehaves failed in every episode"):
+        scorer.failure_metrics([scores], 1, 4)
+    scorer.failure_metrics([scores], 2, 4)  # a later step goes on
+
+
+def test_a_worker_that_dies_costs_one_call_and_the_next_one_replays(pools):
+    """Its objects are made again from the transcripts, in another process."""
+    reward = f"environment,{FILE}:counters"
+    pool = pools("FragileEnv", reward, workers=1)
+    scene = stage("FragileEnv", [dict(prompt=QUESTION)], pool=pool, reward=reward)
+    call = call_text("increment", step=3)
+    samples = perform(scene, [call, call], [call, call_text("increment", step=0)], [call], ["end"])
+    assert [s.failure.partition(":")[0] for s in samples] == ["", "died"]
+    contents = [messages[0]["content"] for messages in samples[0].transcript.replies]
+    assert contents == ["3", "6", "9"]
+    pool.close()
+    scores = grpo.score(samples, inline_scorer(scene), 1, scene.cfg)
+    assert scores.by_reward == dict(environment=[9, 0], counters=[9, 0])
+    assert scores.failures == {"environment_died": 1}
+
+
+def test_a_replay_that_answers_otherwise_is_said(pools):
+    pool = pools("FickleEnv", workers=1)
+    scene = stage("FickleEnv", [dict(prompt=QUESTION)], pool=pool)
+    call = call_text("increment", step=3)
+    dies = call_text("increment", step=0)
+    samples = perform(scene, [call, call], [call, dies], [call])
+    message = "exception: ValueError: the same tool calls, repeated, had other results"
+    assert samples[0].failure.startswith(message)
+    assert samples[1].failure.startswith("died")
+
+
+def test_calls_of_an_episode_go_to_one_worker(pools):
+    """Which has its object: nothing is replayed. Both workers have some."""
+    pool = pools("CountingEnv")
+    table = [dict(prompt=QUESTION, number=i) for i in range(4)]
+    scene = stage("CountingEnv", table, pool=pool, num_generations=1)
+    turns = [call_text("calls")] * 4
+    samples = perform(scene, turns, turns, turns, ["end"] * 4)
+    for s in samples:
+        contents = [messages[0]["content"] for messages in s.transcript.replies]
+        assert contents == ["1", "1", "1"]
+    assert len({s.transcript.place % 2 for s in samples}) == 2
+    assert all(worker.process is not None for worker in pool.workers)
