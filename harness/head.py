@@ -43,7 +43,8 @@ class HeadLogps(torch.autograd.Function):
         n = len(hidden)
         ctx.weight = weight
         ctx.temperature = temperature
-        ctx.width = max(1, HEAD_TILE.get(device, 2**22) // n)
+        tokens = max(1, n)  # none, if all were written by an environment
+        ctx.width = max(1, HEAD_TILE.get(device, 2**22) // tokens)
         ctx.kept = {}  # logits by their first column
 
         tops, totals, moments = [], [], []  # [n] for each tile
