@@ -13,6 +13,7 @@ import torch
 
 import grpo
 import harness.engine
+import harness.rows
 from grpo import Config, Prompt, Sample
 from harness.flags import TrainingError
 from tests.common import (
@@ -28,6 +29,7 @@ from tests.common import (
     texts,
     tiny_model,
 )
+from tests.episodes import stage
 from tests.families import SAMPLING, family, family_run
 
 ENGINES = [("qwen2", True)]  # architecture, and whether its embedding is tied
@@ -192,6 +194,45 @@ def agree(sampler, model, prompts, cfg):
     return [same and same_ends, float(max(gaps)), stable, stops_end]
 
 
+def episodes(sampler, model):
+    """Episodes of four turns by the engine: the largest difference of a log-probability from the
+    trainer's; and of every request after the first turns [its tokens, those found in the prefix
+    cache, those of the transcript before the environment's last reply]."""
+    table = []
+    for i in range(4):
+        prompt = f"{110 + i}+456=" * 6
+        table.append(dict(prompt=prompt, says=["1+2=" * 11, "33+44=" * 7, "5+6=" * 10]))
+    tokenizer = harness.rows.load_tokenizer(BUNDLED)
+    flags = dict(max_completion_length=180, num_generations=2)
+    scene = stage("says", table, tokenizer, **flags)
+    generate = sampler.llm.generate
+    requests = []
+
+    def counted_generate(texts, *rest, **options):
+        results = generate(texts, *rest, **options)
+        requests.append([(len(r.prompt_token_ids), r.num_cached_tokens) for r in results])
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler.llm, "generate", counted_generate)
+        samples = grpo.sample(sampler, scene.prompts, [0] * 4, scene.cfg, CPU, player=scene.player)
+    logps, _ = logps_of(fast_policy(model, 1.0), samples)
+    gaps = []
+    for s, row in zip(samples, logps.detach().numpy(), strict=True):
+        gap = np.abs(row[: len(s.completion_ids)] - s.sampler_logps)
+        gaps.append(gap[s.sampled].max())
+
+    counts = []
+    for number, turn in enumerate(requests[1:]):
+        playing = [s for s in samples if len(s.transcript.turns) >= number + 2]
+        reply = len(tokenizer(table[0]["says"][number])["input_ids"])
+        for _, (tokens, cached) in zip(playing, turn, strict=True):
+            counts.append([tokens, cached, tokens - reply])
+    return dict(
+        gap=float(max(gaps)), counts=counts, turns=[len(s.transcript.turns) for s in samples]
+    )
+
+
 def served_family(folder, name):
     """Trains a family for a step and serves what it saved by an engine that is started on the
     directory, chat template and all. Returns the step's sampler_gap, the number of different
@@ -264,10 +305,11 @@ def vllm_worker(folder):
     """The checks that can share an engine in one process."""
     results = agreement(folder, ENGINES)
     bundled = dict(model=BUNDLED.model, max_completion_length=8, rollout="vllm")
-    sampler = grpo.VLLMSampler([1], 150, Config(**bundled), CPU)
+    sampler = grpo.VLLMSampler([1], 240, Config(**bundled), CPU)
     sampler.push(grpo.load_model(BUNDLED.model, BUNDLED))
     rng = np.random.default_rng(0)
     many = [ids_of(rng.integers(3, 18, 45)) for _ in range(110)]  # 4,950 tokens; a step takes 4,096
+    results["episodes"] = episodes(sampler, grpo.load_model(BUNDLED.model, BUNDLED))
     results["many"] = sum(len(group) for group in sampler.generate(many, 2, list(range(110)), 1.0))
     for fault in FAULTS:
         results[f"fault {fault}"] = fault_run(f"{folder}/{fault}", sampler, fault)

@@ -124,11 +124,14 @@ class Script:
         self.limits.append(limits)
         return [[self.completion(next(turns), limit) for _ in range(n)] for limit in limits]
 
+    def ids_of(self, turn):
+        if not isinstance(turn, str):
+            return turn
+        words = encode(protect(turn, self.tokenizer), self.tokenizer)
+        return [*words, self.tokenizer.eos_token_id]
+
     def completion(self, turn, limit):
-        ids = turn
-        if isinstance(turn, str):
-            words = encode(protect(turn, self.tokenizer), self.tokenizer)
-            ids = [*words, self.tokenizer.eos_token_id]
+        ids = self.ids_of(turn)
         reason = "stop" if len(ids) <= limit else "length"
         ids = ids_of(ids[:limit])
         return Completion(ids, np.full(len(ids), -1, np.float32), reason)

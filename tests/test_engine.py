@@ -176,6 +176,18 @@ class TestEngine:
     def test_more_prompt_tokens_than_one_engine_step_takes(self, engine):
         assert engine[1]["many"] == 220
 
+    def test_episodes_on_the_engine(self, engine):
+        """In every turn its log-probabilities are the trainer's, and it computes no keys again but
+        those of a block of 32 tokens that the turn before began."""
+        played = engine[1]["episodes"]
+        assert played["gap"] < 1e-4
+        assert max(played["turns"]) == 4
+        assert len(played["counts"]) == sum(played["turns"]) - len(played["turns"])
+        for tokens, cached, before_the_reply in played["counts"]:
+            assert (
+                tokens > cached >= before_the_reply // 32 * 32 - 32 * (before_the_reply % 32 == 0)
+            )
+
     def test_resume_to_the_bit_with_vllm(self, engine):
         folder, _ = engine
         assert state_of(folder / "resumed") == state_of(folder / "whole")

@@ -3,7 +3,9 @@ and what rewards see of an episode."""
 
 import collections
 import dataclasses
+import json
 import math
+import re
 
 import pytest
 
@@ -13,8 +15,10 @@ from harness import flags, jobs, player
 from harness.environment import load_environment
 from harness.flags import ConfigError, TrainingError
 from harness.user_code import load_rewards, reward_row
+from tests.common import CPU, small_run
 from tests.episodes import (
     FILE,
+    Script,
     call_text,
     inline_scorer,
     perform,
@@ -394,3 +398,56 @@ def test_calls_of_an_episode_go_to_one_worker(pools):
         assert contents == ["1", "1", "1"]
     assert len({s.transcript.place % 2 for s in samples}) == 2
     assert all(worker.process is not None for worker in pool.workers)
+
+
+# ------------------------------------------------------------------------------------------------
+# Eval and runs
+
+
+def test_greedy_eval_plays_episodes():
+    """One episode a prompt. Its first reward is the accuracy, its sampled tokens are the length."""
+    table = [dict(prompt=QUESTION, n=i) for i in range(3)]
+    scene = stage("IncrementEnv", table, reward="environment")
+    call = call_text("increment", step=1)
+    scene.script = Script(scene.tokenizer, [call, "no", call], ["fine", call], ["end"])
+    task = (scene.script, scene.prompts, scene.tokenizer, inline_scorer(scene), 0, scene.cfg, CPU)
+    metrics = grpo.evaluate(*task, scene.player)
+    assert metrics["eval_accuracy"] == pytest.approx((1 + 0 + 2) / 3)
+    lengths = [3 * len(scene.script.ids_of(call)), *map(scene.script.ids_of, ("no", "fine", "end"))]
+    total = lengths[0] + sum(map(len, lengths[1:]))
+    assert metrics["eval_length"] == pytest.approx(total / 3)
+
+
+RUN = dict(environment=f"{FILE}:misbehaves", max_completion_length=40)
+
+
+def rows_file(folder, hows):
+    """Rows whose prompts get short answers: no episode is cut off before the environment's turn."""
+    rows = [dict(prompt="11+22=", how=how) for how in hows]
+    path = folder / "hows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_failed_episodes_are_counted_and_the_run_goes_on(tmp_path, capfd):
+    data = rows_file(tmp_path, ("raise", "die", "ok"))
+    steps = small_run(tmp_path / "out", train_data=data, max_steps=2, workers=3, **RUN)
+    assert len(steps) == 2
+    for m in steps:
+        assert 0 < m["reward_failed/environment_exception"] <= 5
+        assert 0 < m["reward_failed/environment_died"] <= 5
+        both = m["reward_failed/environment_exception"] + m["reward_failed/environment_died"]
+        assert m["failed_rewards"] == both
+    out, err = capfd.readouterr()
+    assert out.count("environment failed:") == 1  # the first one is shown
+    assert len(set(re.findall("playing [a-z]+ in ([0-9]+)", err))) >= 3  # --workers
+
+
+def test_an_environment_that_hangs_ends_the_run_soon(tmp_path, capfd):
+    """--call_timeout is its limit; after some timeouts in a row all calls are given up."""
+    options = RUN | dict(train_data=rows_file(tmp_path, ["hang"]), workers=2, call_timeout=0.3)
+    with pytest.raises(TrainingError, match="^environment misbehaves failed in every episode"):
+        small_run(tmp_path / "out", **options)
+    out, err = capfd.readouterr()
+    assert "environment failed: timeout: no result after 0.3 s" in out
+    assert err.count("playing hang") <= 12
