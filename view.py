@@ -19,6 +19,7 @@ import shutil
 import signal
 import sys
 import zlib
+from itertools import zip_longest
 from pathlib import Path
 
 from harness.curves import draw, read_jsonl, read_panels, visible
@@ -57,16 +58,17 @@ def choose_step(wanted, steps):
     return wanted
 
 
-def make_cards(rows):
-    """The groups of a step, those with the most signal first."""
+def make_cards(rows, by_token=True):
+    """The groups of a step, those with the most signal first. by_token: a sample with notes on its
+    tokens is in one piece per token."""
     groups = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
-    cards = [make_card(group) for group in groups.values()]
+    cards = [make_card(group, by_token) for group in groups.values()]
     return sorted(cards, key=operator.itemgetter("signal"), reverse=True)
 
 
-def make_card(rows):
+def make_card(rows, by_token=True):
     """A group: its samples by reward. Equal samples are shown once, with their count."""
     samples = {}
     right = 0
@@ -76,11 +78,16 @@ def make_card(rows):
             right += 1
         facts = facts_of(row, verdicts)
         advantage = round(row["advantage"], 3)
+        parts = parts_of(row)
         sample = dict(facts=facts, verdicts=verdicts, advantage=advantage, count=0)
-        sample = samples.setdefault((row["completion"], facts), sample)
+        sample = samples.setdefault((row["completion"], str(parts), facts), sample)
         sample["count"] += 1
-        tokens = row.get("tokens", dict(text=[row["completion"]]))
+        tokens = parts
+        if by_token:
+            tokens = row.get("tokens", parts)
         sample["pieces"] = tokens["text"]
+        sampled = tokens.get("sampled", [])
+        sample["replied"] = [i for i, drawn in enumerate(sampled) if not drawn]
         sample["measures"] = measures(tokens)
 
     for sample in samples.values():
@@ -96,6 +103,21 @@ def make_card(rows):
         signal=signal,
         samples=list(samples.values()),
     )
+
+
+def parts_of(row):
+    """The texts of a sample, in the form of notes on tokens: one for each turn and each reply of an
+    episode, with the name of its writer; without an environment the completion."""
+    if "turns" not in row:
+        return dict(text=[row["completion"]])
+    messages = []
+    for turn, reply in zip_longest(row["turns"], row["replies"], fillvalue=[]):
+        messages.append(dict(role="assistant", name="policy", content=turn))
+        if isinstance(reply, str):
+            reply = [dict(role="user", name="environment", content=reply)]
+        messages += reply
+    texts = [f"{m['name']:>11}: {m['content']}" for m in messages]
+    return dict(text=texts, sampled=[m["role"] == "assistant" for m in messages])
 
 
 def reward_order(row):
@@ -123,6 +145,8 @@ def facts_of(row, verdicts):
     facts = [f"reward {number(row['reward'])}", *verdicts]
     facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
     facts += [f"advantage {number(row['advantage'], '+')}", f"{row['length']} tokens"]
+    if "failure" in row:
+        facts.append(f"environment failed: {row['failure']}")
     return ", ".join(facts)
 
 
@@ -151,7 +175,8 @@ def print_cards(cards):
         print(card["summary"])
         for sample in card["samples"]:
             print("\n" + shorten(sample["facts"], room))
-            print(shorten("".join(sample["pieces"]), room))
+            for text in sample["pieces"]:
+                print(shorten(text, room))
 
 
 def shorten(text, room):
@@ -242,7 +267,7 @@ def show(args):
         print(args.html)
     else:
         print(f"step {step}, {len(steps[step])} samples, groups with the most signal first")
-        print_cards(make_cards(steps[step]))
+        print_cards(make_cards(steps[step], by_token=False))
 
 
 def main(argv=None):

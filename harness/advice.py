@@ -68,6 +68,8 @@ def cut_off(steps):
     share = last(steps, "completions/clipped_ratio")
     if share.min() >= 0.5:
         advice = "raise --max_completion_length, or add overlong to --reward"
+        if "turns/mean" in steps[-1]:
+            advice = "raise --max_completion_length, --max_turns or --max_turn_length"
         return f"{share.mean():.0%} are cut off; {advice}"
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import numpy as np
 
 from harness.advice import Advice
+from harness.chat import decode
 from harness.curves import draw, is_number, read_jsonl
 from harness.dashboards import DASHBOARDS, scalars
 from harness.flags import ConfigError, first_line, say
@@ -17,6 +18,7 @@ NOTED_TOKENS = 3072  # tokens noted per step if --log_tokens gives no number: le
 SHOWN = {  # metric: its name in the line of a step
     "reward": "reward",
     "completions/mean_length": "length",
+    "turns/mean": "turns",
     "loss": "loss",
     "grad_norm": "grad",
     "frac_reward_zero_std": "no-signal",
@@ -51,7 +53,24 @@ def sample_metrics(samples) -> dict:
             metrics[f"rewards/{name}/std"] = np.nanstd(values, ddof=1)
     metrics = {name: float(value) for name, value in metrics.items()}
     metrics["tokens"] = sum(s.n_tokens for s in samples)
+    if samples[0].transcript is not None:
+        metrics.update(episode_metrics(samples))
     return metrics
+
+
+def episode_metrics(samples) -> dict:
+    """Turns, tool calls and tokens of the environment, per sample; the share of the calls that
+    raised. tools/ are TRL's names."""
+    turns = sum(len(s.transcript.turns) for s in samples)
+    calls = sum(len(calls) for s in samples for calls in s.transcript.calls)
+    failed_calls = sum(s.transcript.failed_calls for s in samples)
+    tokens = sum(len(s.completion_ids) - s.n_sampled for s in samples)
+    return {
+        "turns/mean": turns / len(samples),
+        "tools/call_frequency": calls / len(samples),
+        "tools/failure_frequency": failed_calls / max(1, calls),
+        "environment/mean_length": tokens / len(samples),
+    }
 
 
 def advantage_of(sample):
@@ -111,13 +130,31 @@ def completion_rows(samples, step: int, tokenizer) -> list[dict]:
             finish_reason=s.finish_reason,
             row=s.prompt.row,
         )
+        if s.transcript is not None:
+            row.update(episode_columns(s, tokenizer))
         if s.extra:
             row["logged"] = s.extra
         if s.token_notes:
             row["tokens"] = in_thousandths(s.token_notes)
-            row["tokens"]["text"] = token_texts(tokenizer, s.completion_ids, s.text)
+            texts = token_texts(tokenizer, s.completion_ids, row["completion"])
+            row["tokens"]["text"] = texts
+            if not s.sampled.all():
+                row["tokens"]["sampled"] = s.sampled.astype(int).tolist()
         rows.append(row)
     return rows
+
+
+def episode_columns(s, tokenizer) -> dict:
+    """What completions.jsonl has of an episode. Its completion is all that follows the prompt."""
+    ids = s.completion_ids
+    if decode(tokenizer, ids[s.turn_start :]) != s.text:  # the last token ended the turn
+        ids = ids[:-1]
+    columns = dict(completion=decode(tokenizer, ids))
+    columns["turns"] = s.transcript.turns
+    columns["replies"] = s.transcript.replies
+    if s.failure:
+        columns["failure"] = s.failure
+    return columns
 
 
 def in_thousandths(notes: dict) -> dict:

@@ -127,7 +127,7 @@ class Player:
         """(name, arguments) of each call in the last turn. A malformed call counts as text."""
         try:
             if getattr(self.tokenizer, "response_template", None) is None:
-                functions = [json.loads(text) for text in TOOL_CALL.findall(s.text)]
+                functions = written_calls(s.text)
             else:
                 functions = self.parsed_calls(s, ids)
             calls = [(call["name"], call.get("arguments") or {}) for call in functions]
@@ -166,3 +166,15 @@ class Player:
         if ids[0] == s.completion_ids[-1]:
             return ids[1:]
         return encode(text, tokenizer)
+
+
+def written_calls(text: str) -> list[dict]:
+    """The calls between <tool_call> tags: an object in JSON, or a list of objects, as of SmolLM."""
+    calls = []
+    for written in TOOL_CALL.findall(text):
+        call = json.loads(written)
+        if isinstance(call, list):
+            calls += call
+        else:
+            calls.append(call)
+    return calls

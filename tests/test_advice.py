@@ -76,6 +76,11 @@ PLANTED = {  # name: a history with the fault, what the note says, near misses
         "60% are cut off; raise --max_completion_length, or add overlong",
         [steps(**{CUT: [0.65, 0.62, 0.6, 0.55, 0.36, 0.18, 0.1]})],  # it learns to be short
     ),
+    "episodes are cut off": (
+        steps(**{CUT: 0.6, "turns/mean": 3.0}),
+        "60% are cut off; raise --max_completion_length, --max_turns or --max_turn_length (",
+        [steps(**{CUT: 0.4, "turns/mean": 3.0})],
+    ),
     "KL": (
         steps(kl_k1=np.linspace(0, 2, 20)),
         "The KL grows without end: it is",

@@ -195,6 +195,15 @@ def test_a_malformed_call_is_text_and_ends_the_episode(turn):
         assert s.text == turn and s.transcript.replies == [] and s.finish_reason == "stop"
 
 
+def test_calls_in_a_list_are_calls():
+    """SmolLM was taught to write them so."""
+    scene = stage("TOOLS", [dict(prompt=QUESTION)])
+    one = '{"name": "multiply", "arguments": {"a": 6, "b": 7}}'
+    turn = f"<tool_call>[{one}, {one}]</tool_call>"
+    sample, _ = perform(scene, [turn, "no"], ["end"])
+    assert [m["content"] for m in sample.transcript.replies[0]] == ["42", "42"]
+
+
 def test_a_class_keeps_its_state_between_turns():
     scene = stage("IncrementEnv", [dict(prompt=QUESTION, says=" Start.", n=3)])
     assert scene.prompts[0].messages[-1]["content"] == "Well? Start."

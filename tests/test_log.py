@@ -15,6 +15,7 @@ import harness.jsonl
 import harness.log
 import view
 from grpo import Config, Sample
+from harness.environment import Transcript
 from harness.flags import ConfigError
 from harness.rows import Prompt
 from tests.common import BUNDLED, copy_cut_back, lines, small_run, state_of
@@ -115,6 +116,104 @@ def test_the_group_with_noted_tokens_is_the_first_card_of_the_page():
         rows = harness.log.first_written(rows, cfg)
         assert view.make_cards(rows)[0]["title"] == f"group {group}"
     assert harness.log.samples_to_note(samples, Config(log_tokens=4)) == samples[:4]
+
+
+# -- episodes
+
+ASKS = """
+def asks(turns, row):
+    if row["answer"] == "708":
+        raise KeyError("no such problem")
+    if len(turns) < 3:
+        return ["1+2=", "3+4="][len(turns) - 1]
+asks.stop = ("=",)
+"""
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """The metrics and the rows of a step whose environment says 1+2=, then 3+4=, and fails on some
+    rows."""
+    folder = tmp_path_factory.mktemp("episodes")
+    (folder / "asks.py").write_text(ASKS)
+    problems = [dict(prompt="12+34=", answer="46"), dict(prompt="610+098=", answer="708")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    options = dict(train_data=str(folder / "rows.jsonl"), environment=f"{folder}/asks.py:asks")
+    options |= dict(num_prompts=2, max_completion_length=40, max_steps=1, num_minibatches=1)
+    small_run(folder / "out", log_tokens=10, log_completions=-1, **options)
+    return lines(folder / "out" / "metrics.jsonl")[0], lines(folder / "out" / "completions.jsonl")
+
+
+def test_the_row_of_an_episode_has_all_that_follows_the_prompt(episodes):
+    tokenizer = grpo.rows.load_tokenizer(BUNDLED)
+    whole = [row for row in episodes[1] if len(row["turns"]) == 3]
+    assert whole
+    for row in whole:
+        assert row["replies"] == ["1+2=", "3+4="] and "failure" not in row
+        said = [row["turns"][0], "1+2=", row["turns"][1], "3+4=", row["turns"][2]]
+        text = row["completion"].replace(tokenizer.eos_token, "")  # which ended the first turns
+        assert text == "".join(said) and row["completion"].endswith(row["turns"][2])
+        assert "".join(row["tokens"]["text"]) == row["completion"]
+
+
+def test_tokens_of_the_environment_have_a_text_and_no_measures(episodes):
+    for row in episodes[1]:
+        tokens = row["tokens"]
+        if len(row["turns"]) == 1:
+            assert "sampled" not in tokens
+            continue
+        assert sum(tokens["sampled"]) == row["length"] == len(tokens["text"]) - 8
+        replied = [i for i, sampled in enumerate(tokens["sampled"]) if not sampled]
+        assert "".join(tokens["text"][i] for i in replied) == "1+2=3+4="
+        for name in ("logp", "entropy", "gap", "push", "kl"):
+            assert len(tokens[name]) == len(tokens["text"])
+            assert {tokens[name][i] for i in replied} == {0}
+
+
+def test_the_row_of_an_episode_says_why_it_failed(episodes):
+    failed = [row for row in episodes[1] if row["row"]["answer"] == "708"]
+    assert len(failed) == 5
+    for row in failed:
+        assert row["failure"].startswith("exception: KeyError: 'no such problem'")
+        assert row["replies"] == []
+        assert row["turns"] == [row["completion"]]
+
+
+def test_metrics_of_episodes_count_sampled_tokens(episodes):
+    metrics, rows = episodes
+    turns = [len(row["turns"]) for row in rows]
+    assert metrics["turns/mean"] == sum(turns) / 10 > 1
+    assert metrics["environment/mean_length"] == 4 * (sum(turns) - 10) / 10
+    assert metrics["completions/mean_length"] == sum(row["length"] for row in rows) / 10
+    assert metrics["tools/call_frequency"] == metrics["tools/failure_frequency"] == 0
+
+
+def test_tool_calls_have_trls_metrics_and_the_line_shows_turns(tmp_path, capsys):
+    prompt = Prompt(np.arange(3, dtype=np.int32), "p", {})
+    samples = []
+    add, divide = ("add", {"a": 1, "b": 2}), ("divide", {"a": 1, "b": 0})
+    for calls, failed_calls in (([[add, divide], [add]], 1), ([[divide]], 1), ([], 0), ([], 0)):
+        ids = np.arange(9, dtype=np.int32)
+        s = Sample(0, prompt, ids, ids * 0.0, "length", sampled=np.arange(9) % 3 > 0)
+        s.transcript = Transcript((), {}, 0, "", turns=[""] * (len(calls) + 1), calls=calls)
+        s.transcript.failed_calls = failed_calls
+        samples.append(s)
+    metrics = harness.log.sample_metrics(samples)
+    assert metrics["tools/call_frequency"] == 1.0  # of 4 episodes
+    assert metrics["tools/failure_frequency"] == 0.5
+    assert (metrics["turns/mean"], metrics["environment/mean_length"]) == (1.75, 3)
+    assert metrics["completions/mean_length"] == metrics["completions/max_length"] == 6
+    assert metrics["completions/clipped_ratio"] == 1
+    log_of(tmp_path, max_steps=4).step(metrics | dict(step=1, tokens_per_s=100), [])
+    assert "length 6 turns 1.75 | 100 tok/s" in capsys.readouterr().out
+
+
+def test_a_run_without_an_environment_logs_nothing_of_episodes(undisturbed):
+    metrics = lines(undisturbed / "metrics.jsonl")[0]
+    assert not any(name.startswith(("turns", "tools", "environment")) for name in metrics)
+    for row in lines(undisturbed / "completions.jsonl"):
+        assert not {"turns", "replies", "failure"} & set(row)
+        assert "sampled" not in row.get("tokens", {})
 
 
 # -- the end of a run

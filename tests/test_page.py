@@ -15,7 +15,7 @@ import pytest
 
 import view
 from harness.curves import PANELS
-from tests.test_view import HOSTILE, write_run
+from tests.test_view import GAME, HOSTILE, TOOL_WORDS, write_rows, write_run
 
 UP, DOWN = "rgba(0, 130, 200, %s)", "rgba(213, 94, 0, %s)"
 TOKENS = dict(  # in thousandths
@@ -380,6 +380,69 @@ def test_browser_tokens(tmp_path, browser):
         json.loads(browser.run(tip).replace("\\a ", "\\n"))
         == '"+"\npush −2\nlogp −3\nentropy 2\nkl −1\ngap −0.5'
     )
+
+
+def write_episodes(out_dir):
+    """A step with a group of one episode with token notes and one without, and a group of tools."""
+    write_run(out_dir, steps=1)
+    sampled = [1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1]
+    tokens = dict(text=[*"1+2=3 3+4=77", ""], sampled=sampled)
+    tokens["push"] = [500 * drawn for drawn in sampled]
+    tokens["logp"] = [-1000 * drawn for drawn in sampled]
+    rows = [
+        GAME | dict(tokens=tokens, advantage=2),
+        GAME | dict(reward=0, advantage=-2),
+        TOOL_WORDS | dict(group=1),
+    ]
+    write_rows(out_dir, rows)
+    return str(out_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_shows_who_wrote_what(tmp_path, browser, scheme):
+    window(browser, 400, scheme)
+    browser.open(write_page(tmp_path, write_episodes(tmp_path / "a")), "step 1 of 1")
+    replies = ["3", "7", "environment: 3", "environment: 7", "look: 5", "again: {'error': 'no'}"]
+    assert [text.strip() for text in browser.texts("pre .reply")] == replies
+    assert browser.texts("#reply") == ["grey: written by the environment, not by the policy"]
+    style = """return [...document.querySelectorAll('.sample pre span')].slice(0, 5).map(span => {
+        const style = getComputedStyle(span);
+        return [style.backgroundColor, style.color, style.fontStyle]; })"""
+    *policy, reply = browser.run(style)
+    assert {color for color, _, _ in policy} == {UP % 0.65}
+    grey, ink = ([int(n) for n in re.findall(r"\d+", color)[:3]] for color in reply[:2])
+    assert len(set(grey)) == 1 and abs(grey[0] - ink[0]) > 120 and reply[2] == "italic"
+    browser.set("measure", "logp")
+    assert browser.run(style)[4] == reply  # no measure colours it
+    tip = "return getComputedStyle(document.querySelector('span:hover'), '::after').content"
+    browser.mouse("pre .reply")
+    assert browser.run(tip) == r'"\"3\"\a written by the environment"'
+    for text, samples in (("4=7", 1), ("environment: 7", 1), ("again: {", 1), ("", 3)):
+        browser.set("find", text)
+        assert browser.texts("#note") == [f"{samples} of 3 samples"]
+    assert browser.run("return document.documentElement.scrollWidth") <= 400
+    assert browser.errors() == []
+
+
+@pytest.mark.slow
+def test_browser_long_replies_do_not_pale_the_policy(tmp_path, browser):
+    window(browser)
+    out = write_run(tmp_path / "a", steps=1)
+    tokens = dict(text=["x"] * 201, sampled=[1] + [0] * 200, push=[2000] + [0] * 200)
+    episode = dict(completion="x" * 201, turns=["x", ""], replies=["x" * 200], tokens=tokens)
+    write_rows(out, [episode])
+    browser.open(write_page(tmp_path, out), "step 1 of 1")
+    assert browser.texts("#legend small")[:2] == ["0", "2"]
+    color = "return document.querySelector('.sample pre span').style.backgroundColor"
+    assert browser.run(color) == UP % 0.65
+
+
+@pytest.mark.slow
+def test_browser_names_no_environment_without_one(tmp_path, browser):
+    window(browser)
+    browser.open(write_page(tmp_path, write_groups(tmp_path / "a")), "step 3 of 3")
+    assert browser.texts("#reply") == browser.texts("pre .reply") == []
 
 
 @pytest.mark.slow

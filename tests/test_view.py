@@ -279,6 +279,79 @@ def test_view_step_is_by_group(tmp_path, capsys):
     )
 
 
+GAME = dict(  # the third turn repeats the reply before it
+    completion="1+2=3 3+4=77",
+    turns=["1+2=", " 3+4=", "7"],
+    replies=["3", "7"],
+    length=11,
+)
+TOOL_WORDS = dict(
+    completion='<call>{"n": "ü"}<eos>\n<tool>5<tool>{}\n<end>It is 5.',
+    turns=['<call>{"n": "ü"}', "It is 5."],
+    replies=[
+        [
+            dict(role="tool", name="look", content="5"),
+            dict(role="tool", name="again", content="{'error': 'no'}"),
+        ]
+    ],
+    length=9,
+)
+
+
+def test_view_step_shows_who_wrote_what(tmp_path, capsys):
+    failed = dict(turns=["1+2="], replies=[], completion="1+2=", failure="timeout: 10 s")
+    failed |= dict(reward=-1, length=4)
+    write_rows(tmp_path, [GAME, TOOL_WORDS | dict(reward=0), failed])
+    view.main([str(tmp_path), "--step"])
+    samples = capsys.readouterr().out.split("\n\n")[2:]
+    assert samples == [
+        "reward 1, right, ended, advantage +0, 11 tokens\n"
+        "     policy: 1+2=\n"
+        "environment: 3\n"
+        "     policy:  3+4=\n"
+        "environment: 7\n"
+        "     policy: 7",
+        "reward 0, wrong, ended, advantage +0, 9 tokens\n"
+        '     policy: <call>{"n": "ü"}\n'
+        "       look: 5\n"
+        "      again: {'error': 'no'}\n"
+        "     policy: It is 5.",
+        "reward -1, wrong, ended, advantage +0, 4 tokens, "
+        "environment failed: timeout: 10 s\n"
+        "     policy: 1+2=\n",
+    ]
+
+
+def test_episodes_that_are_equal_are_shown_once(tmp_path):
+    by_itself = GAME | dict(turns=["1+2=3 3+4=77"], replies=[])
+    write_rows(tmp_path, [GAME, GAME, by_itself])
+    [card] = view.make_cards(view.read_steps(tmp_path)[1])
+    assert [sample["count"] for sample in card["samples"]] == [2, 1]
+    assert [text.split(":")[1] for text in card["samples"][0]["pieces"]] == [
+        " 1+2=", " 3", "  3+4=", " 7", " 7"
+    ]  # fmt: skip
+    assert [sample["replied"] for sample in card["samples"]] == [[1, 3], []]
+
+
+def test_who_wrote_a_noted_token(tmp_path):
+    texts = [*"1+2=3 3+4=77", ""]
+    sampled = [1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1]
+    write_rows(tmp_path, [GAME | dict(tokens=dict(text=texts, sampled=sampled, push=[9] * 13))])
+    rows = view.read_steps(tmp_path)[1]
+    [card] = view.make_cards(rows)
+    [sample] = card["samples"]
+    assert sample["pieces"] == texts and sample["replied"] == [4, 10]
+    [card] = view.make_cards(rows, by_token=False)
+    [sample] = card["samples"]
+    assert [text.strip() for text in sample["pieces"]] == [
+        "policy: 1+2=",
+        "environment: 3",
+        "policy:  3+4=",
+        "environment: 7",
+        "policy: 7",
+    ]
+
+
 def test_right_is_what_the_first_reward_function_says(tmp_path):
     """As pass@k counts it; without one, the reward. Neither, where it has failed."""
     cases = {
