@@ -119,6 +119,12 @@ def decode(tokenizer, ids) -> str:
 # -- What follows the policy's turn
 
 
+def talk_with_call(name: str) -> list[dict]:
+    """A question, and a turn that calls the tool."""
+    call = dict(type="function", function=dict(name=name, arguments={}))
+    return [dict(role="user", content="-"), dict(role="assistant", content="", tool_calls=[call])]
+
+
 class Following:
     """Writes messages of a tool or a user as the chat template does after an assistant's turn.
 
@@ -152,16 +158,13 @@ class Following:
         return all(message["content"] in text for message in messages)
 
     def after_call(self, messages: list[dict]) -> str:
-        function = dict(name=messages[0]["name"], arguments={})
-        call = dict(type="function", function=function)
-        question = [dict(role="user", content="-")]
-        talk = [*question, dict(role="assistant", content="", tool_calls=[call])]
+        talk = talk_with_call(messages[0]["name"])
         before = self.render(talk)
         text = self.render([*talk, *messages], add_generation_prompt=True)
         if not text.startswith(before):
             raise ValueError("the template changes what stands before a tool's message")
         # The turn ends with one of its end tokens, or where the call ends.
-        start = len(self.render(question))
+        start = len(self.render(talk[:1]))
         places = [before.find(end, start) for end in self.ends]
         return text[min([place for place in places if place >= 0], default=len(before)) :]
 
@@ -171,6 +174,16 @@ class Following:
         if not words:
             raise ValueError("the template leaves out the assistant's words")
         return following
+
+    def written_call(self, name: str) -> str:
+        """How the template writes a call of the tool; "" if it writes none."""
+        try:
+            text = self.render(talk_with_call(name))
+        except Exception:  # templates raise what they like
+            return ""
+        if name not in text:
+            return ""
+        return text
 
     def render(self, messages: list[dict], **options) -> str:
         return self.tokenizer.apply_chat_template(messages, **self.options, **options)

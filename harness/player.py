@@ -62,6 +62,20 @@ class Player:
             role = "user" if environment.kind == "text" else "tool"
             ends = [tokenizer.decode([i]) for i in eos_ids if i < len(tokenizer)]
             self.following = Following(tokenizer, role, ends, cfg)
+            if environment.kind != "text":
+                self.check_calls_are_read()
+
+    def check_calls_are_read(self) -> None:
+        """ConfigError if the policy was taught to write calls in a form that is not read here."""
+        text = self.following.written_call("c4d1e9")
+        if not text or getattr(self.tokenizer, "response_template", None) is not None:
+            return
+        try:
+            calls = written_calls(text)
+        except ValueError:  # no JSON
+            calls = []
+        why = "the chat template writes calls in a form that only a tokenizer with a"
+        need(calls, self.cfg, "environment", f"{why} response_template can read; this one has none")
 
     def start(self, samples, keys: list[tuple]) -> None:
         """Gives the samples empty transcripts. A key names an episode of the run."""
