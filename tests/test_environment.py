@@ -6,20 +6,23 @@ import dataclasses
 import json
 import math
 import re
+import time
 
 import pytest
 
 import grpo
 from grpo import Config
-from harness import flags, jobs, player
+from harness import flags, jobs, player, workers
 from harness.environment import load_environment
 from harness.flags import ConfigError, TrainingError
 from harness.user_code import load_rewards, reward_row
 from tests.common import CPU, small_run
 from tests.episodes import (
     FILE,
+    Inline,
     Script,
     call_text,
+    chat_tokenizer,
     inline_scorer,
     perform,
     stage,
@@ -91,7 +94,7 @@ def test_impossible_values_stop_at_the_start(options, message, capsys, tmp_path)
 # reset()
 
 
-def observations(name, table, workers=2):
+def observations(name, table, workers=1):
     environment = load_environment(f"{FILE}:{name}", [])
     cfg = Config(environment=f"{FILE}:{name}", workers=workers, call_timeout=5)
     return player.first_observations(environment, table, list(range(len(table))), cfg)
@@ -101,11 +104,12 @@ def test_reset_draws_from_the_seed_of_its_row():
     """From random and from NumPy, also where reset() itself imports it."""
     first, second = observations("GuessEnv", [{}, {}])
     assert first != second
-    assert observations("GuessEnv", [{}, {}], workers=1) == [first, second]
+    scene = stage("GuessEnv", [dict(prompt=QUESTION)] * 2)
+    assert [prompt.observation for prompt in scene.prompts] == [first, second]
 
 
 def test_the_order_of_a_set_is_the_same_in_every_worker():
-    assert len(set(observations("SetEnv", [{}] * 6, workers=3))) == 1
+    assert len(set(observations("SetEnv", [{}] * 4, workers=2))) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,14 @@ def test_the_order_of_a_set_is_the_same_in_every_worker():
         ("GAMES", {}, "column 'environment' is None"),
     ],
 )
-def test_a_reset_that_cannot_be_is_refused_in_one_line(name, row, message, capfd):
+def test_a_reset_that_cannot_be_is_refused_in_one_line(name, row, message, monkeypatch, capfd):
+    if row.get("how") != "die":
+
+        class Pool(Inline):
+            def close(self):
+                pass
+
+        monkeypatch.setattr(player, "make_pool", lambda _, environment, *rest: Pool(environment))
     with pytest.raises(ConfigError, match=f"^--environment [^\n]*{message}[^\n]*$"):
         observations(name, [row])
 
@@ -133,6 +144,7 @@ def test_a_text_function_sees_turns_and_row():
     for name in ("says", "waits"):
         scene = stage(name, table)
         one, other = perform(scene, ["1", "2"], ["3", "4"], ["5", "6"])
+        assert len(scene.pool.jobs) == 6  # none after its last word
         assert one.transcript.turns == ["1", "3", "5"] and one.transcript.replies == ["a", ""]
         assert other.transcript.turns == ["2", "4", "6"]
         [*_, (_, transcript)] = scene.pool.jobs
@@ -202,6 +214,46 @@ def test_calls_in_a_list_are_calls():
     turn = f"<tool_call>[{one}, {one}]</tool_call>"
     sample, _ = perform(scene, [turn, "no"], ["end"])
     assert [m["content"] for m in sample.transcript.replies[0]] == ["42", "42"]
+
+
+QWEN3 = {  # a response_template, as tokenizers of newer models have it
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"close_pattern": r"(?=<tool_call>)|<\|im_end\|>|$", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_a_tokenizer_that_parses_responses_reads_the_calls():
+    tokenizer = chat_tokenizer()
+    tokenizer.response_template = QWEN3
+    scene = stage("TOOLS", [dict(prompt=QUESTION)], tokenizer)
+    calls = "Now:" + call_text("multiply", a=6, b=7) + call_text("multiply", a=2, b=2)
+    sample, other = perform(scene, [calls, "<tool_call>{</tool_call>"], ["It is 42."])
+    assert [m["content"] for m in sample.transcript.replies[0]] == ["42", "4"]
+    assert sample.transcript.calls == [[("multiply", dict(a=6, b=7)), ("multiply", dict(a=2, b=2))]]
+    assert other.transcript.calls == []
+
+
+def test_calls_of_a_form_that_is_not_read_are_refused_at_the_start():
+    """As Qwen 3.5 and Llama 3 write them, without a response_template: no call would be made."""
+    tokenizer = chat_tokenizer()
+    form = "{{- '<function=' + call.function.name + '>' }}"
+    written = "{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    assert written in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(written, form)
+    with pytest.raises(ConfigError, match="writes calls in a form [^\n]* response_template[^\n]*$"):
+        stage("TOOLS", [dict(prompt=QUESTION)], tokenizer)
+    tokenizer.response_template = QWEN3
+    stage("TOOLS", [dict(prompt=QUESTION)], tokenizer)
 
 
 def test_a_class_keeps_its_state_between_turns():
@@ -321,38 +373,39 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("failure", ["zero", "exclude"])
-def test_each_misbehaviour_costs_its_own_episode(failure, pools, capfd):
+def test_each_misbehaviour_costs_its_own_episode(pools, capfd):
     table = [dict(prompt=QUESTION, how=how) for how in CAUSES]
-    scene = stage("misbehaves", table, pool=pools("misbehaves"), reward_failure=failure)
-    n = 2 * len(CAUSES)
-    samples = perform(scene, ["a"] * n, ["b"] * 4)
+    scene = stage("misbehaves", table, pool=pools("misbehaves"), num_generations=1)
+    n = len(CAUSES)
+    samples = perform(scene, ["a"] * n, ["b"] * 2)
     causes = [s.failure.partition(":")[0] for s in samples]
-    assert causes == [cause for cause in CAUSES.values() for _ in range(2)]
+    assert causes == list(CAUSES.values())
+    failed = [cause != "" for cause in causes]
     scorer = inline_scorer(scene)
-    scores = grpo.score(samples, scorer, 1, scene.cfg)
-    counts = collections.Counter(f"environment_{cause}" for cause in causes if cause)
-    assert scores.failures == counts
-    assert scores.failed == [cause != "" for cause in causes]
-    excluded = [math.isnan(s.reward) for s in samples]
-    assert excluded == [failure == "exclude" and cause != "" for cause in causes]
-    assert all(s.reward == 0 for s in samples if not math.isnan(s.reward))
+    for failure in ("zero", "exclude"):
+        cfg = dataclasses.replace(scene.cfg, reward_failure=failure)
+        scores = grpo.score(samples, scorer, 1, cfg)
+        counts = collections.Counter(f"environment_{cause}" for cause in causes if cause)
+        assert scores.failures == counts and scores.failed == failed
+        excluded = [math.isnan(s.reward) for s in samples]
+        assert excluded == (failed if failure == "exclude" else [False] * n)
+        assert all(s.reward == 0 for s in samples if not math.isnan(s.reward))
     metrics = scorer.failure_metrics([scores], 1, n)
-    assert metrics["reward_failed/environment_died"] == 4
-    assert metrics["failed_rewards"] == n - 4
+    assert metrics["reward_failed/environment_died"] == 2
+    assert metrics["failed_rewards"] == n - 2
     out, err = capfd.readouterr()
     assert "playing print" in err and "playing" not in out
-    assert "environment failed: exception: KeyError" in out
+    assert out.count("environment failed: ") == 1  # the first one is shown
 
 
 def test_tools_that_misbehave(pools):
     """What a tool raises is told to the policy; what ends the process ends the episode."""
-    hows = ("raise", "int", "million", "die", "hang")
-    scene = stage("TOOLS", [dict(prompt=QUESTION)] * 3, pool=pools("TOOLS"))
-    turns = [call_text("fail", how=how) for how in hows] + ["no"]
+    hows = ("raise", "int", "million", "die")
+    scene = stage("TOOLS", [dict(prompt=QUESTION)] * 2, pool=pools("TOOLS"))
+    turns = [call_text("fail", how=how) for how in hows]
     samples = perform(scene, turns, ["end", "end"])
     causes = [s.failure.partition(":")[0] for s in samples]
-    assert causes == ["", "", "exception", "died", "timeout", ""]
+    assert causes == ["", "", "exception", "died"]
     contents = [s.transcript.replies[0][0]["content"] for s in samples[:2]]
     assert contents == [str({"error": "'x'"}), "5"]
 
@@ -439,24 +492,25 @@ def rows_file(folder, hows):
 
 
 def test_failed_episodes_are_counted_and_the_run_goes_on(tmp_path, capfd):
-    data = rows_file(tmp_path, ("raise", "die", "ok"))
+    data = rows_file(tmp_path, ("raise", "ok"))
     steps = small_run(tmp_path / "out", train_data=data, max_steps=2, workers=3, **RUN)
     assert len(steps) == 2
     for m in steps:
-        assert 0 < m["reward_failed/environment_exception"] <= 5
-        assert 0 < m["reward_failed/environment_died"] <= 5
-        both = m["reward_failed/environment_exception"] + m["reward_failed/environment_died"]
-        assert m["failed_rewards"] == both
+        assert m["reward_failed/environment_exception"] in (5, 10)  # groups of five
+        assert m["failed_rewards"] == m["reward_failed/environment_exception"]
     out, err = capfd.readouterr()
     assert out.count("environment failed:") == 1  # the first one is shown
-    assert len(set(re.findall("playing [a-z]+ in ([0-9]+)", err))) >= 3  # --workers
+    assert len(set(re.findall("playing [a-z]+ in ([0-9]+)", err))) == 3  # --workers
 
 
-def test_an_environment_that_hangs_ends_the_run_soon(tmp_path, capfd):
+def test_an_environment_that_hangs_ends_the_run_soon(tmp_path, monkeypatch, capfd):
     """--call_timeout is its limit; after some timeouts in a row all calls are given up."""
-    options = RUN | dict(train_data=rows_file(tmp_path, ["hang"]), workers=2, call_timeout=0.3)
+    monkeypatch.setattr(workers, "PATIENCE", 3)
+    options = RUN | dict(train_data=rows_file(tmp_path, ["hang"]), workers=1, call_timeout=0.3)
+    started = time.monotonic()
     with pytest.raises(TrainingError, match="^environment misbehaves failed in every episode"):
         small_run(tmp_path / "out", **options)
+    assert time.monotonic() - started < 30  # the default alone would take as long
     out, err = capfd.readouterr()
-    assert "environment failed: timeout: no result after 0.3 s" in out
-    assert err.count("playing hang") <= 12
+    assert "environment failed: timeout: " in out
+    assert err.count("playing hang") == 3
