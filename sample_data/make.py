@@ -12,8 +12,9 @@ With a reward for right answers only, reinforcement learning discovers that, and
 grow together.
 
 Written are model/, train.jsonl, eval.jsonl and countdown.jsonl. No problem of eval, in either order
-of its operands, is in train or among the demonstrations. The gsm8k_*.jsonl files are written by
-hand, not by this script.
+of its operands, is in train or among the demonstrations. octal_train.jsonl and octal_eval.jsonl are
+sums of octal numbers for calculator.py; they share no problem, and no demonstration is octal. The
+gsm8k_*.jsonl files are written by hand, not by this script.
 """
 
 import argparse
@@ -69,12 +70,12 @@ def answer_thinking(a, b):
     return THINK + " ".join(columns) + END_THINK + str(a + b) + EOS
 
 
-def draw_problems(rng, count, taken):
-    """`count` new pairs of operands, which are also added to `taken`. The pairs in `taken` are
-    sorted, so that 1+2 and 2+1 are the same problem."""
+def draw_problems(rng, count, taken, limit=1000):
+    """`count` new pairs of operands below `limit`, which are also added to `taken`. The pairs in
+    `taken` are sorted, so that 1+2 and 2+1 are the same problem."""
     problems = []
     while len(problems) < count:
-        a, b = rng.randrange(1000), rng.randrange(1000)
+        a, b = rng.randrange(limit), rng.randrange(limit)
         pair = min(a, b), max(a, b)
         if pair not in taken:
             taken.add(pair)
@@ -119,6 +120,21 @@ def countdown_rows(rng, count):
 
 def addition_rows(problems):
     return [{"prompt": prompt_of(a, b), "answer": str(a + b)} for a, b in problems]
+
+
+def octal_rows(problems):
+    return [{"prompt": f"{a:03o}+{b:03o}=", "answer": f"{a + b:o}"} for a, b in problems]
+
+
+def write_octal(out, seed):
+    """Sums of octal numbers up to 777. Their own random numbers leave those of the model as they
+    were."""
+    rng = random.Random(seed)
+    taken = set()
+    eval_problems = draw_problems(rng, EVAL_ROWS, taken, limit=0o1000)
+    train_problems = draw_problems(rng, TRAIN_ROWS, taken, limit=0o1000)
+    write_jsonl(out / "octal_train.jsonl", octal_rows(train_problems))
+    write_jsonl(out / "octal_eval.jsonl", octal_rows(eval_problems))
 
 
 def write_jsonl(path, rows):
@@ -285,6 +301,7 @@ def main():
     write_jsonl(args.out / "train.jsonl", addition_rows(train_problems))
     write_jsonl(args.out / "eval.jsonl", addition_rows(eval_problems))
     write_jsonl(args.out / "countdown.jsonl", countdown_rows(rng, COUNTDOWN_ROWS))
+    write_octal(args.out, args.seed)
 
     tokenizer = build_tokenizer()
     save_tokenizer(tokenizer, args.out / "model")  # its first use would store padding in it
