@@ -60,6 +60,7 @@ class Config:
         "", "policy: directory or hub name; empty: the bundled task", group="model and data"
     )
     tokenizer: str = flag("", "directory or hub name; empty: the model's own tokenizer")
+    lora_rank: int = flag(0, "of adapters on all linear layers but the head; 0: train all", low=0)
     train_data: str = flag("", "JSONL, JSON, CSV, parquet, hub name:config:split, file.py:function")
     eval_data: str = flag("", "eval rows, same formats; empty: no eval")
     reward: str = flag(
@@ -119,7 +120,7 @@ class Config:
     )
     kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
     kl_in: str = flag("loss", "where the KL penalty goes; reward: k1 only", ("loss", "reward"))
-    beta: float = flag(0.001, "KL coefficient; 0: no reference model", low=0)
+    beta: float = flag(0.0, "KL coefficient; 0: no reference model", low=0)
     clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
     clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
     ratio_level: str = flag(
@@ -140,7 +141,9 @@ class Config:
     micro_batch_tokens: int = flag(
         0, "tokens per forward and backward; 0: 2048, on cuda auto-sized", low=0
     )
-    learning_rate: float = flag(1e-6, "of AdamW on float32 parameters", low=0)
+    learning_rate: float = flag(
+        1e-6, "of AdamW on float32 parameters; unless given, ten times this with --lora_rank", low=0
+    )
     lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(
         0, "optimizer steps; 0: the first one already has the full learning rate", low=0
@@ -226,6 +229,7 @@ BUNDLED = dict(
     eval_data=os.path.join(HERE, "sample_data", "eval.jsonl"),
     max_completion_length=40,
     learning_rate=3e-4,
+    beta=0.001,
     max_steps=20,
     eval_every=5,
 )
@@ -252,6 +256,7 @@ from harness import (
     dashboards,
     engine,
     log,
+    lora,
     models,
     ranks,
     rows,
@@ -259,7 +264,13 @@ from harness import (
 )
 from harness.arrays import padded, padded_rows, to_device
 from harness.chat import decode
-from harness.checkpoints import find_checkpoint, fingerprint, model_writer
+from harness.checkpoints import (
+    find_checkpoint,
+    fingerprint,
+    model_writer,
+    refuse_other_rank,
+    refuse_other_weights,
+)
 from harness.directory import resumed_flags
 from harness.environment import Transcript, load_environment
 from harness.hf_sampler import Completion, HFSampler
@@ -309,6 +320,8 @@ def prepare(cfg: Config) -> Config:
     values.update(given)
     cfg = Config(**values)
     validate(cfg)
+    if cfg.lora_rank > 0 and "learning_rate" not in given:
+        cfg.learning_rate = lora.learning_rate(cfg.learning_rate)
     return cfg
 
 
@@ -555,7 +568,7 @@ class VLLMSampler:
             torch.cuda.empty_cache()
             self.wake_up("weights")
         self.llm.apply_model(fill_with_nan)
-        weights = iter(checkpoint_weights(model).items())
+        weights = lora.merged(checkpoint_weights(model), model, self.dtype)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         self.llm.apply_model(repack)
         if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
@@ -627,12 +640,13 @@ class VLLMSampler:
 
 def checkpoint_weights(model) -> dict:
     """The tensors under their checkpoint names, which vLLM reads: parameters (a tied head once) and
-    saved buffers."""
+    saved buffers. Without adapters."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved:
             weights[name] = buffer
+    weights = lora.without_adapters(weights)
     # transformers renames and merges some tensors as it loads them, such as those of experts
     return transformers.core_model_loading.revert_weight_conversion(model, weights)
 
@@ -1382,35 +1396,51 @@ def load_reference(cfg: Config, device: torch.device, identity: int | None):
     """The frozen policy that the KL is measured from. identity: the fingerprint of the weights at
     the start of the run; None: any."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
-    if identity not in (None, fingerprint(model)):
-        why = (
-            "not the weights that this run began with, so its KL would be measured from another "
-            "reference; use those, or --beta 0"
-        )
-        raise ConfigError(f"--model {cfg.model}: {why}")
+    if identity is not None:
+        why = "so its KL would be measured from another reference; use those, or --beta 0"
+        refuse_other_weights(fingerprint(model), identity, cfg, why)
     reference = make_policy(model, cfg)  # before the cast: its check runs without autocast
     if cfg.dtype == "bfloat16":
-        tied = model.get_input_embeddings().weight
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and module.weight is not tied:
-                # what autocast does in every forward: the same numbers in half the memory
-                module.to(torch.bfloat16)
+        models.halve_frozen(model)
     return reference
+
+
+def load_trained_model(cfg: Config, checkpoint, device: torch.device) -> tuple:
+    """The model that the run trains, and the fingerprint of its weights at the start of the run.
+    With --lora_rank these are the frozen weights of --model, also when a run is resumed."""
+    if checkpoint:
+        refuse_other_rank(checkpoint, cfg)
+    if checkpoint and cfg.lora_rank == 0:
+        model = load_model(checkpoint.path, cfg).to(device)
+        return model, checkpoint.state["identity"]
+
+    model = load_model(cfg.model, cfg).to(device)
+    identity = fingerprint(model)
+    if cfg.lora_rank > 0:
+        lora.add_adapters(model, cfg)
+    if checkpoint:
+        start = checkpoint.state["identity"]
+        refuse_other_weights(identity, start, cfg, "and to which its adapters belong")
+        lora.load_adapters(model, checkpoint.path)
+    return model, identity
 
 
 def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.device) -> tuple:
     """The flags with every `auto` resolved; the policy, from the checkpoint or --model; the
     reference or None; the fingerprint of the weights at the start of the run."""
-    model = load_model(checkpoint.path if checkpoint else cfg.model, cfg).to(device)
+    model, identity = load_trained_model(cfg, checkpoint, device)
     models.check_sizes(model, prompts, cfg)
     longest_prompt = max(len(p.ids) for p in prompts)
     models.freeze_unused(model, longest_prompt + cfg.max_completion_length)
     auto.set_threads(model)
     cfg = auto.resolve_auto(cfg, model, device)
-    identity = checkpoint.state["identity"] if checkpoint else fingerprint(model)
-    policy = make_policy(model, cfg, prompts)
+    policy = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
+    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
+        models.halve_frozen(model)
     reference = None
-    if cfg.beta > 0:
+    if cfg.beta > 0 and cfg.lora_rank > 0:
+        reference = lora.BasePolicy(policy)
+    elif cfg.beta > 0:
         reference = load_reference(cfg, device, identity)
     return cfg, policy, reference, identity
 

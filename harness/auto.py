@@ -14,6 +14,7 @@ WEIGHT = 4  # of a parameter, in float32
 LEARNING = 12  # more per trained parameter: gradient 4, Adam's two moments 8
 CAST = 2  # of a parameter: autocast's copy in bfloat16
 HEAD = 17  # per weight of the output head: the largest remainder in those measurements
+FROZEN_HEAD = 2.7e9  # without a gradient only its tiles of logits remain
 ACTIVATION = 26  # per token, layer, and hidden or MLP unit; half in bfloat16
 LAYER_INPUT = 4  # per token and hidden unit, for a recomputed layer
 CUDA = 2e9  # CUDA and a sleeping vLLM engine
@@ -82,9 +83,9 @@ def fit_micro_batch(cfg, model, device: torch.device):
         if peak <= USABLE * card:
             break
     sizes = f"{peak / 1e9:.0f} GB of the card's {card / 1e9:.0f}"
-    why = f"an update of {tokens} tokens takes {sizes}: --beta 0, a smaller model, or LoRA"
-    force = "(variants/lora.patch); set --micro_batch_tokens to try it anyway"
-    need(peak <= USABLE * card, cfg, "model", f"{why} {force}")
+    why = f"an update of {tokens} tokens takes {sizes}: --beta 0, --lora_rank 8 or a smaller model"
+    force = "set --micro_batch_tokens to try it anyway"
+    need(peak <= USABLE * card, cfg, "model", f"{why}; {force}")
 
     chosen = f"--micro_batch_tokens {tokens}"
     if recompute:
@@ -100,24 +101,40 @@ def peak_bytes(cfg, model, tokens, recompute):
     hidden = text.hidden_size
     layers = text.num_hidden_layers
     mlp = getattr(text, "intermediate_size", 4 * hidden)
-    parameters = count(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    head = model.get_input_embeddings().weight.numel()
 
     layer = tokens * ACTIVATION * (hidden + mlp)
-    reference = WEIGHT * parameters
     casts = 0
     if cfg.dtype == "bfloat16":
         layer = layer / 2
-        reference = CAST * (parameters - head) + WEIGHT * head
-        casts = CAST * parameters
-    if cfg.beta == 0:
-        reference = 0
+        casts = CAST * count(model)
+    if cfg.lora_rank > 0:
+        casts = 0  # the base is in bfloat16 already
     activations = layers * layer + casts
     if recompute:  # the inputs of all layers, and all of one layer; no casts are kept
         activations = tokens * LAYER_INPUT * hidden * layers + layer
-    resident = WEIGHT * parameters + LEARNING * trained + reference
-    return CUDA + resident + HEAD * head + activations
+    return CUDA + resident_bytes(cfg, model) + activations
+
+
+def resident_bytes(cfg, model):
+    """Of what learns, with its gradients and moments; of what is frozen; of the head's tiles."""
+    parameters = count(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    head = model.get_input_embeddings().weight.numel()
+    learns = (WEIGHT + LEARNING) * trained
+    if cfg.lora_rank > 0:  # the base is the reference, too
+        return learns + frozen_bytes(cfg, parameters - trained, head) + FROZEN_HEAD
+
+    reference = 0
+    if cfg.beta > 0:
+        reference = frozen_bytes(cfg, parameters, head)
+    return learns + WEIGHT * (parameters - trained) + reference + HEAD * head
+
+
+def frozen_bytes(cfg, parameters, embedding):
+    """As models.halve_frozen() leaves them."""
+    if cfg.dtype == "bfloat16":
+        return CAST * (parameters - embedding) + WEIGHT * embedding
+    return WEIGHT * parameters
 
 
 def resolve_auto(cfg, model, device: torch.device):

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from harness import lora
 from harness.directory import LATEST, STATE, checkpoint_path, checkpoints, saved_config, step_of
-from harness.flags import ConfigError, first_line, say
+from harness.flags import ConfigError, first_line, need, say
 
 
 class Checkpoint(NamedTuple):
@@ -160,6 +161,18 @@ def fingerprint(model) -> int:
     return int(total) % 2**63
 
 
+def refuse_other_weights(now: int, start: int, cfg, why: str) -> None:
+    """ConfigError if --model has another fingerprint than the weights that the run began with."""
+    need(now == start, cfg, "model", f"not the weights that this run began with, {why}")
+
+
+def refuse_other_rank(checkpoint: Checkpoint, cfg) -> None:
+    """ConfigError if the checkpoint has other adapters than the run that goes on from it."""
+    rank = checkpoint.state["config"].get("lora_rank", 0)
+    why = f"{checkpoint.path} has {rank}; to change it begin a run with that as --model"
+    need(rank == cfg.lora_rank, cfg, "lora_rank", why)
+
+
 def model_writer(model, tokenizer, source: str, weights=None):
     """Returns write(directory), which writes what from_pretrained loads.
 
@@ -180,11 +193,13 @@ def model_writer(model, tokenizer, source: str, weights=None):
 
     def write(directory: str, trial: bool = False) -> None:
         """trial: only vectors (norms, biases), which are small."""
-        tensors = weights() if weights else model.state_dict()
+        tensors = weights() if weights else lora.merged_state(model)
         if trial:
             tensors = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 1}
         model.save_pretrained(directory, state_dict=tensors)
         tokenizer.save_pretrained(directory)
+        if lora.adapters(model):
+            lora.save_adapters(model, directory)
         file = Path(directory, "generation_config.json")
         file.unlink(missing_ok=True)  # the model's own: the sampler may have changed it
         if generation:

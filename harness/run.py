@@ -131,7 +131,7 @@ class Run:
             if name != "optimizer":  # it has no state yet, and some would take a step to make one
                 state[name] = save()
         weights = list(self.model.parameters())
-        size = sum(p.nbytes for p in weights)
+        size = sum(p.numel() * max(4, p.itemsize) for p in weights)  # bfloat16 is saved in float32
         size += sum(2 * p.nbytes for p in weights if p.requires_grad)  # Adam's two moments
         self.world.first(lambda: try_checkpoint(self.cfg.out_dir, self.write_model, state, size))
 
@@ -175,9 +175,8 @@ class Run:
         """The step is complete: saves now include it. rows: for completions.jsonl."""
         self.change()
         seconds = self.clock.take()
-        step_time = sum(seconds.values())
-        speed = dict(step_time=step_time, tokens_per_s=metrics["tokens"] / max(1e-9, step_time))
-        self.log.step(dict(step=step) | metrics | seconds | speed, rows)
+        costs = seconds | speeds(metrics["tokens"], seconds) | peak_memory(self.world)
+        self.log.step(dict(step=step) | metrics | costs, rows)
         self.step = step
         self.stops.release()
         self.refuse_bad_steps(metrics["skipped_steps"])
@@ -289,6 +288,25 @@ def report_error(what: str):
         yield
     except Exception as error:
         say(f"{what} ({first_line(error)})")
+
+
+def speeds(tokens: int, seconds: dict) -> dict:
+    """Tokens per second of a step, and of each phase that handles every token."""
+    step_time = sum(seconds.values())
+    rates = dict(step_time=step_time, tokens_per_s=tokens / max(1e-9, step_time))
+    for phase in ("rollout", "logps", "update"):
+        if f"time_{phase}" in seconds:
+            rates[f"tokens_per_s_{phase}"] = tokens / max(1e-9, seconds[f"time_{phase}"])
+    return rates
+
+
+def peak_memory(world: World) -> dict:
+    """GB that PyTorch held at most since the last call, on the fullest card; nothing on a CPU."""
+    if world.device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(world.device)
+    torch.cuda.reset_peak_memory_stats(world.device)
+    return dict(peak_memory_gb=max(world.gather([peak])) / 1e9)
 
 
 def own_stream(device: torch.device):

@@ -1,6 +1,6 @@
 """How much memory does an update take, and which line of code owns the peak? Counted without a GPU.
 
-    python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: four minutes on one CPU core
+    python studies/memory.py          # Qwen2.5 shapes from 0.5B to 7B: six minutes on one CPU core
     python studies/memory.py --quick  # 0.5B, 2,048 tokens
 
 grpo.update() itself runs on the tests' stand-in for a CUDA device: its tensors have sizes and no
@@ -33,6 +33,7 @@ import grpo
 import harness.auto
 import harness.models
 from grpo import Config, Sample
+from harness import lora
 from harness.flags import ConfigError
 from harness.ranks import World
 from harness.rows import Prompt
@@ -50,6 +51,10 @@ CARDS = {  # compute capability, bytes
     "80 GB (A100, H100)": ((9, 0), 85.0e9),
     "141 GB (H200)": ((9, 0), 150.0e9),
 }
+SOLD_AS = {"12 GB": 12.6e9, "16 GB": 16.7e9, "24 GB": 25.2e9, "48 GB": 48.3e9, "80 GB": 85.0e9}
+RANK = 16  # of the adapters
+ENGINE = 1.5e9  # bytes of keys and values, and of vLLM's activations
+LONGEST = 32768  # tokens, the positions of these models
 TOKENS = (2048, 8192, 16384)
 WORLD = World(0, 1, torch.device("cuda", 0))
 PROMPT, COMPLETION, GROUP = 256, 256, 8
@@ -78,7 +83,7 @@ def label_of(_bytes: int) -> int:
     return labels["elsewhere"]
 
 
-def model_of(size: str):
+def model_of(size: str, device: str = "cuda"):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     hidden, mlp, layers, heads, key_value_heads = SHAPES[size]
@@ -94,7 +99,9 @@ def model_of(size: str):
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cuda").eval()
+    if device == "meta":
+        return model
+    model = model.to_empty(device=device).eval()
     model.tie_weights()
     return model
 
@@ -127,18 +134,25 @@ def samples_of(tokens: int) -> list[Sample]:
 
 class Counted:
     """A policy of one size, the bytes that it holds between updates (`stays`), those of its
-    reference, and the peak of each kind of update."""
+    reference, and the peak of each kind of update. rank: of its adapters; 0: all weights learn."""
 
-    def __init__(self, size: str):
+    def __init__(self, size: str, rank: int = 0):
         self.size = size
+        self.rank = rank
         self.model = model_of(size)
+        if rank > 0:
+            lora.add_adapters(self.model, Config(lora_rank=rank))
         self.policy = fast_policy(self.model, 1.0)
+        if rank > 0:
+            harness.models.halve_frozen(self.model)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
         self.peaks = {}
         self.peak(TOKENS[0], True)  # makes Adam's moments
         self.peaks.clear()
         self.stays = torch.cuda.memory_allocated()
-        self.reference = reference_bytes(size)
+        self.reference = 0  # with adapters it is the model itself
+        if rank == 0:
+            self.reference = reference_bytes(size)
 
     def peak(self, tokens: int, recompute: bool, dtype="bfloat16") -> tuple[int, dict]:
         """The most bytes in use during an update, without the reference, and their share by line of
@@ -183,13 +197,60 @@ def chosen_row(card: str, counted: Counted) -> list:
     capability, card_bytes = CARDS[card]
     dtype = "bfloat16" if capability >= (8, 0) else "float32"
     try:
-        cfg = harness.auto.fit_micro_batch(Config(dtype=dtype), counted.model, WORLD.device)
+        cfg = Config(dtype=dtype, beta=0.001)
+        cfg = harness.auto.fit_micro_batch(cfg, counted.model, WORLD.device)
     except ConfigError:
         return [card, counted.size, dtype, "refused", "", "", ""]
     tokens, recompute = cfg.micro_batch_tokens, cfg.gradient_checkpointing
     peak = counted.peak(tokens, recompute, dtype)[0] + counted.reference
     fits = "yes" if peak < card_bytes else "NO"
     return [card, counted.size, dtype, f"{tokens:,}", yes_no(recompute), gigabytes(peak), fits]
+
+
+def answers() -> list:
+    """Which model trains on which card, with vLLM beside it: a row for each model, in full and with
+    adapters, by the plan of harness/auto.py, which the counts above hold against."""
+    table = [" | ".join(["model", "trained", *SOLD_AS])]
+    for size in SHAPES:
+        for rank in (0, RANK):
+            model = model_of(size, "meta")
+            if rank > 0:
+                lora.add_adapters(model, Config(lora_rank=rank))
+            cells = [answer(model, rank, card_bytes) for card_bytes in SOLD_AS.values()]
+            table.append([size, f"adapters of rank {rank}" if rank else "in full", *cells])
+    return table
+
+
+def answer(model, rank: int, card_bytes: float) -> str:
+    """The micro-batch, and the longest text; "" if the card is too small."""
+    cfg = Config(dtype="bfloat16", lora_rank=rank)
+    room = harness.auto.USABLE * card_bytes
+    start, sampling = other_peaks(cfg, model)
+    if max(start, sampling) > room:
+        return ""
+
+    fixed = harness.auto.peak_bytes(cfg, model, 0, True)
+    token = harness.auto.peak_bytes(cfg, model, 1, True) - fixed
+    longest = int(min((room - fixed) / token, LONGEST))
+    for recompute in (False, True):
+        for tokens in harness.auto.MICRO_BATCHES:
+            if harness.auto.peak_bytes(cfg, model, tokens, recompute) <= room:
+                how = ", recomputed" if recompute else ""
+                return f"{tokens:,}{how}; {longest:,}"
+    return ""
+
+
+def other_peaks(cfg, model) -> tuple[float, float]:
+    """Bytes at the start, with float32 weights, and while vLLM samples, without gradients."""
+    parameters = harness.auto.count(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    head = model.get_input_embeddings().weight.numel()
+    base = 0
+    if cfg.lora_rank > 0:
+        base = harness.auto.frozen_bytes(cfg, parameters - trained, head)
+    start = harness.auto.CUDA + 4 * parameters
+    sampling = harness.auto.CUDA + base + 12 * trained + 2 * parameters + ENGINE
+    return start, sampling
 
 
 def main() -> None:
@@ -200,20 +261,28 @@ def main() -> None:
         tokens, sizes, cards = TOKENS[:1], sizes[:1], cards[1:2]
 
     columns = [f"update, {t:,} tokens" for t in tokens]
-    table = [" | ".join(["model", "recomputed", "weights, moments", "reference", *columns])]
+    columns = ["model", "trained", "recomputed", "weights, moments", "reference", *columns]
+    table = [" | ".join(columns)]
     fits = [
         "card | model | dtype | micro-batch | recomputed | GB of the update, with reference | fits"
     ]
     owners = {}  # of each model: {line of code: bytes at the peak}
     for size in sizes:
         be_card("80 GB (A100, H100)")
+        counted = Counted(size, RANK)
+        for recompute in (False, True):
+            peaks = [counted.peak(t, recompute)[0] for t in tokens]
+            counts = [counted.stays, counted.reference, *peaks]
+            name = f"adapters of rank {RANK}"
+            table.append([size, name, yes_no(recompute), *map(gigabytes, counts)])
+        del counted
         counted = Counted(size)
         for recompute in (False, True):
             peaks = [counted.peak(t, recompute) for t in tokens]
             name = f"{size}, recomputed" if recompute else size
             owners[name] = peaks[-1][1]
             counts = [counted.stays, counted.reference, *(peak for peak, _ in peaks)]
-            table.append([size, yes_no(recompute), *map(gigabytes, counts)])
+            table.append([size, "in full", yes_no(recompute), *map(gigabytes, counts)])
         for card in cards:
             fits.append(chosen_row(card, counted))
         del counted
@@ -225,7 +294,7 @@ def main() -> None:
     for line in sorted(totals, key=totals.get, reverse=True)[:12]:
         cells = [gigabytes(lines.get(line, 0)) for lines in owners.values()]
         owner_table.append([line, *cells])
-    save(args, "memory", None, table, fits, owner_table)
+    save(args, "memory", None, answers(), table, fits, owner_table)
     assert not any(row[-1] == "NO" for row in fits[1:]), "a chosen micro-batch does not fit"
 
 

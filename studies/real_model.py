@@ -112,6 +112,13 @@ def cpu_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def peak_memory(pid: int) -> float:
+    """GB that a process has held at most so far (Linux)."""
+    with open(f"/proc/{pid}/status") as file:
+        kilobytes = re.search(r"VmHWM:\s+(\d+)", file.read())[1]
+    return int(kilobytes) * 1024 / 1e9
+
+
 def follow(command: list[str], out: str) -> list[dict]:
     """Runs a side, unless OUT has its result. For each line about a step, its step, text, and the
     wall and CPU seconds so far."""
@@ -137,7 +144,8 @@ def run_and_time(command: list[str]) -> list[dict]:
         if step:
             cpu = cpu_seconds(process.pid)
             wall = time.monotonic() - started
-            lines.append(dict(step=int(step[1]), text=text, wall=wall, cpu=cpu))
+            memory = peak_memory(process.pid)
+            lines.append(dict(step=int(step[1]), text=text, wall=wall, cpu=cpu, memory=memory))
             print(f"{wall / 60:5.1f} min  {text}", flush=True)
         elif text.startswith(("grpo.py:", "Traceback")) or "Error" in text:
             print(text, flush=True)

@@ -114,10 +114,11 @@ class Recorder:
         pass
 
     def zero_grad(self, set_to_none):
-        if all(p.grad is None for p in self.policy.parameters()):
+        learns = [p for p in self.policy.parameters() if p.requires_grad]
+        if all(p.grad is None for p in learns):
             return  # before the first backward
-        self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in self.policy.parameters()]))
-        for p in self.policy.parameters():
+        self.grads.append(torch.cat([p.grad.flatten().to(F64) for p in learns]))
+        for p in learns:
             p.grad = None
 
 

@@ -67,6 +67,7 @@ def test_the_bundled_task_learns_in_bfloat16(tmp_path):
     start, end = (np.mean([m["reward"] for m in part]) for part in (metrics[:2], metrics[-2:]))
     assert end - start > 5 * math.sqrt(2 * 0.25 / 256)
     assert all(m["sampler_gap"] < 0.02 and m["skipped_steps"] == 0 for m in metrics)
+    assert all(0.008 < m["peak_memory_gb"] < 1 for m in metrics)  # weights and moments: 16 bytes
 
 
 VARIANTS = {
@@ -323,7 +324,7 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
         model = qwen(size)
         cfg = harness.auto.fit_micro_batch(
-            Config(**(dict(dtype="bfloat16") | options)), model, CUDA
+            Config(**(dict(dtype="bfloat16", beta=0.001) | options)), model, CUDA
         )
         assert model.is_gradient_checkpointing is cfg.gradient_checkpointing
         return cfg.micro_batch_tokens, cfg.gradient_checkpointing
@@ -339,7 +340,7 @@ def test_the_micro_batch_follows_the_card_and_the_model(monkeypatch, capsys):
     for size, memory in (("1.5B", 25.2), ("7B", 150)):
         with pytest.raises(
             ConfigError,
-            match=f"2048 tokens takes .* GB of the card's {memory:.0f}: --beta 0, a smaller",
+            match=f"2048 tokens takes .* GB of the card's {memory:.0f}: --beta 0, --lora",
         ):
             chosen(size, memory)
     assert (

@@ -49,6 +49,7 @@ NAMES = """
     step loss grad_norm learning_rate reward reward_std frac_reward_zero_std advantage_abs kl kl_k1
     entropy completions/mean_length completions/clipped_ratio clip_ratio/region_mean sampler_gap
     tokens tokens_per_s step_time time_sync time_rollout time_reward time_logps time_update
+    tokens_per_s_rollout tokens_per_s_logps tokens_per_s_update
 """.split()
 
 

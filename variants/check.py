@@ -2,7 +2,7 @@
 
     python variants/check.py                 # all patches, and the pairs in STACKS
     python variants/check.py rloo            # one of them
-    python variants/check.py lora+zero1      # both patches, one on top of the other
+    python variants/check.py dynamic_resampling+maxrl  # both patches, one on top of the other
 
 Each check (checks.py) patches a fresh copy of the project, runs a few steps of it, and prints one
 line. The exit code is 1 if one fails.
@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import load_file
 
 MAX_LINES = 25  # that one patch may change
-STACKS = ["dynamic_resampling+maxrl", "lora+zero1"]
+STACKS = ["dynamic_resampling+maxrl"]
 FORK = multiprocessing.get_context("fork")
 SHORT_RUN = ["--max_steps", 2, "--num_prompts", 4, "--rollout", "hf", "--eval_data", ""]
 TIMEOUT = 300  # seconds for a run
@@ -179,10 +179,6 @@ def main() -> int:
     import_everything()
     failed = False
     for name in names:
-        if "lora" in name and importlib.util.find_spec("peft") is None:
-            why = "peft is not installed (pip install --no-deps peft accelerate)"
-            print(f"{name}: skipped, {why}", flush=True)
-            continue
         check = getattr(checks, f"check_{name.replace('+', '_and_')}")
         with tempfile.TemporaryDirectory(prefix="variant_") as directory:
             try:
