@@ -67,6 +67,15 @@ def protect(words: str, tokenizer) -> str:
     return re.sub(f"(?=({pattern}))(.)", lambda match: match[2] + CUT, words, flags=re.DOTALL)
 
 
+def protected(message: dict, tokenizer) -> dict:
+    """The message of a tool or a game with its words protected, and the name of its tool, too: that
+    is the policy's word."""
+    words = dict(content=protect(message["content"], tokenizer))
+    if "name" in message:
+        words["name"] = protect(message["name"], tokenizer)
+    return message | words
+
+
 def encode(text: str, tokenizer, begins: bool = False) -> list[int]:
     """The ids of a text with cuts. begins: it is a text of its own, not the middle of one."""
     first, *others = text.split(CUT)
@@ -164,9 +173,13 @@ class Following:
         if not text.startswith(before):
             raise ValueError("the template changes what stands before a tool's message")
         # The turn ends with one of its end tokens, or where the call ends.
-        start = len(self.render(talk[:1]))
-        places = [before.find(end, start) for end in self.ends]
-        return text[min([place for place in places if place >= 0], default=len(before)) :]
+        question = len(self.render(talk[:1]))
+        start = len(before)
+        for end in self.ends:
+            place = before.find(end, question)
+            if place >= 0:
+                start = min(start, place)
+        return text[start:]
 
     def after_words(self, messages: list[dict]) -> str:
         talk = [dict(role="user", content="-"), dict(role="assistant", content=WORDS), *messages]

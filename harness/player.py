@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from harness.chat import Following, decode, encode, protect
+from harness.chat import Following, decode, encode, protect, protected
 from harness.environment import Environment, Transcript
 from harness.flags import need
 from harness.jobs import OBSERVE, REPLY, make_pool
@@ -168,12 +168,9 @@ class Player:
         messages = [dict(role="user", content=reply)]
         if self.environment.kind != "text":
             messages = reply
-        protected = []
-        for message in messages:  # the name of a tool is the policy's word
-            words = {key: protect(message[key], tokenizer) for key in message if key != "role"}
-            protected.append(message | words)
+        text = self.following.text([protected(m, tokenizer) for m in messages])
         end_of_turn = decode(tokenizer, s.completion_ids[-1:])
-        text = self.following.text(protected).removeprefix(end_of_turn)  # the policy wrote it
+        text = text.removeprefix(end_of_turn)  # the policy wrote it
 
         # After a control token sentencepiece may write a blank, which it does not in a sentence.
         ids = encode(end_of_turn + text, tokenizer, begins=True)

@@ -10,6 +10,7 @@ import numpy as np
 import transformers
 
 import grpo
+import harness.environment
 from grpo import Config, Sample
 from harness import rows
 from harness.chat import encode, protect
@@ -145,6 +146,7 @@ class Inline:
         place = (environment.name, environment.path, environment.text)
         self.functions = load(files, place)
         self.jobs = []
+        harness.environment.objects.clear()  # of another test's episodes
 
     def call_all(self, jobs, places=None):
         self.jobs += jobs
