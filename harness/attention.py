@@ -1,5 +1,7 @@
 """Attention in a row of many texts, in place of the model's own.
 
+Two ways: calls without masks (merged_attention.py), for models that are plain causal; and blocks of
+padded texts with masks, for all others, and for short texts on a CPU, where blocks are faster.
 N = texts of a block, T = queries, K = keys (padded), S = tokens of the row, D = size of a head.
 """
 
@@ -11,6 +13,8 @@ import transformers
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
+
+from harness.merged_attention import MergedAttention
 
 # transformers finds attention functions by name, in the whole process: two copies of this project
 # that live in one process need two names.
@@ -26,11 +30,14 @@ def register_attention() -> None:
 
 
 @contextlib.contextmanager
-def attention_of_blocks(model, blocks: list[dict]):
-    """Inside, the model's attention splits its row into these blocks of texts."""
+def attention_of_row(model, layout: dict, way: str = "auto"):
+    """Inside, the model attends within the texts of the row that packed_layout laid out so.
+
+    way: "merged", "masks" or "auto", the faster one. Models that are not plain causal get masks.
+    """
     config = model.config.get_text_config()
     loaded = config._attn_implementation
-    AttentionMaskInterface.register(ATTENTION, functools.partial(packed_masks, blocks))
+    AttentionMaskInterface.register(ATTENTION, functools.partial(PackedRow, layout, way))
     config._attn_implementation = ATTENTION
     try:
         yield
@@ -38,26 +45,59 @@ def attention_of_blocks(model, blocks: list[dict]):
         config._attn_implementation = loaded
 
 
-def packed_masks(blocks: list[dict], mask_function, dtype, device, **_) -> list[dict]:
-    """The blocks with their masks [N or 1, 1, T, K], made once for all layers.
+class PackedRow:
+    """A row as layers with the same mask rule attend to it; transformers calls this in place of its
+    own mask builder, once for all these layers.
 
-    transformers calls this in place of its own mask builder. mask_function is the model's rule of
-    which query sees which key (causal, a sliding window, chunks): here it gets positions in the
-    text instead of places in the row. None selects the fast causal kernel.
+    mask_function is the model's rule of which query sees which key (causal, a sliding window,
+    chunks): here it gets positions in the text instead of places in the row.
     """
-    kind = torch.device(device).type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
 
-    masked = []
-    for block in blocks:
-        mask = None
-        queries, keys = block["query_positions"], block["key_positions"]
-        if not (block["prompts"] and is_causal(mask_function, keys.shape[1])):
-            seen = mask_function(0, 0, queries[:, :, None], keys[:, None])  # [N or 1, T, K]
-            mask = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
-        masked.append(block | dict(mask=mask))
-    return masked
+    def __init__(self, layout: dict, way: str, mask_function, dtype, device, **_):
+        kind = torch.device(device).type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        self.layout = layout
+        self.way = way
+        self.mask_function = mask_function
+        self.dtype = dtype
+        longest = max(block["keys"].shape[1] for block in layout["blocks"])
+        self.causal = is_causal(mask_function, longest)
+
+    @functools.cached_property
+    def blocks(self) -> list[dict]:
+        """The blocks with their masks [N or 1, 1, T, K]; None selects the fast causal kernel."""
+        masked = []
+        for block in self.layout["blocks"]:
+            mask = None
+            queries, keys = block["query_positions"], block["key_positions"]
+            if not (block["prompts"] and is_causal(self.mask_function, keys.shape[1])):
+                seen = self.mask_function(0, 0, queries[:, :, None], keys[:, None])
+                mask = torch.where(seen, 0.0, -torch.inf).to(self.dtype)[:, None]
+            masked.append(block | dict(mask=mask))
+        return masked
+
+    def merges(self, key, value, options: dict) -> bool:
+        """Whether attention is merged from calls without masks: needs plain causal attention."""
+        if self.way == "masks" or not self.causal:
+            return False
+        if options.get("softcap") or options.get("s_aux") is not None:  # a cap, sinks
+            return False
+        if key.shape[-1] != value.shape[-1]:
+            return False
+        if value.device.type != "cpu":
+            return has_flash(value) and value.shape[-1] % 8 == 0
+        return self.way == "merged" or self.layout["mean_text"] >= shortest_merged(value.dtype)
+
+
+def shortest_merged(dtype) -> int:
+    """Tokens of a text, on average, from which on a CPU is faster without masks (measured)."""
+    if dtype != torch.bfloat16:
+        return 32
+    # In bfloat16 the kernel is no faster than in float32; products, which masks need, are.
+    if torch.cpu._is_amx_tile_supported():
+        return 200
+    return 400
 
 
 def is_causal(mask_function, K: int) -> bool:
@@ -71,30 +111,38 @@ def is_causal(mask_function, K: int) -> bool:
     return torch.equal(mask_function(0, 0, queries, keys), keys <= queries)
 
 
-def packed_attention(module, query, key, value, attention_mask, **options):
-    """Attention in a row: query, key, value [1, heads, S, D] -> [1, S, heads, D].
+def packed_attention(module, query, key, value, attention_mask: PackedRow, **options):
+    """Attention in a row: query, key, value [1, heads, S, D] -> [1, S, heads, D]."""
+    row = attention_mask
+    if row.merges(key, value, options):
+        q = tokens_of(query).to(value.dtype)  # a rotation may have made them float32
+        k = tokens_of(key).to(value.dtype)
+        v = tokens_of(value)
+        out = MergedAttention.apply(q, k, v, row.layout["calls"], options.get("scaling"))
+        return out[None], None  # no attention weights
 
-    Copies each block's texts out of the row, runs attention, and concatenates the results: blocks
-    are in row order.
-    """
+    # Copies each block's texts out of the row, runs attention, and puts the results in row order.
     outputs = []
-    for block in attention_mask:
+    for block in row.blocks:
         keys = block["keys"]
         q = take(query, block["queries"])
         k = take(key, keys)
         v = take(value, keys)
         attend = attention_function(k, v, options)
         out, _ = attend(module, q, k, v, block["mask"], **options)  # [N, T, heads, D]
-        out = out.flatten(0, 1)
-        outputs.append(out.index_select(0, block["real"]))
-    row = torch.cat(outputs)
-    return row[None], None  # no attention weights
+        outputs.append(out.flatten(0, 1))
+    out = torch.cat(outputs).index_select(0, row.layout["outputs"])
+    return out[None], None
+
+
+def tokens_of(x):
+    """[1, heads, S, D] -> [S, heads, D]"""
+    return x[0].transpose(0, 1)
 
 
 def take(x, places):
     """x [1, heads, S, D], places [N, T] in the row -> [N, heads, T, D]"""
-    tokens = x[0].transpose(0, 1)  # [S, heads, D]
-    taken = tokens.index_select(0, places.flatten())
+    taken = tokens_of(x).index_select(0, places.flatten())
     return taken.unflatten(0, places.shape).transpose(1, 2)
 
 
@@ -143,7 +191,12 @@ def shares_keys(attention_mask, key, value) -> bool:
     """
     if attention_mask is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] > 256:
         return False
-    if not key.is_cuda:
-        return True
-    capability = torch.cuda.get_device_properties(key.device).major
-    return value.itemsize == 2 and capability >= 8
+    return not key.is_cuda or has_flash(value)
+
+
+def has_flash(value) -> bool:
+    """True if CUDA's flash kernel takes these values [..., D]."""
+    if not (value.is_cuda and torch.backends.cuda.flash_sdp_enabled()):
+        return False
+    capability = torch.cuda.get_device_properties(value.device).major
+    return value.itemsize == 2 and value.shape[-1] <= 256 and capability >= 8

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import nn
 
-from harness.attention import attention_of_blocks, register_attention
+from harness.attention import attention_of_row, register_attention
 from harness.head import HeadLogps
 from harness.packing import packed_layout, padded_layout
 from harness.recompute import recomputing
@@ -18,7 +18,8 @@ class FastPolicy(nn.Module):
     """The same as `plain`, with less work: logits [n, V] never exist.
 
     packs: one row for a micro-batch, with each prompt once; else padded rows, which some models
-    need because the texts of a row would mix.
+    need because the texts of a row would mix. attention: how it is computed in a packed row:
+    "merged", "masks", or "auto", the faster one of the two.
     """
 
     def __init__(self, plain, packs: bool = True):
@@ -26,6 +27,7 @@ class FastPolicy(nn.Module):
         register_attention()
         self.plain = plain
         self.packs = packs
+        self.attention = "auto"
         self.plain_head = head_is_plain(plain.model)  # logits are head(hidden)
 
     @property
@@ -40,8 +42,9 @@ class FastPolicy(nn.Module):
         """The layout of a micro-batch: see packed_layout in packing.py."""
         if not self.packs:
             return padded_layout(samples)
-        multiple = 8 if self.model.device.type == "cuda" else 1  # CUDA's kernels need it
-        return packed_layout(samples, multiple)
+        if self.model.device.type == "cuda":  # its kernels need multiples, and take many texts
+            return packed_layout(samples, multiple=8, one_by_one=False)
+        return packed_layout(samples)
 
     def forward(self, batch: dict):
         """logps [N, T], entropy [N, T] without a gradient; both 0 on padding."""
@@ -68,7 +71,7 @@ class FastPolicy(nn.Module):
         if self.packs:
             # all ones: without a mask transformers infers its own packing from positions
             mask = torch.ones_like(batch["ids"])
-            attention = functools.partial(attention_of_blocks, self.model, batch["blocks"])
+            attention = functools.partial(attention_of_row, self.model, batch, self.attention)
             with attention(), recomputing(self.model, attention):
                 out = body(
                     input_ids=batch["ids"],

@@ -1,4 +1,4 @@
-"""Rows without padding: each group's prompt once, then its completions.
+"""Rows without padding: each group's prompt once, and the completions.
 
 They are laid out on the CPU, which has all lengths, so no pass waits for the device. N = samples,
 T = completion tokens (padded), n = tokens that the policy sampled, S = tokens of a row. In a block
@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.arrays import padded, padded_rows
 
-NEVER = 2**30  # the position of padding: later than every query, so causal attention drops it
+NEVER = 2**30  # the place of padding: later than every query, so causal attention drops it
 
 
 def padded_layout(samples) -> dict:
@@ -29,25 +29,31 @@ def padded_layout(samples) -> dict:
     )
 
 
-def packed_layout(samples, multiple: int = 1) -> dict:
+def packed_layout(samples, multiple: int = 1, one_by_one: bool = True) -> dict:
     """One row without padding, as arrays; samples have group, prompt.ids, completion_ids, sampled.
 
-    It holds each group's prompt once, then the completions, long ones first, without their last
-    tokens, which predict nothing. Two groups: prompt ABC with completions def and gh, prompt XY
-    with z:
+    It holds each group's prompt once, then the completions, group by group, without their last
+    tokens, which predict nothing. The groups with long completions come first. Two groups: prompt
+    ABC with completions def and gh, prompt XY with z:
 
         ids        A B C X Y d e g     [1, S]
         positions  0 1 2 0 1 3 4 3     [1, S] in the text
         targets    d e f g h z         [n] the tokens that the policy sampled
         read       2 5 6 2 7 4         [n] the place in the row that predicts each of them
         place      0 1 2 3 4 6         [n] where they stand in the table [N, T], flattened
-        blocks     the prompts, and the completions: which places attend to which
 
-    multiple: the number of keys of a block is a multiple of it.
+    Attention takes such a row in one of two ways (attention.py chooses):
+
+        blocks     the prompts, and the completions: which places attend to which
+        outputs    [S] the place of each token among the queries of all blocks, one after another
+        calls      the same without padding and masks: see calls_of
+        mean_text  tokens of a prompt or completion, on average
+
+    multiple: the number of keys of a block is a multiple of it. one_by_one: a call for each text.
     """
-    order = sorted(range(len(samples)), key=lambda i: -len(samples[i].completion_ids))
+    order = by_group(samples)
     lengths = np.array([len(samples[i].completion_ids) for i in order])
-    T = lengths[0]
+    T = lengths.max()
 
     ids = []
     positions = []
@@ -84,9 +90,13 @@ def packed_layout(samples, multiple: int = 1) -> dict:
         place.append(np.flatnonzero(sample.sampled) + i * T)
         S += C - 1
 
-    blocks = [block_of(np.array(prompts), multiple, prompts=True)]
-    for part in long_and_short(lengths):
-        blocks.append(block_of(np.array(texts[part]), multiple))
+    prompts = np.array(prompts)
+    texts = np.array(texts)
+    blocks = [block_of(prompts, multiple, prompts=True)]
+    by_length = np.argsort(-lengths, kind="stable")
+    for part in long_and_short(lengths[by_length]):
+        blocks.append(block_of(texts[by_length[part]], multiple))
+    rows = [block.pop("rows").flatten() for block in blocks]
     return dict(
         shape=(len(samples), int(T)),
         ids=np.concatenate(ids).astype(np.int64)[None],
@@ -95,7 +105,19 @@ def packed_layout(samples, multiple: int = 1) -> dict:
         read=np.concatenate(read),
         place=np.concatenate(place),
         blocks=blocks,
+        outputs=np.concatenate(rows).argsort(kind="stable")[:S],  # padding is last
+        calls=calls_of(prompts, texts, one_by_one),
+        mean_text=S / (len(prompts) + np.count_nonzero(lengths > 1)),
     )
+
+
+def by_group(samples) -> list[int]:
+    """The samples' numbers, group by group. The longest completion of all comes first, with its
+    group; in a group, too, the long ones come first."""
+    groups = {}
+    for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].completion_ids)):
+        groups.setdefault(samples[i].group, []).append(i)
+    return [i for members in groups.values() for i in members]
 
 
 def long_and_short(lengths: np.ndarray) -> list[slice]:
@@ -123,8 +145,8 @@ def block_of(texts: np.ndarray, multiple: int, prompts: bool = False) -> dict:
     texts [N, 4]: start and size of the prompt, start and size of the rest. Queries are the rest.
     prompts: the texts are prompts; their queries and keys make a square, for the causal kernel.
 
-    queries [N, T], keys [N, K]: places in the row. query_positions, key_positions: positions in
-    the text. real: which of the N * T queries are real; padding repeats the last query.
+    queries [N, T], keys [N, K]: places in the row; padding repeats the last one. query_positions,
+    key_positions: positions in the text. rows [N, T]: the queries again, NEVER for padding.
     """
     prompt_starts, prompt_sizes, starts, sizes = texts.T[:, :, None]  # [N, 1] each
     ends = prompt_sizes + sizes
@@ -142,6 +164,57 @@ def block_of(texts: np.ndarray, multiple: int, prompts: bool = False) -> dict:
         keys=np.where(k < prompt_sizes, prompt_starts + k, starts + key),
         query_positions=prompt_sizes + query,
         key_positions=np.where(k < ends, k, NEVER),
-        real=np.flatnonzero(t < sizes),
+        rows=np.where(t < sizes, starts + query, NEVER),
         prompts=prompts,
+    )
+
+
+def calls_of(prompts: np.ndarray, texts: np.ndarray, one_by_one: bool) -> list[dict]:
+    """What attends to what in a row: prompts to themselves, causally; the completions of a group,
+    as one text, to all of their prompt; completions to themselves, causally.
+
+    prompts and texts: as block_of takes them. One call for each of the three kinds, or with
+    one_by_one for each text. None is empty: some kernels have special ways for empty texts. Groups
+    in which nothing follows the prompt stand last, so those of the second kind are contiguous.
+    """
+    texts = texts[texts[:, 3] > 0]
+    groups = []
+    for start, size in prompts[:, 2:]:
+        completions = texts[texts[:, 0] == start]
+        if len(completions) > 0:
+            groups.append((start, size, completions[0, 2], completions[:, 3].sum()))
+
+    to_themselves = [2, 3, 2, 3]
+    kinds = [
+        (prompts[:, to_themselves], True),
+        (groups, False),
+        (texts[:, to_themselves], True),
+    ]
+    calls = []
+    for kind, causal in kinds:
+        parts = [kind]
+        if one_by_one:
+            parts = [[text] for text in kind]
+        calls += [call_of(np.array(part), causal) for part in parts if len(part) > 0]
+    return calls
+
+
+def call_of(attending: np.ndarray, causal: bool) -> dict:
+    """Texts that attend, one after another in the row: each text's queries attend to its keys.
+
+    attending [N, 4]: start and size of the keys, start and size of the queries. queries, keys: the
+    part of the row with all of them. texts: where queries and keys of each text start in this part
+    [N + 1], with its end, and the longest sizes, as CUDA's kernel takes them.
+    """
+    first_key, _, first_query, _ = attending[0].tolist()
+    _, key_sizes, _, query_sizes = attending.T
+    key_starts = np.append(0, key_sizes.cumsum()).astype(np.int32)
+    query_starts = np.append(0, query_sizes.cumsum()).astype(np.int32)
+    # With one query per text the kernel would rearrange heads and batch; two is a bound, too.
+    longest_query = max(2, int(query_sizes.max()))
+    return dict(
+        queries=slice(first_query, first_query + int(query_starts[-1])),
+        keys=slice(first_key, first_key + int(key_starts[-1])),
+        texts=[query_starts, key_starts, longest_query, int(key_sizes.max())],
+        causal=causal,
     )

@@ -19,6 +19,7 @@ A ratio compares two sides in the same round. The sides:
   positions only, as it does on CUDA; one function is patched for that.
 - the floor is the least that any trainer needs: sampling, and a bare forward pass (reference) and
   forward and backward pass (update) over as many tokens as were real, each group's prompt once.
+  Completions attend to their whole prompt, and no pair of query and key is computed in vain.
 
 Freed memory stays in the process on all sides but TRL as it comes. If a setting compiles layers,
 the same sides do so.
@@ -27,6 +28,7 @@ the same sides do so.
 import argparse
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -89,6 +91,13 @@ LONG = dict(
     num_prompts=1, num_generations=16, prompt=512, completion=64, stop=0, budget=8 * 576,
     without=("trl_hf",),
 )  # fmt: skip
+# Answers have 300 tokens on average.
+ANSWERS = dict(
+    num_prompts=2, prompt=60, completion=768, stop=1 / 340, budget=4096, without=("trl_hf",),
+)  # fmt: skip
+BOTH_LONG = dict(
+    num_prompts=2, prompt=512, completion=512, stop=1 / 400, budget=4096, without=("trl_hf",),
+)  # fmt: skip
 SETTINGS = {
     # its floor is that of the next setting
     "135M, its own reward": REAL | dict(reward="answer", without=("floor",)),
@@ -98,6 +107,8 @@ SETTINGS = {
     "30M": RANDOM,
     "30M, equal lengths": RANDOM | EQUAL,
     "30M, long prompt": RANDOM | LONG,
+    "30M, long answers": RANDOM | ANSWERS,
+    "30M, long prompt and answers": RANDOM | BOTH_LONG,
     "270M, 262k words": WORDS,
 }
 IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths", "270M, 262k words")
@@ -466,11 +477,50 @@ def rows_without_padding(samples, G: int, vocabulary: int) -> tuple[torch.Tensor
     return torch.randint(2, vocabulary, (len(samples), P + T)), P
 
 
+def least_attention(P: int, G: int, module, query, key, value, mask, scaling=None, **_):
+    """Attention of rows [N, heads, P + T, D] in which the first P tokens of G rows are one prompt.
+
+    Prompts attend to themselves and completions to themselves, causally, and completions to all of
+    their prompt. The two outputs of a completion are added, which is less than a softmax over both.
+    """
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True
+    )
+    rows = []
+    for group in zip(query.split(G), key.split(G), value.split(G), strict=True):
+        prompt = [x[:, :, :P].transpose(0, 1).flatten(1, 2)[None] for x in group]
+        q, k, v = (x[:, :, P:] for x in group)  # [G, heads, T, D]
+        of_prompt = attend(*prompt, is_causal=True)  # [1, heads, G * P, D]
+        to_prompt = attend(q.transpose(0, 1).flatten(1, 2)[None], *prompt[1:])
+        own = attend(q, k, v, is_causal=True)
+        own = own + to_prompt[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+        first = of_prompt[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+        rows.append(torch.cat([first, own], 2))
+    return torch.cat(rows).transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def attention_of_floor(model, P: int, G: int):
+    """Inside, the model attends by least_attention."""
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+
+    transformers.AttentionInterface.register("floor", functools.partial(least_attention, P, G))
+    AttentionMaskInterface.register("floor", lambda *_, **__: None)
+    loaded = model.config._attn_implementation
+    model.config._attn_implementation = "floor"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = loaded
+
+
 def bare_losses(model, ids, P: int, cfg):
     """Yields the completions' loss for each micro-batch: a forward pass with the head at completion
     positions only."""
     for part in ids.split(max(1, cfg.micro_batch_tokens // ids.shape[1])):
-        with grpo.autocast(cfg, ids.device):
+        attention = attention_of_floor(model, P, cfg.num_generations)
+        with grpo.autocast(cfg, ids.device), attention:
             output = model.base_model(input_ids=part, use_cache=False)
             logits = model.lm_head(output.last_hidden_state[:, P - 1 : -1])  # [n, T, V]
             targets = part[:, P:]

@@ -374,13 +374,10 @@ class Rounding(contextlib.ExitStack):
         register = self.modeling.ALL_ATTENTION_FUNCTIONS.register
         self.callback(register, harness.attention.ATTENTION, attend)
 
-        def in_bfloat16(module, query, key, value, blocks, **options):
-            low_blocks = []
-            for block in blocks:
-                mask = block["mask"]
-                low_blocks.append(block | dict(mask=mask if mask is None else mask.bfloat16()))
+        def in_bfloat16(module, query, key, value, row, **options):
+            row.dtype = torch.bfloat16  # of the masks, which the first layer makes
             inputs = [x.bfloat16() for x in (query, key, value)]
-            out, _ = attend(module, *inputs, low_blocks, **options)
+            out, _ = attend(module, *inputs, row, **options)
             return out.float(), None
 
         register(harness.attention.ATTENTION, in_bfloat16)

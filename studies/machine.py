@@ -16,6 +16,7 @@ vLLM: each is tested here, and has an expected answer.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import math
 import os
@@ -593,6 +594,8 @@ def check_points(device) -> None:
     point(8, "the bundled task: float32, and no engine", "", bundled, device)
     what = "packed rows: one additive mask a pass, in autocast's dtype, width a multiple of 8"
     point(9, what, gpu, masks, device)
+    what = "attention without masks, by the flash kernel for texts of many lengths: its gradient"
+    point(9, what, low, without_masks, device)
     point(10, "torch makes what it makes by itself on this rank's card", gpu, current, device)
     what = "an engine sleeps, wakes and has what is no parameter:"
     point(10, f"{what} a router's buffer (GLM 4 MoE)", engine, engine_run, "Glm4Moe", 1e-3)
@@ -749,26 +752,45 @@ def no_math_kernel(device, dtype: str) -> tuple:
 
 def masks(device) -> tuple:
     m = grouped_heads(device)
+    m.policy.attention = "masks"
     cfg = Config(dtype="bfloat16" if harness.auto.fast_bfloat16(device) else "float32")
     calls = []
-    packed_masks = harness.attention.packed_masks
+    blocks = harness.attention.PackedRow.blocks
 
-    def noting_masks(*args, **options):
-        blocks = packed_masks(*args, **options)
-        calls.append(blocks)
-        return blocks
+    def noting_blocks(row):
+        calls.append(blocks.func(row))
+        return calls[-1]
 
-    harness.attention.packed_masks = noting_masks
+    noting = functools.cached_property(noting_blocks)
+    noting.__set_name__(harness.attention.PackedRow, "blocks")
+    harness.attention.PackedRow.blocks = noting
     try:
         forward(m, collate(m, m.samples), cfg)
     finally:
-        harness.attention.packed_masks = packed_masks
+        harness.attention.PackedRow.blocks = blocks
     made = [block["mask"] for blocks in calls for block in blocks if block["mask"] is not None]
     kinds = {(str(mask.dtype), mask.shape[-1]) for mask in made}
     fine = len(calls) == 1 and len(kinds) > 0
     for dtype, width in kinds:
         fine = fine and dtype == f"torch.{cfg.dtype}" and width % 8 == 0
     return fine, f"built {len(calls)} time(s) for two layers: {sorted(kinds)}"
+
+
+def without_masks(device) -> tuple:
+    """The error of a gradient in bfloat16, without masks and with them."""
+    m = grouped_heads(device)
+    batch = collate(m, m.samples)
+    parameters = list(m.policy.parameters())
+    gradients = []  # [P]
+    for way, dtype in (("masks", "float32"), ("masks", "bfloat16"), ("merged", "bfloat16")):
+        m.policy.attention = way
+        logps = forward(m, batch, Config(dtype=dtype))
+        parts = torch.autograd.grad(logps.square().sum(), parameters)
+        gradients.append(torch.cat([part.flatten() for part in parts]))
+    exact, with_masks, merged = gradients
+    error = ((merged - exact).norm() / exact.norm()).item()
+    of_masks = ((with_masks - exact).norm() / exact.norm()).item()
+    return error < 1.5 * of_masks, f"relative error {error:.2g}; with masks {of_masks:.2g}"
 
 
 def chosen_fits(device) -> tuple:

@@ -6,6 +6,8 @@
 grpo.update() itself runs on the tests' stand-in for a CUDA device: its tensors have sizes and no
 values, autocast and autograd work as on CUDA, attention uses the kernel that CUDA would choose, and
 the stand-in counts the bytes that are in use at a time, by the line of code that allocated them.
+The last table counts what attention does in a forward pass over one packed row: pairs of query and
+key, and bytes that stay for backward, with masks and without, over the least that there can be.
 Not counted are CUDA's context (0.5 GB), the workspaces of its kernels, and the memory that the
 allocator cannot use because it is fragmented. This has not run on a GPU.
 """
@@ -27,9 +29,12 @@ import warnings
 
 import numpy as np
 import torch
+import transformers
 from common import arguments, fast_policy, save
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
+import harness.attention
 import harness.auto
 import harness.models
 from grpo import Config, Sample
@@ -177,6 +182,84 @@ class Counted:
         return torch.cuda.max_memory_allocated(), lines
 
 
+class Pairs(TorchDispatchMode):
+    """Counts pairs of query and key that attention kernels compute, in all heads. A causal kernel
+    is taken to skip all later keys; in truth it computes whole tiles of the diagonal."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        query, key, *_ = [*args, None, None]
+        if name == "_flash_attention_forward":  # texts one after another: [tokens, heads, D]
+            sizes = zip(args[3].cpu().diff(), args[4].cpu().diff(), strict=True)
+            self.count += query.shape[1] * sum(pairs(q, k, causal=args[8]) for q, k in sizes)
+        elif name == "_scaled_dot_product_flash_attention":
+            N, heads, T, _ = query.shape
+            self.count += N * heads * pairs(T, key.shape[2], causal=args[4])
+        elif name == "_scaled_dot_product_efficient_attention":
+            N, heads, T, _ = query.shape
+            self.count += N * heads * pairs(T, key.shape[2], causal=False)
+        return function(*args, **(kwargs or {}))
+
+
+def pairs(queries: int, keys: int, causal: bool) -> int:
+    if causal:
+        return int(queries) * (int(queries) + 1) // 2
+    return int(queries) * int(keys)
+
+
+def attention_rows(model, completion: int) -> list:
+    """Rows of the table of attention: a micro-batch of one group, with masks and without."""
+    rng = np.random.default_rng(0)
+    prompt = Prompt(rng.integers(0, 1000, PROMPT), "", {})
+    samples = []
+    for _ in range(GROUP):
+        size = rng.integers(completion // 2, completion + 1)
+        samples.append(Sample(0, prompt, rng.integers(0, 1000, size), None, "stop"))
+    policy = fast_policy(model, 1.0)
+    batch = grpo.collate(samples, WORLD.device, policy.rows)
+
+    text = model.config
+    D = text.hidden_size // text.num_attention_heads
+    sizes = [len(s.completion_ids) - 1 for s in samples]
+    S = PROMPT + sum(sizes)
+    least_pairs = pairs(PROMPT, PROMPT, causal=True)
+    for size in sizes:
+        least_pairs += size * PROMPT + pairs(size, size, causal=True)
+    least_pairs *= text.num_attention_heads
+    # queries, keys and the output in bfloat16, one float32 per query; values are there anyway
+    least_bytes = S * text.num_attention_heads * (2 * 2 * D + 4)
+    least_bytes += S * text.num_key_value_heads * 2 * D
+
+    rows = []
+    attend = harness.attention.packed_attention
+    for way in ("masks", "merged"):
+        policy.attention = way
+        kept = []
+        counter = Pairs()
+
+        def measured(module, query, *rest, kept=kept, counter=counter, **options):
+            before = torch.cuda.memory_allocated()
+            with counter:
+                out = attend(module, query, *rest, **options)
+            kept.append(torch.cuda.memory_allocated() - before)
+            return out
+
+        transformers.AttentionInterface.register(harness.attention.ATTENTION, measured)
+        with grpo.autocast(Config(dtype="bfloat16"), WORLD.device):
+            hidden = policy.hidden(batch)
+        del hidden
+        work = counter.count / len(kept) / least_pairs
+        memory = kept[-1] / least_bytes  # the first layer also makes the masks
+        extra = (kept[0] - kept[-1]) / 1e6
+        rows.append([f"{completion:,}", way, f"{work:.3f}", f"{memory:.3f}", f"{extra:.0f}"])
+    harness.attention.register_attention()
+    return rows
+
+
 def gigabytes(count: float) -> str:
     """As text; empty if it is too little to matter."""
     return f"{count / 1e9:.1f}" if count > 5e7 else ""
@@ -294,7 +377,12 @@ def main() -> None:
     for line in sorted(totals, key=totals.get, reverse=True)[:12]:
         cells = [gigabytes(lines.get(line, 0)) for lines in owners.values()]
         owner_table.append([line, *cells])
-    save(args, "memory", None, answers(), table, fits, owner_table)
+    attention = ["completions to, tokens | way | pairs / least | bytes kept / least | MB of masks"]
+    be_card("80 GB (A100, H100)")
+    model = model_of("0.5B")
+    for completion in (512, 8000):
+        attention += attention_rows(model, completion)
+    save(args, "memory", None, answers(), table, fits, owner_table, attention)
     assert not any(row[-1] == "NO" for row in fits[1:]), "a chosen micro-batch does not fit"
 
 

@@ -119,7 +119,7 @@ def main() -> None:
     args.jobs = 1
     table = [" | ".join(["setting", "side", *KINDS, "together", "GFLOP"])]
     results = {}
-    for setting in ("bundled", "30M", "30M, long prompt"):
+    for setting in ("bundled", "30M", "30M, long prompt", "30M, long prompt and answers"):
         with tempfile.TemporaryDirectory() as folder:
             work = sides(prepare(setting, "", folder), SETTINGS[setting])
         rounds = {side: [] for side in work}

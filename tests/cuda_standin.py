@@ -115,6 +115,7 @@ def be_cuda(
     if not values:
         importlib.import_module("torch._meta_registrations")
     patch_cuda(name, tuple(capability), int(memory), devices)
+    patch_flash(tuple(capability))
     patch_collectives()
     atexit.register(native.standin_listen, None, None)  # before Python is gone
 
@@ -178,6 +179,82 @@ def patch_cuda(name: str, capability: tuple, memory: int, devices: int) -> None:
     torch.cuda.Stream = torch.cuda.Event = Done
     torch.cuda.stream = torch.cuda.device = contextlib.nullcontext
     torch.cuda.current_stream = torch.cuda.default_stream = Done
+
+
+flash_library = None  # kept, or its operators go
+
+
+def patch_flash(capability: tuple) -> None:
+    """CUDA's flash operators for texts of many lengths, on the CPU, one text after another.
+
+    They are as strict as CUDA's, as far as torch's sources and its meta kernels tell.
+    """
+    global flash_library
+
+    def forward(q, k, v, q_starts, k_starts, longest_q, longest_k, dropout, causal, mask, scale):
+        check(capability, dropout, q, k, v)
+        assert not mask and q.shape[1] % k.shape[1] == 0
+        attention["flash, texts of many lengths"] += 1
+        rows = texts(q, q_starts, longest_q), texts(k, k_starts, longest_k)
+        outs, lses = [], []
+        for text in zip(*rows, texts(v, k_starts, longest_k), strict=True):
+            out, lse = flash_forward(*text, 0.0, causal, scale=scale)
+            outs.append(out[0].transpose(0, 1))
+            lses.append(lse[0])
+        out = torch.cat(outs).to(q.dtype)
+        random = torch.zeros(2, dtype=torch.uint64)
+        return out, torch.cat(lses, 1), random, random.new_empty(()), q.new_empty(0)
+
+    def backward(grad, q, k, v, out, lse, q_starts, k_starts, longest_q, longest_k, dropout, *rest):
+        causal, random, _, scale = rest
+        check(capability, dropout, grad, q, k, v, out)
+        assert lse.is_contiguous() and lse.dtype == torch.float32 and random.dtype == torch.uint64
+        assert lse.shape == (q.shape[1], len(q)) and grad.dtype == q.dtype
+        attention["flash, texts of many lengths, backward"] += 1
+        of_queries = [texts(x, q_starts, longest_q) for x in (grad, q, out)]
+        of_keys = [texts(x, k_starts, longest_k) for x in (k, v)]
+        lses = [x.contiguous()[None] for x in lse.split(q_starts.diff().tolist(), 1)]
+        parts = []
+        for text in zip(*of_queries, *of_keys, lses, strict=True):
+            g, q_, out_, k_, v_, lse_ = text
+            parts.append(flash_backward(g, q_, k_, v_, out_, lse_, 0.0, causal, scale=scale))
+        of_rows = zip(*parts, strict=True)
+        return tuple(torch.cat([x[0].transpose(0, 1) for x in row]).to(q.dtype) for row in of_rows)
+
+    def texts(row, starts, longest):
+        """[n, heads, D] -> [1, heads, text, D] of each text"""
+        assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[0] == 0
+        sizes = starts.diff().tolist()
+        assert sum(sizes) == len(row) and 0 < min(sizes) and max(sizes) <= longest > 1
+        return [x.transpose(0, 1)[None].float() for x in row.split(sizes)]
+
+    def keywords(function):
+        """Arguments that only CUDA's kernel has stay at their defaults."""
+
+        def call(*args, scale=None, **others):
+            assert not any(others.values())
+            return function(*args, scale)
+
+        return call
+
+    aten = torch.ops.aten
+    flash_forward = aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    flash_library = torch.library.Library("aten", "IMPL", "CPU")
+    flash_library.impl("_flash_attention_forward", keywords(forward))
+    flash_library.impl("_flash_attention_backward", keywords(backward))
+
+
+def check(capability: tuple, dropout: float, *rows) -> None:
+    """Raises what CUDA's flash kernel raises."""
+    if capability < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    for x in rows:
+        assert x.dim() == 3 and x.stride(-1) == 1 and not dropout
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != rows[0].dtype:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        if x.shape[-1] % 8 or x.shape[-1] > 256:
+            raise RuntimeError(f"no kernel for heads of size {x.shape[-1]}")
 
 
 def patch_collectives() -> None:

@@ -8,6 +8,8 @@ import transformers
 import grpo
 import harness.attention
 import harness.check
+import harness.fast
+import harness.merged_attention
 from grpo import Config, Prompt, Sample
 from harness.flags import ConfigError
 from tests.common import CPU, fast_policy, ids_of, logps_of, random_samples, tiny_model
@@ -147,10 +149,10 @@ def test_a_policy_has_the_models_own_numbers_or_is_refused(name, options, longes
 
 
 def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
-    honest = harness.attention.packed_masks
+    honest = harness.attention.PackedRow.blocks.func
 
-    def with_a_wrong_key(blocks, mask_function, **options):
-        *before, last = honest(blocks, mask_function, **options)
+    def with_a_wrong_key(row):
+        *before, last = honest(row)
         keys = last["keys"].clone()
         keys[0, 0] = keys[-1, -1]
         return [*before, last | dict(keys=keys)]
@@ -159,7 +161,7 @@ def test_a_row_in_which_one_key_is_wrong_is_found(monkeypatch):
         model = tiny_model("llama", initializer_range=scale)
         assert grpo.make_policy(model, Config()).packs
         with monkeypatch.context() as patch:
-            patch.setattr(harness.attention, "packed_masks", with_a_wrong_key)
+            patch.setattr(harness.attention.PackedRow, "blocks", property(with_a_wrong_key))
             assert not grpo.make_policy(model, Config()).packs
         assert grpo.make_policy(model, Config()).packs
 
@@ -190,7 +192,7 @@ def test_no_memory_is_not_a_model_that_cannot_pack(monkeypatch):
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(harness.attention, "packed_masks", out_of_memory)
+    monkeypatch.setattr(harness.attention, "packed_attention", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         grpo.make_policy(tiny_model(), Config())
 
@@ -229,3 +231,86 @@ def test_a_model_that_draws_random_numbers_is_refused():
     model.model.layers[0].mlp.register_forward_hook(noise)
     with pytest.raises(ConfigError, match="two forwards of this model differ"):
         grpo.make_policy(model, Config())
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention without masks: planted faults, in every dtype or in bfloat16 only
+
+NO_MASKS = "attention takes masks, which is slower"
+
+
+def forgets_the_prompt(query, key, value, call, scale):
+    out, lse = ATTEND(query, key, value, call, scale)
+    return (out, lse) if call["causal"] else (out, lse - 100)
+
+
+def sees_the_future(query, key, value, call, scale):
+    return ATTEND(query, key, value, call | dict(causal=False), scale)
+
+
+def weighs_by_half(query, key, value, call, scale):
+    out, lse = ATTEND(query, key, value, call, scale)
+    return out, lse / 2
+
+
+def mixes_up_groups(query, key, value, call, scale):
+    return ATTEND(query, key.roll(1, 0), value.roll(1, 0), call, scale)
+
+
+def gives_nan(query, key, value, call, scale):
+    out, lse = ATTEND(query, key, value, call, scale)
+    return out * torch.nan, lse
+
+
+def raises(query, key, value, call, scale):
+    raise RuntimeError("USE_FLASH_ATTENTION was not enabled for build.")
+
+
+ATTEND = harness.merged_attention.attend
+FAULTS = [forgets_the_prompt, sees_the_future, weighs_by_half, mixes_up_groups, gives_nan, raises]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fault_without_masks_is_found(fault, dtype, monkeypatch, capsys):
+    """In the dtype of the run: the kernel of bfloat16 is another one than that of float32."""
+
+    def attend(query, *rest):
+        if str(query.dtype) == f"torch.{dtype}":
+            return fault(query, *rest)
+        return ATTEND(query, *rest)
+
+    monkeypatch.setattr(harness.merged_attention, "attend", attend)
+    prompts = [Prompt(np.arange(40), "", {})]
+    cfg = Config(dtype=dtype, max_completion_length=20, micro_batch_tokens=400)
+    policy = grpo.make_policy(tiny_model("llama"), cfg, prompts)
+    assert policy.packs and policy.attention == "masks"
+    assert NO_MASKS in capsys.readouterr().out
+
+    monkeypatch.setattr(harness.merged_attention, "attend", ATTEND)
+    policy = grpo.make_policy(tiny_model("llama"), cfg, prompts)
+    assert policy.packs and policy.attention == "auto"
+    assert NO_MASKS not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_fault_of_bfloat16_alone_is_found(packs, monkeypatch):
+    """Of the attention with masks, too: the model then gets the next policy."""
+    model = tiny_model("llama")
+    honest = harness.fast.FastPolicy.hidden
+
+    def wrong(policy, batch):
+        hidden = honest(policy, batch)
+        in_bfloat16 = torch.is_autocast_enabled("cpu")
+        if in_bfloat16 and (policy.packs or not packs):
+            hidden = hidden * 1.2
+        return hidden
+
+    for dtype in ("float32", "bfloat16"):
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.fast.FastPolicy, "hidden", wrong)
+            policy = grpo.make_policy(model, Config(dtype=dtype))
+        if dtype == "float32":
+            assert policy.packs
+        else:
+            assert not policy.packs and isinstance(policy, grpo.Policy) == (not packs)

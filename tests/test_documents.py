@@ -33,7 +33,7 @@ GENERIC_METRICS = {
     "logged/.*": "logged/NAME",
     "reward_failed/.*": "reward_failed/CAUSE",
 }
-FAST_POLICY = ("fast", "head", "packing", "attention")  # its files in harness/
+FAST_POLICY = ("fast", "head", "packing", "attention", "merged_attention")  # its files in harness/
 REWRITE = 'python -c "from tests import test_documents; test_documents.write_documents()"'
 
 

@@ -216,14 +216,22 @@ def test_the_layout_of_a_packed_row():
     assert layout["place"].tolist() == [0, 1, 2, 3, 4, 6]
     assert layout["shape"] == (3, 3)
 
-    seen = []
+    seen = []  # by each query, padding included
     for block in layout["blocks"]:
         queries = block["query_positions"][:, :, None]
         visible = block["key_positions"][:, None] <= queries  # [N, T, K]
-        T = block["queries"].shape[1]
-        for n, t in (divmod(i, T) for i in block["real"]):
+        for n, t in np.ndindex(block["queries"].shape):
             seen.append("".join(row[place] for place in block["keys"][n][visible[n, t]]))
-    assert seen == ["A", "AB", "ABC", "X", "XY", "ABCd", "ABCde", "ABCg"]
+    assert [seen[i] for i in layout["outputs"]] == [
+        "A",
+        "AB",
+        "ABC",
+        "X",
+        "XY",
+        "ABCd",
+        "ABCde",
+        "ABCg",
+    ]
 
     # Longest first in the row, and yet each at its own place in the table.
     backwards = harness.packing.packed_layout(samples[::-1])
@@ -247,7 +255,9 @@ def test_completions_of_unlike_lengths_attend_in_two_blocks(lengths, shapes):
     layout = harness.packing.packed_layout(samples)
     _, *blocks = layout["blocks"]
     assert [(block["queries"].shape, block["keys"].shape[1]) for block in blocks] == shapes
-    assert sum(len(block["real"]) for block in blocks) == sum(lengths) - len(lengths)
+    queries = np.concatenate([block["queries"].flatten() for block in layout["blocks"]])
+    in_row = queries[layout["outputs"]]
+    assert np.array_equal(in_row, np.arange(3 + sum(lengths) - len(lengths)))
 
     # The token before each completion token, in the order in which the samples were given.
     expected = [[3, *s.completion_ids[:-1]] for s in samples]
@@ -402,5 +412,9 @@ def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
         padded, _ = logps_of(policy, some, packs=False)
         packed, _ = logps_of(policy, some, packs=True)
         assert torch.allclose(padded, packed, atol=1e-5)
+        policy.attention = "merged"
+        merged, _ = logps_of(policy, some, packs=True)
+        policy.attention = "auto"
+        assert torch.allclose(padded, merged, atol=1e-5)
     assert torch.allclose(logps_of(policy, samples)[0], expected, atol=1e-5)
     assert 0 < len(graphs) <= 8
