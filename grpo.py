@@ -1392,14 +1392,16 @@ def wrap(policy, cfg: Config, world: World):
     return ddp
 
 
-def load_reference(cfg: Config, device: torch.device, identity: int | None):
+def load_reference(
+    cfg: Config, device: torch.device, identity: int | None, prompts: list[Prompt] = ()
+):
     """The frozen policy that the KL is measured from. identity: the fingerprint of the weights at
     the start of the run; None: any."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity is not None:
         why = "so its KL would be measured from another reference; use those, or --beta 0"
         refuse_other_weights(fingerprint(model), identity, cfg, why)
-    reference = make_policy(model, cfg)  # before the cast: its check runs without autocast
+    reference = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
     if cfg.dtype == "bfloat16":
         models.halve_frozen(model)
     return reference
@@ -1441,7 +1443,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     if cfg.beta > 0 and cfg.lora_rank > 0:
         reference = lora.BasePolicy(policy)
     elif cfg.beta > 0:
-        reference = load_reference(cfg, device, identity)
+        reference = load_reference(cfg, device, identity, prompts)
     return cfg, policy, reference, identity
 
 
