@@ -1439,6 +1439,7 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     policy = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
     if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
         models.halve_frozen(model)
+        lora.add_before_rounding(model)
     reference = None
     if cfg.beta > 0 and cfg.lora_rank > 0:
         reference = lora.BasePolicy(policy)

@@ -160,18 +160,21 @@ def test_compiled_layers_give_the_same_numbers_with_adapters_and_without(monkeyp
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, **options: compile_(self, backend="eager", **options)
     )
-    policy = fast_policy(adapted(), 1.0)
-    reference = lora.BasePolicy(policy)
     samples = random_samples(6, 3)
-    expected = [logps_of(p, samples)[0] for p in (policy, reference)]
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    grpo.wrap(policy, Config(compile=True), CPU)
-    for _ in range(2):
-        with torch.no_grad():
-            base, _ = logps_of(reference, samples)
-        logps, _ = logps_of(policy, samples)
-        assert torch.allclose(logps, expected[0], atol=1e-5) and logps.requires_grad
-        assert torch.allclose(base, expected[1], atol=1e-5)
+    for change in (lambda model: None, lora.add_before_rounding):
+        model = adapted()
+        change(model)
+        policy = fast_policy(model, 1.0)
+        reference = lora.BasePolicy(policy)
+        expected = [logps_of(p, samples)[0] for p in (policy, reference)]
+        grpo.wrap(policy, Config(compile=True), CPU)
+        for _ in range(2):
+            with torch.no_grad():
+                base, _ = logps_of(reference, samples)
+            logps, _ = logps_of(policy, samples)
+            assert torch.allclose(logps, expected[0], atol=1e-5) and logps.requires_grad
+            assert torch.allclose(base, expected[1], atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,6 +250,55 @@ def test_in_bfloat16_the_base_takes_half_and_the_numbers_stay(tmp_path):
     for name, dtype in dtypes.items():
         halved = name.startswith("lm_head") or ".base_layer." in name
         assert dtype == (torch.bfloat16 if halved else torch.float32), name
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.up_proj"])  # with a bias, without
+def test_in_bfloat16_a_small_adapter_has_its_effect(part):
+    """Its products are a tenth of the distance between the numbers that they are added to. peft's
+    sum loses most of them."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 500, 64)
+    model = adapted()
+    models.halve_frozen(model)
+    layer = model.model.layers[0].get_submodule(part)
+    layer.lora_B["default"].weight.data *= 1e-3
+    product = x @ layer.get_delta_weight("default").T
+
+    def share_of_effect():
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            adapted_out = layer(x)
+            with lora.adapters_off(model):
+                change = adapted_out.float() - layer(x).float()
+        return ((change * product).sum() / product.square().sum()).item()
+
+    by_peft = share_of_effect()
+    lora.add_before_rounding(model)
+    assert by_peft < 0.6
+    assert share_of_effect() == pytest.approx(1, abs=0.1)
+
+
+def test_in_bfloat16_the_policy_without_an_update_is_its_reference():
+    samples = random_samples(8, 4)
+    policy = fast_policy(adapted(zero=True), 1.0)
+    models.halve_frozen(policy.model)
+    lora.add_before_rounding(policy.model)
+    reference = lora.BasePolicy(policy)
+    assert torch.equal(in_bfloat16(policy, samples)[0], in_bfloat16(reference, samples)[0])
+    move(policy.model)
+    assert not torch.equal(in_bfloat16(policy, samples)[0], in_bfloat16(reference, samples)[0])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_layer_that_rounds_once_has_the_gradient_of_peft(kind):
+    """In float32, in which neither rounds."""
+    cfg = Config(micro_batch_tokens=40, **KL)
+    grads = []
+    for change in (lambda model: None, lora.add_before_rounding):
+        model = adapted(kind)
+        change(model)
+        policy = fast_policy(model, cfg.temperature)
+        grads.append(update_gradient(cfg, random_samples(12, 4), policy=policy)[0])
+    assert relative(grads[1], grads[0]) < 1e-5
 
 
 def test_a_run_starts_at_its_reference_and_leaves_it(tmp_path):
