@@ -1,0 +1,218 @@
+"""The figures of learn.ipynb. The lesson computes their numbers with the functions of grpo.py and
+passes them in; only the time line is a sketch."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
+
+from harness.curves import COLORS
+
+BLUE, ORANGE = COLORS[:2]
+GREY = "#777777"
+PALE = "#ececec"
+# as on the page of `view.py --html`: blue is likelier, orange is less likely
+SIGNED = LinearSegmentedColormap.from_list("signed", [ORANGE, "white", BLUE])
+SHORT_NAMES = {"<think>": "<th>", "</think>": "</th>", "<eos>": "end", " ": "_"}
+BOX = 0.235  # inches: the height of a token's box
+
+
+def set_style() -> None:
+    plt.rcParams.update(
+        {
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlesize": 10,
+            "figure.constrained_layout.use": True,
+            "figure.dpi": 100,
+            "font.size": 9,
+            "legend.fontsize": 8,
+            "legend.frameon": False,
+        }
+    )
+
+
+def digits(values) -> str:
+    """(+0.8659, -0.8659): no "-0.0000", which rounding would make of a tiny number."""
+    rounded = [round(float(value), 4) + 0.0 for value in values]
+    return "(" + ", ".join(f"{value:+.4f}" for value in rounded) + ")"
+
+
+# -- Section 3: the spread of estimates
+
+
+def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
+    """Left: single estimates of a gradient. Right: their spread, by what is added to each reward.
+
+    clouds: name -> estimates [n, 3]. exact: the gradient [3]. spreads: name -> one for each offset.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.1))
+    rng = np.random.default_rng(0)
+    for color, name in zip((ORANGE, BLUE), clouds, strict=True):
+        cloud = np.asarray(clouds[name])
+        cloud = cloud + rng.normal(0, 0.05, cloud.shape)  # or equal estimates would hide each other
+        style = dict(color=color, label=name)
+        left.plot(cloud[:, 0], cloud[:, 2], "o", markersize=3, alpha=0.5, mew=0, **style)
+        right.plot(offsets, spreads[name], "o-", markersize=4, **style)
+    left.plot(exact[0], exact[2], "+", color="black", markersize=11, mew=1.6, label="exact")
+    left.set_title(f"{len(cloud)} estimates of the gradient, rewards + 10")
+    left.set_xlabel("by the logit of the first answer, a wrong one")
+    left.set_ylabel("by that of the third, the right one")
+    right.set_title("Spread (standard deviation) of one estimate")
+    right.set_xlabel("added to every reward")
+    right.set_ylim(bottom=0)
+    left.legend()
+    right.legend()
+    plt.show()
+
+
+# -- Sections 4, 5 and 8: tokens in coloured boxes
+
+
+def draw_tokens(samples: list, tokenizer, panels: dict, limit: float) -> None:
+    """A panel for each {title: values of every token}, with a row of boxes for each sample.
+
+    values: one list for each sample; NaN is a gray box. limit: the value with the deepest colour.
+    """
+    tokens = [tokenizer.convert_ids_to_tokens(s.completion_ids.tolist()) for s in samples]
+    width = max(len(texts) for texts in tokens)
+    labels = [f"A {s.advantages[0]:+.2f}" for s in samples]
+    height = len(panels) * (BOX * len(tokens) + 0.4)
+    figure, axes = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False)
+    for axis, (title, values) in zip(axes[:, 0], panels.items(), strict=True):
+        draw_boxes(axis, tokens, values, limit)
+        axis.set_title(title, loc="left")
+        axis.set_xlim(-0.6, width - 0.4)
+        axis.set_ylim(len(tokens) - 0.5, -0.5)
+        axis.set_yticks(range(len(tokens)), labels)
+        axis.set_xticks([])
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+        colors = plt.cm.ScalarMappable(plt.Normalize(-limit, limit), SIGNED)
+        figure.colorbar(colors, ax=axis, pad=0.01, fraction=0.03)
+    plt.show()
+
+
+def draw_boxes(axis, tokens: list, values: list, limit: float) -> None:
+    for row, (texts, row_values) in enumerate(zip(tokens, values, strict=True)):
+        for column, (text, value) in enumerate(zip(texts, row_values, strict=True)):
+            background, ink = colors_of(value, limit)
+            box = dict(width=0.94, height=0.84, facecolor=background, edgecolor="#cccccc", lw=0.5)
+            axis.add_patch(plt.Rectangle((column - 0.47, row - 0.42), **box))
+            text = SHORT_NAMES.get(text, text)
+            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
+
+
+def colors_of(value: float, limit: float) -> tuple:
+    """The colours of a box and of its text."""
+    if np.isnan(value):
+        return GREY, "white"
+    ink = "black"
+    if abs(value) > 0.6 * limit:
+        ink = "white"
+    return SIGNED(0.5 + value / limit / 2), ink
+
+
+# -- Section 5: four policies, and the clip
+
+
+def draw_time_line() -> None:
+    """Four policies during one step with two updates. The height is a sketch, not measured."""
+    _, axis = plt.subplots(figsize=(10, 4.1))
+    axis.set(xlim=(-0.2, 12.8), ylim=(-0.2, 5.5), xticks=[], yticks=[])
+    axis.set_xlabel("time: one step, and the beginning of the next")
+    axis.set_ylabel("distance from the reference")
+    phases = [
+        (0.0, 3.1, "rollout, rewards:\nsampler_logps"),
+        (3.1, 5.3, "old_logps,\nref_logps"),
+        (5.3, 10.3, "updates: here two, by default one"),
+        (10.3, 12.8, "next step"),
+    ]
+    for number, (begin, end, text) in enumerate(phases):
+        if number % 2 == 0:
+            axis.axvspan(begin, end, color="#f5f5f5")
+        axis.text((begin + end) / 2, 5.4, text, ha="center", va="top", color=GREY)
+
+    policies = [  # name, colour, where its name stands, and its line: times and heights
+        ("reference: the model at the start of the run", "black", 0.45, [0, 12.8], [0.3, 0.3]),
+        (
+            "sampler: the same weights, other code (vLLM)",
+            GREY,
+            1.35,
+            [0, 10.3, 10.3, 12.8],
+            [1.6, 1.6, 3.6, 3.6],
+        ),
+        (
+            "old policy: before the updates of this step",
+            ORANGE,
+            2.4,
+            [0, 10.3, 10.3, 12.8],
+            [2.1, 2.1, 4.1, 4.1],
+        ),
+        ("", BLUE, 0, [0, 6, 6, 8, 8, 12.8], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
+    ]
+    for name, color, height, times, heights in policies:
+        axis.plot(times, heights, color=color, lw=2.5)
+        axis.text(0.05, height, name, color=color, va="center")
+    axis.text(6.05, 3.4, "policy now: it learns", color=BLUE, va="center")
+
+    draw_difference(
+        axis, 5.6, 1.6, 2.1, 1.0, "old_logps - sampler_logps\nweight, capped by tis_cap"
+    )
+    draw_difference(axis, 8.3, 2.1, 4.17, 2.9, "logps - old_logps\nratio, clipped")
+    draw_difference(axis, 11.1, 0.3, 4.17, 1.2, "logps - ref_logps\nKL, times beta")
+    plt.show()
+
+
+def draw_difference(axis, time, low, high, text_height, text) -> None:
+    arrow = dict(arrowstyle="<->", lw=1.2, shrinkA=0, shrinkB=0)
+    axis.annotate("", (time, low), (time, high), arrowprops=arrow)
+    axis.text(time + 0.12, text_height, text, va="center")
+
+
+def draw_surrogate(ratios, curves: dict) -> None:
+    """curves: advantage -> (values of the surrogate, its slopes by the log-probability)."""
+    _, axes = plt.subplots(1, len(curves), figsize=(10, 3.1), sharex=True)
+    for axis, (advantage, (values, slopes)) in zip(axes, curves.items(), strict=True):
+        flat = ratios[slopes == 0]
+        axis.axvspan(flat.min(), flat.max(), color=PALE, label="no gradient")
+        axis.plot(
+            ratios, advantage * ratios, "--", color=GREY, lw=1, label="ratio * A, not clipped"
+        )
+        axis.plot(ratios, values, color=BLUE, lw=2.5, label="clipped_surrogate")
+        axis.plot(1, advantage, "o", color="black", label="first update: ratio 1")
+        axis.set_xlabel("ratio: policy now / policy before the updates")
+        axis.set_title(f"A = {advantage:+.0f}")
+        axis.legend()
+    axes[0].set_ylabel("larger is better")
+    plt.show()
+
+
+# -- Section 9: the curves of a run
+
+
+def draw_curves(steps: list) -> None:
+    """steps: for each step a dict with a value for each of these panels."""
+    panels = {
+        "reward": "reward: share of right answers",
+        "length": "length of a completion, tokens",
+        "no_signal": "share of groups without a signal",
+        "loss": "loss: tells nothing about learning",
+        "grad_norm": "norm of the gradient",
+        "kl_k1": "KL to the reference, nats a token",
+    }
+    numbers = range(1, len(steps) + 1)
+    _, axes = plt.subplots(2, 3, figsize=(10, 4.2), sharex=True)
+    for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
+        color = BLUE
+        if name == "loss":
+            color = GREY
+        axis.plot(numbers, [step[name] for step in steps], "o-", markersize=3, color=color)
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    axis.lines[0].set_label("k1")
+    axis.plot(numbers, [step["kl"] for step in steps], "--", color=ORANGE, label="k3")
+    axis.legend()
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+        axis.set_xticks([1, 5, 10, 15, 20])
+    plt.show()
