@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -105,11 +106,20 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process (Linux)."""
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rsplit(")", 1)[1].split()
-    ticks = int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """User and system time of a process and its descendants (Linux)."""
+    ticks, children = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # the process has just ended
+            continue
+        number, parent = int(path.parent.name), int(fields[1])
+        ticks[number] = sum(map(int, fields[11:15]))  # with children that have ended
+        children.setdefault(parent, []).append(number)
+    family = [pid]
+    for number in family:
+        family += children.get(number, [])
+    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory(pid: int) -> float:
