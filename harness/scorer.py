@@ -168,4 +168,5 @@ def add_outcome(scores: Scores, reward: Reward, outcome: Outcome, call: list[int
 def add_failure(scores: Scores, i: int, message: str, row: dict) -> None:
     scores.failed[i] = True
     if not scores.first_failure:
-        scores.first_failure = f"{message}; row: {ascii(row)[:500]}"
+        shown = {key: value for key, value in row.items() if key != "environments"}
+        scores.first_failure = f"{message}; row: {ascii(shown)[:500]}"
