@@ -146,22 +146,21 @@ def merged(tensors: dict, model, dtype=torch.float32):
     without_adapters() returns them; they may have been renamed since. dtype: in which the merged
     ones will be used; for bfloat16 they are rounded here.
     """
-    random = torch.Generator(model.device).manual_seed(0)
     layers = {layer.base_layer.weight.data_ptr(): layer for layer in adapted_layers(model)}
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items()):
         layer = layers.pop(tensor.data_ptr(), None)
         if layer is not None:
             product = layer.get_delta_weight(ADAPTER).detach()
             tensor = tensor.to(product.dtype) + product
             if dtype == torch.bfloat16:
-                tensor = round_at_random(tensor, random)
+                tensor = round_at_random(tensor, seed=number)
         yield name, tensor
     if layers:
         why = "do not appear among the weights in the form of its checkpoint"
         raise TrainingError(f"--lora_rank: {len(layers)} adapted layers of this model {why}")
 
 
-def round_at_random(tensor, random):
+def round_at_random(tensor, seed: int):
     """float32 to bfloat16, up or down with probabilities that keep the mean.
 
     W is a bfloat16 number already, and few products reach half the distance to the next one:
@@ -171,6 +170,7 @@ def round_at_random(tensor, random):
     """
     bits = tensor.view(torch.int32)
     dropped = 2**16  # values of the 16 bits that bfloat16 lacks
+    random = torch.Generator(bits.device).manual_seed(seed)  # a resumed run pushes the same
     noise = torch.randint(
         dropped, bits.shape, generator=random, dtype=torch.int32, device=bits.device
     )

@@ -41,7 +41,7 @@ def player_of(spec, **options):
     scorer = Scorer([], environment=environment, workers=1)
     try:
         eos_id = tokenizer.eos_token_id
-        player = Player(environment, scorer.pool, tokenizer, [eos_id], False, cfg)
+        player = Player(environment, scorer.pool, tokenizer, [eos_id], prompts=[], cfg=cfg)
         model = grpo.load_model(cfg.model, cfg)
         sampler = grpo.HFSampler(model, player.stop_ids, tokenizer.pad_token_id, cfg)
         yield sampler, player, cfg
