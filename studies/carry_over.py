@@ -83,7 +83,7 @@ class Real:
     """A model directory with the attributes that common.Run has for the bundled model."""
 
     def __init__(self, path: str, cfg: grpo.Config):
-        rewards, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
+        rewards, _, self.tokenizer, self.prompts, _ = grpo.load_data(cfg)
         self.cfg = cfg
         self.scorer = harness.scorer.Scorer(rewards)
         self.model = grpo.load_model(path, cfg)
@@ -693,7 +693,7 @@ def main() -> None:
     push = push_table(subjects)
 
     # the bundled model, sampled in bfloat16
-    special = toy.sampler.eos_ids, toy.sampler.pad_id
+    special = toy.sampler.stop_ids, toy.sampler.pad_id
     low_cfg = dataclasses.replace(toy.cfg, dtype="bfloat16")
     toy.sampler = grpo.HFSampler(toy.model, *special, low_cfg)
     subjects["bundled model, start"] = toy, [toy.rollout(step + 1) for step in range(steps)]

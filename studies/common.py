@@ -214,7 +214,7 @@ def lengths_of(samples: list) -> np.ndarray:
 
 @functools.cache
 def data(model: str, train_data: str, eval_data: str):
-    return grpo.load_data(Config(model=model, train_data=train_data, eval_data=eval_data))[1:]
+    return grpo.load_data(Config(model=model, train_data=train_data, eval_data=eval_data))[2:]
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:

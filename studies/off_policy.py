@@ -66,7 +66,7 @@ def mismatch(sampler, cap, seed, steps):
     weights = []  # before step 1, 2, ...
 
     def use_sampler(run, model, cfg):
-        run.sampler = grpo.HFSampler(model, run.sampler.eos_ids, run.sampler.pad_id, cfg)
+        run.sampler = grpo.HFSampler(model, run.sampler.stop_ids, run.sampler.pad_id, cfg)
 
     def before(run, step, samples):
         if step == 1 and sampler == "bf16":

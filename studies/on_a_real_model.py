@@ -173,7 +173,7 @@ def make_run(model: str, quick: bool) -> Run:
     run = Run(**options)
     newline = [i for i in run.tokenizer("\n").input_ids if run.tokenizer.decode([i]) == "\n"]
     run.sampler = grpo.HFSampler(
-        run.model, run.sampler.eos_ids + newline, run.sampler.pad_id, run.cfg
+        run.model, run.sampler.stop_ids + newline, run.sampler.pad_id, run.cfg
     )
     run.model.generate = functools.partial(once_per_prompt, run.model, run.model.generate)
     run.eval_prompts = run.eval_prompts[:50]

@@ -237,7 +237,7 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
     from transformers import TrainerCallback
 
     cfg = grpo.parse_args(command_of(model, task, seed, steps, tempfile.mkdtemp())[2:])
-    rewards, tokenizer, train, held_out = grpo.load_data(cfg)
+    rewards, _, tokenizer, train, held_out = grpo.load_data(cfg)
     scorer = harness.scorer.Scorer(rewards)
     spec = dict(bench.SETTINGS["135M, its own reward"])
     spec.update(num_prompts=cfg.num_prompts, completion=cfg.max_completion_length)

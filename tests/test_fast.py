@@ -406,15 +406,15 @@ def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
     samples = random_samples(6, 3)
     expected, _ = logps_of(policy, samples)
     monkeypatch.setattr(torch.nn.Module, "compile", compile_with_backend)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    grpo.wrap(policy, Config(compile=True), CPU)
-    for some in (samples, random_samples(9, 3, longest=30)):
-        padded, _ = logps_of(policy, some, packs=False)
-        packed, _ = logps_of(policy, some, packs=True)
-        assert torch.allclose(padded, packed, atol=1e-5)
-        policy.attention = "merged"
-        merged, _ = logps_of(policy, some, packs=True)
-        policy.attention = "auto"
-        assert torch.allclose(padded, merged, atol=1e-5)
-    assert torch.allclose(logps_of(policy, samples)[0], expected, atol=1e-5)
-    assert 0 < len(graphs) <= 8
+    with torch._dynamo.config.patch(disable=False):
+        grpo.wrap(policy, Config(compile=True), CPU)
+        for some in (samples, random_samples(9, 3, longest=30)):
+            padded, _ = logps_of(policy, some, packs=False)
+            packed, _ = logps_of(policy, some, packs=True)
+            assert torch.allclose(padded, packed, atol=1e-5)
+            policy.attention = "merged"
+            merged, _ = logps_of(policy, some, packs=True)
+            policy.attention = "auto"
+            assert torch.allclose(padded, merged, atol=1e-5)
+        assert torch.allclose(logps_of(policy, samples)[0], expected, atol=1e-5)
+        assert 0 < len(graphs) <= 8

@@ -161,20 +161,20 @@ def test_compiled_layers_give_the_same_numbers_with_adapters_and_without(monkeyp
         nn.Module, "compile", lambda self, **options: compile_(self, backend="eager", **options)
     )
     samples = random_samples(6, 3)
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    for change in (lambda model: None, lora.add_before_rounding):
-        model = adapted()
-        change(model)
-        policy = fast_policy(model, 1.0)
-        reference = lora.BasePolicy(policy)
-        expected = [logps_of(p, samples)[0] for p in (policy, reference)]
-        grpo.wrap(policy, Config(compile=True), CPU)
-        for _ in range(2):
-            with torch.no_grad():
-                base, _ = logps_of(reference, samples)
-            logps, _ = logps_of(policy, samples)
-            assert torch.allclose(logps, expected[0], atol=1e-5) and logps.requires_grad
-            assert torch.allclose(base, expected[1], atol=1e-5)
+    with torch._dynamo.config.patch(disable=False):
+        for change in (lambda model: None, lora.add_before_rounding):
+            model = adapted()
+            change(model)
+            policy = fast_policy(model, 1.0)
+            reference = lora.BasePolicy(policy)
+            expected = [logps_of(p, samples)[0] for p in (policy, reference)]
+            grpo.wrap(policy, Config(compile=True), CPU)
+            for _ in range(2):
+                with torch.no_grad():
+                    base, _ = logps_of(reference, samples)
+                logps, _ = logps_of(policy, samples)
+                assert torch.allclose(logps, expected[0], atol=1e-5) and logps.requires_grad
+                assert torch.allclose(base, expected[1], atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------
