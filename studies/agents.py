@@ -1,6 +1,7 @@
 """A real language model learns to use two tools, beside TRL.
 
     python studies/agents.py FOLDER --trl .trl-venv/bin/python    # see real_model.py and bench.py
+    python studies/agents.py FOLDER --trl .trl-venv/bin/python --schemas
 
 SmolLM2-135M-Instruct does not call tools. Therefore it first takes a few supervised steps on
 demonstrations: a policy gradient whose samples are an expert's, with an advantage of 1. From there
@@ -8,11 +9,16 @@ GRPO trains both sides, with the same environment class (friends.py), prompts in
 learning rate, temperature, lengths and dtype. TRL is at its best: it samples with the same vLLM
 engine, and its head computes completion positions only. CPU seconds are those of a process and its
 children, on one thread, without evals.
+
+The prompts have 48 tokens, because friends.jinja writes a line for each tool. With --schemas it
+writes JSON schemas, as most chat templates do: 176 tokens. These runs are short, as they only
+measure the seconds of a step.
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import re
 import sys
@@ -30,15 +36,17 @@ import harness.engine
 import harness.models
 from harness.chat import encode
 from harness.curves import COLORS, read_jsonl
+from harness.player import Player
 from harness.scorer import Scorer
 
 FILE = os.path.join(HERE, "friends.py")
 STEPS, SEEDS = 10, 3
+SHORT = 3  # steps of --quick and --schemas
 # Every flag that matters is here, even if it is the default.
 FLAGS = (
     f"--environment {FILE}:Friends --reward {FILE}:right,environment --rollout vllm "
     "--dtype float32 --beta 0 --num_prompts 2 --num_generations 8 --max_completion_length 112 "
-    "--max_turns 4 --learning_rate 2e-5 --micro_batch_tokens 2048 --save_every 0 "
+    "--max_turns 4 --learning_rate 2e-5 --micro_batch_tokens 1024 --save_every 0 "
     "--log_completions -1"
 )
 WARM_UP = dict(max_steps=9, num_prompts=8, learning_rate=3e-5)
@@ -88,7 +96,7 @@ def make_agent(folder: str) -> str:
     path = os.path.join(folder, "agent")
     if os.path.exists(os.path.join(path, "tokenizer_config.json")):  # written last
         return path
-    cfg = grpo.parse_args(command_of(make_model(folder), 0, 0, tempfile.mkdtemp())[2:])
+    cfg = grpo.parse_args(command_of(make_model(folder), 0, 0, tempfile.mkdtemp(), False)[2:])
     # an expert has no log-probabilities, so there is no gap to bound
     cfg = dataclasses.replace(cfg, tis_cap=0.0, max_sampler_gap=1e9, **WARM_UP)
     cfg.train_data = f"{FILE}:demonstrations"
@@ -111,7 +119,7 @@ def learn_demonstrations(cfg: grpo.Config):
     optimizer = grpo.make_optimizer(policy, cfg)
     scorer = Scorer(rewards, cfg.call_timeout, cfg.workers, environment=environment)
     eos_ids, _ = harness.models.special_ids(model, tokenizer, cfg)
-    player = grpo.make_player(environment, scorer, tokenizer, eos_ids, prompts, cfg)
+    player = Player(environment, scorer.pool, tokenizer, eos_ids, prompts, cfg)
     expert = Expert(tokenizer)
     for step in range(1, cfg.max_steps + 1):
         chosen = grpo.prompts_of_step(prompts, step, cfg)
@@ -130,27 +138,31 @@ def learn_demonstrations(cfg: grpo.Config):
 # The two sides
 
 
-def command_of(model: str, seed: int, steps: int, out: str) -> list[str]:
+def command_of(model: str, seed: int, steps: int, out: str, schemas: bool) -> list[str]:
     command = [sys.executable, "grpo.py", "--model", model, *FLAGS.split()]
     command += ["--train_data", f"{FILE}:train", "--eval_data", f"{FILE}:held_out"]
     command += ["--max_steps", str(steps), "--eval_every", str(steps), "--seed", str(seed)]
+    if schemas:
+        command += ["--chat_template_kwargs", '{"schemas": true}']
     return [*command, "--out_dir", out]
 
 
-def run_ours(folder: str, model: str, seed: int, steps: int) -> list[dict]:
+def run_ours(folder: str, model: str, seed: int, steps: int, schemas: bool) -> list[dict]:
     """The metrics of each step, with the CPU seconds of training until its end."""
     out = os.path.join(folder, f"agents_{seed}")
-    seconds = training_seconds(follow(command_of(model, seed, steps, out), out))
+    seconds = training_seconds(follow(command_of(model, seed, steps, out, schemas), out))
     history = read_jsonl(os.path.join(out, "metrics.jsonl"))
     for m in history:
         m["seconds"] = seconds[m["step"]]
     return history
 
 
-def run_trl(folder: str, python: str, model: str, seed: int, steps: int) -> list[dict]:
+def run_trl(folder: str, model: str, seed: int, steps: int, schemas: bool, python: str):
     """The same from TRL's side, which is a process of its own."""
     command = [python, os.path.abspath(__file__), os.path.dirname(model)]
     command += ["--side", "trl", "--seed", str(seed), "--steps", str(steps)]
+    if schemas:
+        command.append("--schemas")
     lines = follow(command, os.path.join(folder, f"agents_{seed}_trl"))
     seconds = training_seconds(lines)
     history = []
@@ -162,13 +174,13 @@ def run_trl(folder: str, python: str, model: str, seed: int, steps: int) -> list
     return history
 
 
-def trl_side(model: str, seed: int, steps: int) -> None:
+def trl_side(model: str, seed: int, steps: int, schemas: bool) -> None:
     """TRL's trainer. Prints lines like ours. Our code measures greedy accuracy, at the end."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    cfg = grpo.parse_args(command_of(model, seed, steps, tempfile.mkdtemp())[2:])
+    cfg = grpo.parse_args(command_of(model, seed, steps, tempfile.mkdtemp(), schemas)[2:])
     rewards, environment, tokenizer, train, held_out = grpo.load_data(cfg)
     prompts = [grpo.prompts_of_step(train, step, cfg) for step in range(1, steps + 1)]
     config = GRPOConfig(
@@ -181,6 +193,7 @@ def trl_side(model: str, seed: int, steps: int) -> None:
         learning_rate=cfg.learning_rate,
         lr_scheduler_type="constant",
         shuffle_dataset=False,
+        chat_template_kwargs=json.loads(cfg.chat_template_kwargs or "{}"),
         beta=0.0,
         use_cpu=True,
         gradient_checkpointing=False,
@@ -213,7 +226,7 @@ def trl_side(model: str, seed: int, steps: int) -> None:
     engine.push(trainer.model)
     scorer = Scorer(rewards, cfg.call_timeout, cfg.workers, environment=environment)
     eos_ids = trainer.eos_token_ids
-    player = grpo.make_player(environment, scorer, tokenizer, eos_ids, held_out, cfg)
+    player = Player(environment, scorer.pool, tokenizer, eos_ids, held_out, cfg)
     m = grpo.evaluate(engine, held_out, tokenizer, scorer, steps, cfg, CPU, player)
     print(f"step {steps}: eval accuracy {m['eval_accuracy']:.3f}", flush=True)
     os._exit(0)
@@ -304,7 +317,8 @@ def main() -> None:
     add = parser.add_argument
     add("folder", help="directory of the model and the runs")
     add("--trl", default="", help="python of an environment with TRL (see bench.py)")
-    add("--quick", action="store_true", help="two steps and one seed: does it still run?")
+    add("--schemas", action="store_true", help="a longer prompt; only the seconds of a step")
+    add("--quick", action="store_true", help="a few steps and one seed: does it still run?")
     for name in ("side", "seed", "steps"):  # of a process that is TRL's side
         add(f"--{name}", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -312,20 +326,29 @@ def main() -> None:
     folder = os.path.abspath(args.folder)
     model = make_agent(folder)
     if args.side:
-        trl_side(model, int(args.seed), int(args.steps))
+        trl_side(model, int(args.seed), int(args.steps), args.schemas)
     steps, seeds = STEPS, SEEDS
+    if args.quick or args.schemas:
+        steps, seeds = SHORT, 1
+        folder = os.path.join(folder, "schemas" if args.schemas else "quick")
     if args.quick:
-        args.out, folder, steps, seeds = quick_folder(), os.path.join(folder, "quick"), 2, 1
+        args.out = quick_folder()
 
-    runs = {"ours": [run_ours(folder, model, seed, steps) for seed in range(seeds)]}
-    if args.trl:
-        runs["trl"] = [run_trl(folder, args.trl, model, seed, steps) for seed in range(seeds)]
+    runs = {side: [] for side in SIDES if side == "ours" or args.trl}
+    for seed in range(seeds):
+        setting = (folder, model, seed, steps, args.schemas)
+        runs["ours"].append(run_ours(*setting))
+        if args.trl:
+            runs["trl"].append(run_trl(*setting, args.trl))
     results = [
         "side | seed | sampled right first | last 3 | greedy (before, after) | tokens first | "
         "last | CPU seconds a step"
     ]
     for side, histories in runs.items():
         results += [run_row(side, seed, history) for seed, history in enumerate(histories)]
+    if args.schemas:
+        save(args, "agents_schemas", None, results)
+        return
     tables = [results]
     if args.trl:
         tables.append(speed_table(runs))
