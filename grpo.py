@@ -215,7 +215,9 @@ class Config:
     @property
     def longest_turn(self) -> int:
         """Tokens that a turn of an episode may have."""
-        return self.max_turn_length or self.max_completion_length
+        if self.max_turn_length > 0:
+            return self.max_turn_length
+        return self.max_completion_length
 
     @property
     def updates_per_step(self) -> int:
@@ -1212,9 +1214,7 @@ def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dic
 
 def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> dict:
     """The gradient of one optimizer step, in micro-batches. Returns this rank's sums."""
-    in_loss = [s for s in minibatch if s.in_loss.any()]
-    n_sequences = max(1, len(in_loss))
-    n_tokens = max(1, sum(int(s.trains.sum()) for s in in_loss))
+    n_tokens, n_sequences = loss_counts(minibatch)
     trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
     shares = plan(trained, policy.packs, cfg, world)
     share = shares[world.rank]
@@ -1245,6 +1245,13 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     table = torch.stack([torch.stack(list(stats.values())) for stats in parts])
     values = table.tolist()  # [micro-batches, stats], one device sync
     return add_up([dict(zip(stats, row, strict=True)) for row in values])
+
+
+def loss_counts(samples: list[Sample]) -> tuple[int, int]:
+    """The tokens and the sequences in the loss, at least 1: the reductions divide by them."""
+    n_tokens = sum(int(s.trains.sum()) for s in samples)
+    n_sequences = sum(bool(s.in_loss.any()) for s in samples)
+    return max(1, n_tokens), max(1, n_sequences)
 
 
 def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int) -> tuple:
@@ -1289,8 +1296,7 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
     forward. In nats: logp, entropy, gap to the sampler, kl = logp - reference. push: -dloss/dlogp
     times the number of tokens: how strongly the update makes the token more likely, on the scale of
     an advantage."""
-    in_loss = [s for s in samples if s.in_loss.any()]
-    n_tokens = max(1, sum(int(s.trains.sum()) for s in in_loss))
+    n_tokens, n_sequences = loss_counts(samples)
     one_rank = World(0, 1, world.device)
     [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, one_rank)
     for micro_batch in share:
@@ -1298,7 +1304,7 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
         with torch.no_grad(), autocast(cfg, world.device):
             logps, entropy = policy(batch)  # [N, T]
         leaf = logps.clone().requires_grad_()  # gradient by logps only
-        loss, _ = batch_loss(leaf, batch, cfg, n_tokens, len(in_loss))
+        loss, _ = batch_loss(leaf, batch, cfg, n_tokens, n_sequences)
         slope = torch.autograd.grad(loss, leaf)[0]
         notes = {
             "logp": logps,
@@ -1574,8 +1580,6 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
 
             with run.clock("logps"):
                 in_loss = [s for s in samples if s.in_loss.any()]
-                if not in_loss:  # update() makes one pass even then
-                    in_loss = samples
                 if cfg.updates_per_step > 1:
                     compute_logps(policy, in_loss, "old_logps", cfg, world)
                 if reference:

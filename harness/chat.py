@@ -4,6 +4,7 @@ Words that come from elsewhere (a tool, a game) are protected: <|im_end|> in the
 several tokens and never becomes the control token.
 """
 
+import functools
 import json
 import re
 
@@ -57,14 +58,22 @@ def template_options(cfg) -> dict:
 
 def protect(words: str, tokenizer) -> str:
     """Marks a cut after the first character of each control token that stands in the words."""
+    pattern = control_tokens(tokenizer)
+    if pattern is None:
+        return words
+    return pattern.sub(lambda match: match[2] + CUT, words)
+
+
+@functools.lru_cache(maxsize=1)  # every prompt and every reply is protected
+def control_tokens(tokenizer) -> re.Pattern | None:
+    """Finds the first character of a control token; None: the tokenizer has no such token."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     # Some tokenizers have added tokens of blanks alone: these control nothing.
     tokens = [token for token in tokens if len(token) > 1 and not token.isspace()]
-    pattern = "|".join(map(re.escape, tokens))
-    if not pattern:
-        return words
+    if not tokens:
+        return None
     # (?=...) finds tokens that overlap, too.
-    return re.sub(f"(?=({pattern}))(.)", lambda match: match[2] + CUT, words, flags=re.DOTALL)
+    return re.compile(f"(?=({'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL)
 
 
 def protected(message: dict, tokenizer) -> dict:

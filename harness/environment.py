@@ -14,7 +14,6 @@ in a worker: if the worker dies, the next call makes the object again and repeat
 import asyncio
 import inspect
 import random
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +45,12 @@ class Environment:
         unused = object.__new__(cls)
         return [getattr(unused, name) for name in tool_names(cls)]
 
+    def place_of(self, transcript: "Transcript") -> int | None:
+        """Names the worker that caches the object of an episode; None: it has none."""
+        if self.kind != "class":
+            return None
+        return sum(transcript.key)
+
     def class_of(self, row: dict):
         if not isinstance(self.target, dict):
             return self.target
@@ -68,11 +73,6 @@ class Transcript:
     calls: list[list] = field(default_factory=list)  # tool calls of each turn: (name, arguments)
     replies: list = field(default_factory=list)  # after each turn: a text, or tool messages
     failed_calls: int = 0  # tool calls that raised
-
-    @property
-    def place(self) -> int:
-        """Calls of the same episode go to the same worker, which caches its object."""
-        return sum(self.key)
 
 
 # -- Loading
@@ -245,8 +245,8 @@ def checked(reply: str | None) -> str | None:
 
 def seed_random(seed: int, turn: int) -> None:
     """Makes what the user's code draws a function of the prompt and the turn."""
+    import numpy  # here, because workers without an environment need not wait for it
+
     number = (seed + turn) % 2**32
     random.seed(number)
-    # A worker that has not imported NumPy does not draw from it, and need not wait for the import.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
+    numpy.random.seed(number)

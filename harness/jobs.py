@@ -33,7 +33,7 @@ def load(rewards: list[tuple], environment: tuple | None) -> dict[str, Callable]
     """{name of a job: its function}. rewards, environment: (name, path, text) of each."""
     functions = {}
     if environment is not None:
-        import numpy  # noqa: F401  before a function imports it, so that its draws are seeded
+        import numpy  # noqa: F401  now, so that no call waits for it within its time limit
 
         environment = find_environment(*environment)
         functions[REPLY] = partial(reply_to, environment)

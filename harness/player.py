@@ -86,9 +86,7 @@ class Player:
         """Lets the environment answer the last turn of each sample. Returns the samples that go on,
         with the reply appended as context. The others are over, cut off, or have failed."""
         samples = [s for s in samples if self.is_answered(s)]
-        places = None
-        if self.environment.kind == "class":
-            places = [s.transcript.place for s in samples]
+        places = [self.environment.place_of(s.transcript) for s in samples]
         outcomes = self.pool.call_all([(REPLY, s.transcript) for s in samples], places)
         return [s for s, o in zip(samples, outcomes, strict=True) if self.add_reply(s, o)]
 

@@ -72,8 +72,6 @@ class Scorer:
                 outcomes = [outcome_of(call_reward, reward, *job) for job in jobs]
             else:
                 places = [self.place_of(rows[call[0]]) for call in calls]
-                if None in places:
-                    places = None
                 outcomes = self.pool.call_all([(reward.name, *job) for job in jobs], places)
             for call, outcome in zip(calls, outcomes, strict=True):
                 add_outcome(scores, reward, outcome, call, rows)
@@ -99,9 +97,9 @@ class Scorer:
 
     def place_of(self, row: dict) -> int | None:
         """Which worker has played the row's episode; None: any may score it."""
-        if self.environment is None or self.environment.kind != "class":
+        if self.environment is None:
             return None
-        return row["environments"].place
+        return self.environment.place_of(row["environments"])
 
     def failure_metrics(self, all_scores: list[Scores], step: int, n_samples: int) -> dict:
         """Metrics of the failures in a step, and the means of what rewards logged.

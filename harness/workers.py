@@ -15,6 +15,7 @@ everything that it started. All that travels is plain data: numbers, texts, list
 """
 
 import contextlib
+import itertools
 import os
 import pkgutil
 import random
@@ -78,21 +79,24 @@ class WorkerPool:
     def __init__(self, load: str, arguments: tuple, timeout: float, memory: int, workers: int):
         self.workers = [Worker((load, arguments, memory, timeout)) for _ in range(workers)]
 
-    def call_all(self, jobs: list[tuple], places: list[int] | None = None) -> list[Outcome]:
+    def call_all(self, jobs: list[tuple], places: list[int | None] | None = None) -> list[Outcome]:
         """Calls each job, (name, *arguments). The outcomes are in the order of the jobs.
 
-        places: jobs of the same place go to the same worker, which may cache what they share.
-        None: each worker takes the next job.
+        places: jobs of the same place go to the same worker, which may cache what they share. A
+        job without a place goes to whichever worker is free.
         """
         # Shuffle, so that the jobs of one prompt, if they all hang, do not come in a row.
         order = random.Random(0).sample(range(len(jobs)), len(jobs))
-        n = len(self.workers)
         if places is None:
-            queues = [order] * n
-            waiting = [iter(order)] * n  # one iterator, from which all threads take their jobs
-        else:
-            queues = [[i for i in order if places[i] % n == number] for number in range(n)]
-            waiting = [iter(queue) for queue in queues]
+            places = [None] * len(jobs)
+        queues = {worker: [] for worker in range(len(self.workers))}
+        queues[None] = []
+        for index in order:
+            place = places[index]
+            if place is not None:
+                place %= len(self.workers)
+            queues[place].append(index)
+        shared = iter(queues[None])  # all threads take jobs from here
         outcomes = {}
         causes = []  # of the outcomes, in the order in which they came
 
@@ -109,12 +113,13 @@ class WorkerPool:
         with ThreadPoolExecutor(len(self.workers)) as executor:
             threads = []
             try:
-                for worker, its_jobs in zip(self.workers, waiting, strict=True):
-                    threads.append(executor.submit(work, worker, its_jobs))
+                for number, worker in enumerate(self.workers):
+                    waiting = itertools.chain(queues[number], shared)
+                    threads.append(executor.submit(work, worker, waiting))
                 for thread in threads:
                     thread.result()
             finally:  # after Ctrl-C, too: no call goes on without the trainer
-                for queue in queues:
+                for queue in queues.values():
                     queue.clear()
                 while wait(threads, timeout=0.01).not_done:
                     self.close()

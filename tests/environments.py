@@ -194,21 +194,6 @@ class SetEnv(GuessEnv):
         return " ".join({f"word{i}" for i in range(20)})
 
 
-class FickleEnv(IncrementEnv):
-    """What it answers depends on the process, so that a replay in another one differs."""
-
-    def increment(self, step: int) -> int:
-        """
-        Increment the internal counter.
-
-        Args:
-            step: Value to add to the counter; 0: the process dies.
-        """
-        if step == 0:
-            os._exit(1)
-        return os.getpid() + super().increment(step)
-
-
 class FragileEnv(IncrementEnv):
     def increment(self, step: int) -> int:
         """
@@ -219,7 +204,17 @@ class FragileEnv(IncrementEnv):
         """
         if step == 0:
             os._exit(1)
-        return super().increment(step)
+        return self._drift() + super().increment(step)
+
+    def _drift(self) -> int:
+        return 0
+
+
+class FickleEnv(FragileEnv):
+    """What it answers depends on the process, so that a replay in another one differs."""
+
+    def _drift(self) -> int:
+        return os.getpid()
 
 
 class CountingEnv:

@@ -458,7 +458,8 @@ def test_calls_of_an_episode_go_to_one_worker(pools):
     for s in samples:
         contents = [messages[0]["content"] for messages in s.transcript.replies]
         assert contents == ["1", "1", "1"]
-    assert len({s.transcript.place % 2 for s in samples}) == 2
+    place_of = scene.player.environment.place_of
+    assert len({place_of(s.transcript) % 2 for s in samples}) == 2
     assert all(worker.process is not None for worker in pool.workers)
 
 
