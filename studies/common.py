@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 import grpo
 import harness.curves
+import harness.lora
 import harness.models
 import harness.scorer
 import harness.user_code
@@ -141,6 +142,11 @@ class Run:
         self.sampler = grpo.HFSampler(self.model, eos_ids, pad_id, cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
         self.scorer = harness.scorer.Scorer(harness.user_code.load_rewards(cfg.reward))
+
+    def add_adapters(self) -> None:
+        """From here on only adapters are trained."""
+        harness.lora.add_adapters(self.model, self.cfg)
+        self.policy = fast_policy(self.model, self.cfg.temperature)
 
     def rollout(self, step: int) -> list:
         """Samples with rewards and advantages; the samples of a group are consecutive."""

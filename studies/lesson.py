@@ -12,7 +12,7 @@ GREY = "#777777"
 PALE = "#ececec"
 # as on the page of `view.py --html`: blue is likelier, orange is less likely
 SIGNED = LinearSegmentedColormap.from_list("signed", [ORANGE, "white", BLUE])
-SHORT_NAMES = {"<think>": "<th>", "</think>": "</th>", "<eos>": "end", " ": "_"}
+SHORT_NAMES = {"<think>": "<t>", "</think>": "</t>", "<eos>": "end", " ": "_"}
 BOX = 0.235  # inches: the height of a token's box
 
 
@@ -53,10 +53,10 @@ def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
         style = dict(color=color, label=name)
         left.plot(cloud[:, 0], cloud[:, 2], "o", markersize=3, alpha=0.5, mew=0, **style)
         right.plot(offsets, spreads[name], "o-", markersize=4, **style)
-    left.plot(exact[0], exact[2], "+", color="black", markersize=11, mew=1.6, label="exact")
+    left.plot(exact[0], exact[2], "+", color="black", markersize=11, mew=1.0, label="exact")
     left.set_title(f"{len(cloud)} estimates of the gradient, rewards + 10")
-    left.set_xlabel("by the logit of the first answer, a wrong one")
-    left.set_ylabel("by that of the third, the right one")
+    left.set_xlabel("gradient by the logit of answer 1, which is wrong")
+    left.set_ylabel("by that of answer 3, which is right")
     right.set_title("Spread (standard deviation) of one estimate")
     right.set_xlabel("added to every reward")
     right.set_ylim(bottom=0)

@@ -39,7 +39,7 @@ from common import (
     steps_to,
 )
 from mean_of_means import plant
-from real_model import make_model
+from real_model import make_model, peak_memory
 
 import grpo
 import harness.models
@@ -201,9 +201,11 @@ def rounded(values: dict, digits: int) -> dict:
     return {name: float(f"{x:.{digits}g}") for name, x in values.items()}
 
 
-def learn(run: Run, side: str, seed: int) -> dict:
+def learn(run: Run, side: str, seed: int, options: dict) -> dict:
     """One run, which changes the weights of `run`."""
-    run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **SIDES[side])
+    run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **options)
+    if run.cfg.lora_rank > 0:
+        run.add_adapters()
     run.optimizer = grpo.make_optimizer(run.policy, run.cfg)
     history, started = [], time.process_time()
     samples = run.rollout(1)
@@ -228,7 +230,9 @@ def learn(run: Run, side: str, seed: int) -> dict:
     return dict(side=side, seed=seed, **rounded(end, 4), history=history)
 
 
-def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]:
+def learn_all(
+    run: Run | None, settings: list[tuple], folder: str, sides: dict = SIDES
+) -> list[dict]:
     """The runs of all (seed, side), each in a fork of this process, which itself never trains.
     Without `run`: those whose file exists."""
     os.makedirs(folder, exist_ok=True)
@@ -239,7 +243,9 @@ def learn_all(run: Run | None, settings: list[tuple], folder: str) -> list[dict]
             if run is None:
                 continue
             if os.fork() == 0:
-                row = learn(run, side, seed)
+                loaded = peak_memory(os.getpid())
+                row = learn(run, side, seed, sides[side])
+                row["memory"] = round(peak_memory(os.getpid()) - loaded, 3)  # GB, beside the models
                 with open(path + ".part", "w") as file:
                     json.dump(row, file)
                 os.replace(path + ".part", path)  # so that a file is always complete

@@ -123,10 +123,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def peak_memory(pid: int) -> float:
-    """GB that a process has held at most so far (Linux)."""
+    """GB that a process has held at most so far; 0 if it has ended (Linux)."""
     with open(f"/proc/{pid}/status") as file:
-        kilobytes = re.search(r"VmHWM:\s+(\d+)", file.read())[1]
-    return int(kilobytes) * 1024 / 1e9
+        kilobytes = re.search(r"VmHWM:\s+(\d+)", file.read())
+    if not kilobytes:
+        return 0.0
+    return int(kilobytes[1]) * 1024 / 1e9
 
 
 def follow(command: list[str], out: str) -> list[dict]:
