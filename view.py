@@ -6,6 +6,7 @@ python view.py out_a out_b --out picture.png    # curves of several runs in one 
 python view.py out --step 40                    # print the completions of step 40 by group
 python view.py out --step                       # ... of the last step
 python view.py out --html run.html              # a page: curves, steps, groups, tokens
+python view.py --source annotated.html          # no run: grpo.py beside its explanation
 """
 
 import argparse
@@ -22,6 +23,7 @@ import zlib
 from itertools import zip_longest
 from pathlib import Path
 
+from harness.annotated import write_annotated
 from harness.curves import draw, read_jsonl, read_panels, visible
 
 MEASURES = {  # per token: name in completions.jsonl -> explanation on the page
@@ -236,9 +238,16 @@ def parse_args(argv):
     add("--out", help="the picture's file; default: curves.png, in out_dir if there is one")
     add("--step", type=int, nargs="?", const=-1, help="print this step, or open the page there")
     add("--html", help="write the page to this file")
+    add("--source", help="write grpo.py beside its explanation to this file")
     parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)
     wants_step = args.html or args.step is not None
+    if args.source is not None:
+        if wants_step or args.out or args.out_dirs:
+            fail("--source takes no run and no other flag")
+        if not args.source.endswith(".html"):
+            fail(f"--source: {args.source} does not end in .html")
+        return args
     if wants_step and (args.out or len(args.out_dirs) > 1):
         fail("--step and --html take one run and no --out, which is the picture's file")
     if not args.out_dirs:
@@ -254,7 +263,11 @@ def parse_args(argv):
 
 
 def show(args):
-    """Writes the page or the picture, or prints a step."""
+    """Writes a page or the picture, or prints a step."""
+    if args.source:
+        write_annotated(args.source)
+        print(args.source)
+        return
     if args.step is None and not args.html:
         draw(args.out_dirs, args.out)
         print(args.out)
