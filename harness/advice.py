@@ -73,6 +73,11 @@ def cut_off(steps):
         return f"{share.mean():.0%} are cut off; {advice}"
 
 
+def one_turn(steps):
+    if last(steps, "turns/mean").max() == 1:
+        return f"all of them, for {WINDOW} steps; read them with view.py --step"
+
+
 def kl_growth(steps):
     """Large and rising, without more reward. In distillation it starts large and falls."""
     kl = last(steps, "kl_k1")
@@ -86,5 +91,6 @@ FINDINGS = [  # heading in REFERENCE.md, and its check
     ("The reward has one value only", one_reward),
     ("`frac_reward_zero_std` is near 1", no_signal),
     ("Completions are cut off", cut_off),
+    ("Episodes end with the first turn", one_turn),
     ("The KL grows without end", kl_growth),
 ]

@@ -81,6 +81,15 @@ PLANTED = {  # name: a history with the fault, what the note says, near misses
         "60% are cut off; raise --max_completion_length, --max_turns or --max_turn_length (",
         [steps(**{CUT: 0.4, "turns/mean": 3.0})],
     ),
+    "one turn": (
+        steps(**{"turns/mean": 1.0}),
+        "Episodes end with the first turn: all of them, for 5 steps; read them with view.py --step",
+        [
+            steps(**{"turns/mean": [1.0, 1.0, 1.0, 1.0, 1.01]}),
+            steps(n=4, **{"turns/mean": 1.0}),
+            steps(),  # without an environment
+        ],
+    ),
     "KL": (
         steps(kl_k1=np.linspace(0, 2, 20)),
         "The KL grows without end: it is",
