@@ -60,7 +60,7 @@ class Config:
         "", "policy: directory or hub name; empty: the bundled task", group="model and data"
     )
     tokenizer: str = flag("", "directory or hub name; empty: the model's own tokenizer")
-    lora_rank: int = flag(0, "of adapters on all linear layers but the head; 0: train all", low=0)
+    lora_rank: int = flag(0, "rank of adapters on all linear layers but the head; 0: none", low=0)
     train_data: str = flag("", "JSONL, JSON, CSV, parquet, hub name:config:split, file.py:function")
     eval_data: str = flag("", "eval rows, same formats; empty: no eval")
     reward: str = flag(
@@ -197,7 +197,7 @@ class Config:
 
     def __init__(self, given: set | None = None, **values):
         """Config(beta=0.04) sets one flag. dataclasses.replace passes all flags, and the `given`
-        of the Config that it copies: a default value counts as set only if that has it."""
+        of the Config that it copies: a default among them counts as set only if `given` has it."""
         object.__setattr__(self, "given", set(given or ()))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, f.default)
@@ -208,7 +208,8 @@ class Config:
                 setattr(self, name, value)
 
     def __setattr__(self, name, value):
-        """Notes that the flag was set: it wins over the bundled task's and a resumed run's."""
+        """Notes that somebody set the flag: its value wins over that of the bundled task and over
+        that of a resumed run."""
         object.__setattr__(self, name, value)
         self.given.add(name)
 
@@ -318,7 +319,7 @@ def prepare(cfg: Config) -> Config:
         values.update(BUNDLED)
         if given.get("train_data"):
             values["eval_data"] = ""  # the bundled eval is another task
-        given.pop("model", None)
+        given.pop("model", None)  # an empty --model is the bundled one, too
     values.update(given)
     cfg = Config(**values)
     validate(cfg)
@@ -335,8 +336,9 @@ def validate(cfg: Config) -> None:
     need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    is_played = cfg.environment or cfg.max_turn_length == 0
-    need(is_played, cfg, "max_turn_length", "limits the turns of --environment, which is not given")
+    if cfg.max_turn_length > 0:
+        why = "limits the turns of --environment, which is not given"
+        need(cfg.environment, cfg, "max_turn_length", why)
     why = "more than --max_completion_length, which limits all turns together"
     need(cfg.max_turn_length <= cfg.max_completion_length, cfg, "max_turn_length", why)
     dashboards.check_installed(cfg)
@@ -464,7 +466,7 @@ class Sample:
     reward: float = 0.0
     parts: dict = field(default_factory=dict)  # name of a reward function -> its value
     extra: dict = field(default_factory=dict)  # column that a reward function logged -> its value
-    # bool: the policy drew the token. False is for tokens that something else wrote, as a tool
+    # bool: the policy drew the token. False is for tokens that something else wrote, such as a tool
     sampled: np.ndarray = None
     in_loss: np.ndarray = None  # bool: the loss counts the token, if it was sampled
     advantages: np.ndarray = None  # float64
@@ -654,8 +656,11 @@ def checkpoint_weights(model) -> dict:
 
 
 def fill_with_nan(model) -> None:
-    """Sets all engine weights to NaN before a push. (Except some packed copies on a CPU: if stale,
-    only sampler_gap shows it.)"""
+    """Sets all engine weights to NaN before a push.
+
+    On a CPU vLLM also keeps packed copies of some weights, which this does not reach. If such a
+    copy is stale, only the metric sampler_gap shows it.
+    """
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
     repack(model)
@@ -674,7 +679,7 @@ def repack(model) -> None:
 
 
 def has_alibi(model) -> bool:
-    """True if it has ALiBi slopes: engine tensors that are in no checkpoint."""
+    """True if the engine's model has ALiBi slopes: tensors that are in no checkpoint."""
     attention = [getattr(module, "impl", None) for module in model.modules()]
     return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
 
@@ -833,8 +838,8 @@ def straight_through(value, x, slope=1.0):
 
 
 def capped(exponent):
-    """Capped at 20, so that products of such exponentials fit float32; a plain clamp would lose the
-    gradient there."""
+    """The exponent, at most 20, so that products of its exponentials fit float32. Above 20 it keeps
+    its gradient, which a plain clamp would lose."""
     return straight_through(exponent.clamp(max=20), exponent)
 
 
@@ -877,14 +882,18 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
 
 
 def clipped_surrogate(ratio, advantages, cfg: Config):
-    """What the policy gains by each token, [N, T] (PPO, arXiv 1707.06347, eq. 7). The smaller one:
-    beyond the clip a further gain earns nothing, a decline counts in full."""
+    """What the policy gains by each token, [N, T] (PPO, arXiv 1707.06347, eq. 7).
+
+    The smaller of two products: a ratio that is beyond the clip in the direction of the advantage
+    earns nothing more, and one on the other side counts in full.
+    """
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
-    """With --kl_in reward: minus beta * (KL of this and all later tokens of its sequence)."""
+    """The advantages, [N, T]. With --kl_in reward they are less beta * the KL of the token and of
+    all later tokens of its sequence."""
     if ref_logps is None or cfg.kl_in == "loss":
         return advantages
     k1 = (old_logps - ref_logps).detach()  # [N, T]
@@ -939,7 +948,7 @@ def grpo_loss(
     sampled = mask if sampled is None else sampled.bool()
 
     def zero_elsewhere(x):  # before any exp, so that nan reaches neither loss nor gradient
-        return torch.where(sampled, x, torch.zeros_like(x))
+        return torch.where(sampled, x, 0)
 
     if advantages.dim() == 1:
         advantages = advantages[:, None]
@@ -950,15 +959,7 @@ def grpo_loss(
         ref_logps = zero_elsewhere(ref_logps)
     if sampler_logps is not None:
         sampler_logps = zero_elsewhere(sampler_logps)
-    per_token = token_loss(
-        logps,
-        old_logps,
-        ref_logps,
-        sampler_logps,
-        advantages,
-        sampled,
-        cfg,
-    )
+    per_token = token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg)
 
     if cfg.loss_reduction == "token":
         weight = 1 / n_tokens  # every token of the step counts the same (DAPO, arXiv 2503.14476)
@@ -991,7 +992,7 @@ def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Con
 # Update: deal samples to ranks, micro-batches, backward, one optimizer step per mini-batch
 
 
-def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list:
+def plan(samples: list[Sample], packs: bool, cfg: Config, n_ranks: int) -> list:
     """Each rank's micro-batches: lists of samples with at most micro_batch_tokens tokens. All
     ranks get nearly equal token counts, so that they finish together.
 
@@ -1013,11 +1014,11 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, world: World) -> list:
         costs.append(len(s.completion_ids) if has_prompt else s.n_tokens)
 
     # Cut all tokens into equal shares: a sample goes to the rank that has its middle.
-    shares = [[] for _ in range(world.size)]
+    shares = [[] for _ in range(n_ranks)]
     total = sum(costs)
     start = 0
     for s, cost in zip(samples, costs, strict=True):
-        rank = int((start + cost / 2) * world.size // total)
+        rank = int((start + cost / 2) * n_ranks // total)
         shares[rank].append((s, cost))
         start += cost
     return [micro_batches(share, packs, cfg.micro_batch_tokens) for share in shares]
@@ -1075,7 +1076,7 @@ def compute_logps(
     rank stores all of them."""
     index = {id(s): i for i, s in enumerate(samples)}
     results = []
-    for micro_batch in plan(samples, policy.packs, cfg, world)[world.rank]:
+    for micro_batch in plan(samples, policy.packs, cfg, world.size)[world.rank]:
         with autocast(cfg, world.device):
             logps, _ = policy(collate(micro_batch, world.device, policy.rows))  # [N, T]
         for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
@@ -1154,7 +1155,7 @@ def update(
         world = World(0, 1, policy.model.device)
     # DDP keeps gradients in buckets: freeing .grad would make a second copy.
     free_gradients = world.size == 1
-    parts = []  # sums for the log, of each optimizer step
+    all_sums = []  # for the log, of each optimizer step
     norms = []
     sampler_metrics = {}
     outcomes = []  # of each optimizer step: "" if it was taken, else why not
@@ -1165,9 +1166,10 @@ def update(
             group["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=free_gradients)
         sums = add_up(world.gather([backward(policy, ddp, minibatch, cfg, world)]))
-        if not sampler_metrics and sums["tokens"] > 0:  # may stop the run before anything changes
+        if not sampler_metrics and sums["tokens"] > 0:
+            # This raises, before any weight changes, if the sampler is too far off.
             sampler_metrics = sampler_gap.sampler_metrics(sums, cfg)
-        parts.append(sums)
+        all_sums.append(sums)
 
         max_norm = cfg.max_grad_norm if cfg.max_grad_norm > 0 else math.inf
         norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()  # before clipping
@@ -1179,7 +1181,7 @@ def update(
             at_reference = False
     optimizer.zero_grad(set_to_none=free_gradients)
 
-    metrics = update_metrics(add_up(parts), norms, outcomes)
+    metrics = update_metrics(add_up(all_sums), norms, outcomes)
     metrics["learning_rate"] = learning_rate
     metrics["frac_no_gradient"] = np.mean([why_no_gradient(s, cfg) != "" for s in samples]).item()
     metrics.update(sampler_metrics)
@@ -1216,18 +1218,18 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     """The gradient of one optimizer step, in micro-batches. Returns this rank's sums."""
     n_tokens, n_sequences = loss_counts(minibatch)
     trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
-    shares = plan(trained, policy.packs, cfg, world)
+    shares = plan(trained, policy.packs, cfg, world.size)
     share = shares[world.rank]
 
-    # DDP waits for as many forwards and backwards on every rank, and for at least one. A rank with
-    # fewer micro-batches repeats a sample with weight 0, which counts in no metric.
+    # DDP needs the same number of forwards and backwards on every rank, and at least one. A rank
+    # with fewer micro-batches repeats a sample with weight 0, which counts in no metric.
     n_rounds = max(1, *[len(share) for share in shares])
     spare = trained[:1]
     if not trained:
         spare = minibatch[:1]
     idle_rounds = [spare] * (n_rounds - len(share))
 
-    parts = []  # stats stay on the device until the last micro-batch: no pass waits for them
+    all_stats = []  # they stay on the device until the last micro-batch: no pass waits for them
     for i, micro_batch in enumerate(share + idle_rounds):
         batch = collate(micro_batch, world.device, policy.rows)
         batch["mask"] &= i < len(share)
@@ -1240,11 +1242,12 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
         (loss * world.size).backward()
         stats["loss"] = loss.detach()
         stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
-        parts.append(stats)
+        all_stats.append(stats)
 
-    table = torch.stack([torch.stack(list(stats.values())) for stats in parts])
-    values = table.tolist()  # [micro-batches, stats], one device sync
-    return add_up([dict(zip(stats, row, strict=True)) for row in values])
+    names = list(stats)  # the same in every micro-batch
+    table = torch.stack([torch.stack(list(stats.values())) for stats in all_stats])
+    values = table.tolist()  # [micro-batches, names], one device sync
+    return add_up([dict(zip(names, row, strict=True)) for row in values])
 
 
 def loss_counts(samples: list[Sample]) -> tuple[int, int]:
@@ -1278,7 +1281,8 @@ def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int)
 
 
 def add_up(parts: list[dict]) -> dict:
-    """Adds up by name, never averages means; names ending in _max: the maximum."""
+    """Adds up the values of each name, because means of parts cannot be averaged. For a name that
+    ends in _max: their maximum."""
     totals = {}
     for part in parts:
         for name, value in part.items():
@@ -1297,8 +1301,7 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
     times the number of tokens: how strongly the update makes the token more likely, on the scale of
     an advantage."""
     n_tokens, n_sequences = loss_counts(samples)
-    one_rank = World(0, 1, world.device)
-    [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, one_rank)
+    [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, n_ranks=1)
     for micro_batch in share:
         batch = collate(micro_batch, world.device, policy.rows)
         with torch.no_grad(), autocast(cfg, world.device):
@@ -1405,7 +1408,7 @@ def load_reference(
     the start of the run; None: any."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity is not None:
-        why = "so its KL would be measured from another reference; use those, or --beta 0"
+        why = "so its KL would be measured from another reference; name them, or take --beta 0"
         refuse_other_weights(fingerprint(model), identity, cfg, why)
     reference = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
     if cfg.dtype == "bfloat16":
@@ -1479,9 +1482,18 @@ def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identit
     values["--train_data"] = inputs["train_rows"]
     values["--eval_data"] = inputs["eval_rows"]
     code = sorted(inputs["reward_code"].values())
-    values["--environment"] = cfg.environment.rpartition(":")[2]  # the file is in `code`
+    values["--environment"] = cfg.environment.rpartition(":")[
+        2
+    ]  # its path may differ; `code` has its contents
     values["--reward"] = [(reward.name, reward.weight) for reward in rewards] + code
     world.same(values)
+
+
+def agree_on_packing(policies: list, world: World) -> None:
+    """Packs rows only if every rank can: each rank plans the micro-batches of all ranks."""
+    packs = all(world.gather([p.packs for p in policies]))
+    for p in policies:
+        p.packs = packs
 
 
 @contextlib.contextmanager
@@ -1498,7 +1510,7 @@ def set_up(cfg: Config, command_line: bool):
     checkpoint = find_checkpoint(cfg)  # None: from the beginning
     cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
     eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
-    kind, why = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
+    sampler_kind, why_this_sampler = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
     scorer = Scorer(rewards, cfg.call_timeout, cfg.workers, environment=environment)
     stop_ids = eos_ids  # they end a turn of the policy
     player = None
@@ -1516,22 +1528,21 @@ def set_up(cfg: Config, command_line: bool):
     with Run(cfg, world, checkpoint, started, command_line, inputs) as run:
         cfg = run.cfg  # with the run's own directory
         policies = [policy, reference] if reference else [policy]
-        packs = all(world.gather([p.packs for p in policies]))  # plan() must agree on it
-        for p in policies:
-            p.packs = packs
+        agree_on_packing(policies, world)
         longest_prompt = max(len(p.ids) for p in prompts)
-        sampler = make_sampler(kind, policy.model, stop_ids, pad_id, longest_prompt, cfg, world)
+        sampler = make_sampler(
+            sampler_kind, policy.model, stop_ids, pad_id, longest_prompt, cfg, world
+        )
         run.exits.callback(sampler.close)
         run.exits.callback(scorer.close)
         optimizer = make_optimizer(policy, cfg)
         source = checkpoint.path if checkpoint else cfg.model
         run.track(policy.model, optimizer, model_writer(policy.model, tokenizer, source), identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
-        run.introduce(Config(), f"{counts}, rollouts by {kind} ({why})")
+        run.introduce(Config(), f"{counts}, rollouts by {sampler_kind} ({why_this_sampler})")
         say(
-            "watch reward, eval accuracy, grad and no-signal, not the loss: its value is beta * "
-            "KL, 0 at first (less, with --loss_reduction token, the covariance of advantage and "
-            "length, over the mean length) while its gradient is not 0"
+            "watch reward, eval accuracy, grad and no-signal, not the loss: it can be 0 or rise "
+            "while the model learns, since only its gradient has a meaning (learn.ipynb, 1 and 9)"
         )
         yield SimpleNamespace(
             cfg=cfg,

@@ -14,7 +14,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from harness.merged_attention import MergedAttention
+from harness.merged_attention import MergedAttention, heads_last
 
 # transformers finds attention functions by name, in the whole process: two copies of this project
 # that live in one process need two names.
@@ -31,12 +31,13 @@ def register_attention() -> None:
 
 @contextlib.contextmanager
 def attention_of_row(model, layout: dict, way: str = "auto"):
-    """Inside, the model attends within the texts of the row that packed_layout laid out so.
+    """Inside, the model attends within the texts of the row that packed_layout describes.
 
     way: "merged", "masks" or "auto", the faster one. Models that are not plain causal get masks.
     """
     config = model.config.get_text_config()
     loaded = config._attn_implementation
+    # transformers builds a "mask" with this and hands it to packed_attention: here a PackedRow.
     AttentionMaskInterface.register(ATTENTION, functools.partial(PackedRow, layout, way))
     config._attn_implementation = ATTENTION
     try:
@@ -91,7 +92,7 @@ class PackedRow:
 
 
 def shortest_merged(dtype) -> int:
-    """Tokens of a text, on average, from which on a CPU is faster without masks (measured)."""
+    """A CPU is faster without masks if texts have as many tokens as this on average (measured)."""
     if dtype != torch.bfloat16:
         return 32
     # In bfloat16 the kernel is no faster than in float32; products, which masks need, are.
@@ -115,9 +116,9 @@ def packed_attention(module, query, key, value, attention_mask: PackedRow, **opt
     """Attention in a row: query, key, value [1, heads, S, D] -> [1, S, heads, D]."""
     row = attention_mask
     if row.merges(key, value, options):
-        q = tokens_of(query).to(value.dtype)  # a rotation may have made them float32
-        k = tokens_of(key).to(value.dtype)
-        v = tokens_of(value)
+        q = heads_last(query).to(value.dtype)  # a rotation may have made them float32
+        k = heads_last(key).to(value.dtype)
+        v = heads_last(value)
         out = MergedAttention.apply(q, k, v, row.layout["calls"], options.get("scaling"))
         return out[None], None  # no attention weights
 
@@ -135,14 +136,9 @@ def packed_attention(module, query, key, value, attention_mask: PackedRow, **opt
     return out[None], None
 
 
-def tokens_of(x):
-    """[1, heads, S, D] -> [S, heads, D]"""
-    return x[0].transpose(0, 1)
-
-
 def take(x, places):
     """x [1, heads, S, D], places [N, T] in the row -> [N, heads, T, D]"""
-    taken = tokens_of(x).index_select(0, places.flatten())
+    taken = heads_last(x).index_select(0, places.flatten())
     return taken.unflatten(0, places.shape).transpose(1, 2)
 
 

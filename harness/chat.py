@@ -76,9 +76,9 @@ def control_tokens(tokenizer) -> re.Pattern | None:
     return re.compile(f"(?=({'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL)
 
 
-def protected(message: dict, tokenizer) -> dict:
-    """The message of a tool or a game with its words protected, and the name of its tool, too: that
-    is the policy's word."""
+def protect_message(message: dict, tokenizer) -> dict:
+    """The message of a tool or a game with its words protected. The name of the tool is, too: the
+    policy wrote it."""
     words = dict(content=protect(message["content"], tokenizer))
     if "name" in message:
         words["name"] = protect(message["name"], tokenizer)
@@ -101,8 +101,9 @@ def encode_piece(text: str, tokenizer) -> list[int]:
     """Without the blank that sentencepiece puts before a text: here the text is only a piece."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     one = tokenizer("1", add_special_tokens=False)["input_ids"]
-    if tokenizer.decode(one + one) == "11":
+    if tokenizer.decode(one + one) == "11":  # this tokenizer puts no blank before a text
         return ids
+    # Else the text is encoded behind a mark, and the mark's ids are cut off.
     for mark in MARKS:
         mark_ids = tokenizer(mark, add_special_tokens=False)["input_ids"]
         marked = tokenizer(mark + text, add_special_tokens=False)["input_ids"]
@@ -168,7 +169,8 @@ class Following:
         return self.way(messages)
 
     def holds(self, way, messages: list[dict]) -> bool:
-        """If a template drops the words it is given, or raises, this way is wrong for it."""
+        """True if the template writes the messages whole in this way. Else it raises, or drops
+        words."""
         try:
             text = way(messages)
         except Exception:  # templates raise what they like
@@ -181,7 +183,7 @@ class Following:
         text = self.render([*talk, *messages], add_generation_prompt=True)
         if not text.startswith(before):
             raise ValueError("the template changes what stands before a tool's message")
-        # The turn ends with one of its end tokens, or where the call ends.
+        # The turn ends with its first end token, or if it has none, where the call ends.
         question = len(self.render(talk[:1]))
         start = len(before)
         for end in self.ends:

@@ -1,4 +1,4 @@
-"""Environments: they answer the policy between its turns. This room loads and calls them.
+"""Environments: they answer the policy between its turns. This module loads and calls them.
 
 --environment file.py:name has one of three kinds:
 
@@ -46,8 +46,9 @@ class Environment:
         return [getattr(unused, name) for name in tool_names(cls)]
 
     def place_of(self, transcript: "Transcript") -> int | None:
-        """Names the worker that caches the object of an episode; None: it has none."""
-        if self.kind != "class":
+        """A number for the worker that caches the object of an episode: the pool takes it modulo
+        its workers. None: there is no object, so any worker may answer."""
+        if not has_objects(self):
             return None
         return sum(transcript.key)
 
@@ -59,6 +60,11 @@ class Environment:
             names = ", ".join(self.target)
             raise ValueError(f"column 'environment' is {name!r}; the environments are: {names}")
         return self.target[name]
+
+
+def has_objects(environment: Environment | None) -> bool:
+    """True if an episode has an object, with state and perhaps with get_reward."""
+    return environment is not None and environment.kind == "class"
 
 
 @dataclass
@@ -82,7 +88,6 @@ def load_environment(spec: str, rewards: list) -> Environment | None:
     """The environment of `--environment file.py:name`. ConfigError if there is none, or if it
     lacks what the rewards read."""
     environment = None
-    kind = "text"
     if spec:
         path, _, name = spec.rpartition(":")
         try:
@@ -91,9 +96,8 @@ def load_environment(spec: str, rewards: list) -> Environment | None:
             environment = find_environment(name, path)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--environment {spec}: {error}") from None
-        kind = environment.kind
     for reward in rewards:
-        if reward.reads_objects and kind != "class":
+        if reward.reads_objects and not has_objects(environment):
             why = f"--reward {reward.name} needs a class with reset()"
             raise ConfigError(f"--environment {spec}: {why}")
     return environment
@@ -144,14 +148,15 @@ def reply_to(environment: Environment, transcript: Transcript) -> tuple:
         return checked(reply), 0
 
     *earlier, calls = transcript.calls
+    turn = len(transcript.calls)
     if environment.kind == "tools":
         tools = {function.__name__: function for function in environment.target}
-        return run_tools(tools, calls, transcript.seed, len(earlier) + 1)
+        return run_tools(tools, calls, transcript.seed, turn)
 
     episode = object_after(environment, transcript, earlier)
-    reply = run_tools(methods_of(episode), calls, transcript.seed, len(earlier) + 1)
+    messages, failed = run_tools(methods_of(episode), calls, transcript.seed, turn)
     remember(transcript.key, episode, transcript.calls)
-    return reply
+    return messages, failed
 
 
 def observe(environment: Environment, transcript: Transcript) -> str:
@@ -170,7 +175,11 @@ objects = OrderedDict()  # key of an episode -> (its object, the tool calls that
 
 
 def object_after(environment: Environment, transcript: Transcript, calls: list):
-    """The object of an episode after these calls: from the cache, or made again."""
+    """The object of an episode after these calls: from the cache, or made again.
+
+    The cache gives it away: the caller changes the object, and then remembers it. If a call fails
+    on the way, no half-changed object stays.
+    """
     episode, answered = objects.pop(transcript.key, (None, None))
     if answered == calls:
         return episode

@@ -3,12 +3,20 @@
 from collections.abc import Callable
 from functools import partial
 
-from harness.environment import Environment, final_object, find_environment, observe, reply_to
+from harness.environment import (
+    Environment,
+    final_object,
+    find_environment,
+    has_objects,
+    observe,
+    reply_to,
+)
 from harness.user_code import call_reward, find_reward
 from harness.workers import WorkerPool
 
 REPLY = "environment.reply"  # names of jobs; no reward has a dot in its name
 OBSERVE = "environment.observe"
+MEMORY = 4 << 30  # bytes that a worker may take for its calls (Linux only)
 
 
 def make_pool(
@@ -16,14 +24,13 @@ def make_pool(
     environment: Environment | None,
     timeout: float,  # seconds of a call
     workers: int,
-    memory: int = 4 << 30,  # bytes that a worker may take for its calls (Linux only)
 ) -> WorkerPool:
     """Workers for the rewards that the trainer does not trust, and for the environment."""
     files = [(r.name, r.path, r.text) for r in rewards if not r.trusted]
     environment_file = None
     if environment is not None:
         environment_file = (environment.name, environment.path, environment.text)
-    return WorkerPool("harness.jobs:load", (files, environment_file), timeout, memory, workers)
+    return WorkerPool("harness.jobs:load", (files, environment_file), timeout, MEMORY, workers)
 
 
 # -- In a worker
@@ -45,7 +52,7 @@ def load(rewards: list[tuple], environment: tuple | None) -> dict[str, Callable]
 
 def call_with_objects(reward, environment: Environment | None, completions, rows) -> tuple:
     """call_reward, with the objects of an environment's class in place of the transcripts."""
-    if environment is not None and environment.kind == "class":
+    if has_objects(environment):
         for row in rows:
             row["environments"] = final_object(environment, row["environments"])
     return call_reward(reward, completions, rows)

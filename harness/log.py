@@ -26,14 +26,16 @@ SHOWN = {  # metric: its name in the line of a step
     "sampler_gap": "gap",
     "failed_rewards": "FAILED REWARDS",
 }
-SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")  # no_advantage: no-signal
+# no_advantage is not here: the word no-signal tells of it.
+SKIPPED = ("not_finite", "left_out", "nothing_sampled", "at_reference")
 
 
 # -- metrics of a step
 
 
 def sample_metrics(samples) -> dict:
-    """Metrics over all samples of a step, under TRL's names; rewards as the advantages saw them."""
+    """Metrics over all samples of a step, under TRL's names. `reward` is what the advantages are
+    made of, with --non_stop_reward."""
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([s.n_sampled for s in samples])
     cut_off = [s.finish_reason == "length" for s in samples]
@@ -86,7 +88,7 @@ def advantage_of(sample):
 
 def samples_to_note(samples, cfg) -> list:
     """The samples whose tokens are noted: as many as --log_tokens says, or the first ones of the
-    written group with the most signal (the first group on the page). Only samples in the loss."""
+    written group with the most signal (which the page shows first). Only samples in the loss."""
     written = first_written(samples, cfg)
     if cfg.log_tokens >= 0:
         return [s for s in written[: cfg.log_tokens] if s.in_loss.any()]
@@ -194,21 +196,21 @@ def token_texts(tokenizer, ids: np.ndarray, text: str) -> list[str]:
 class Log:
     """Every rank keeps the history of metrics; rank 0 prints it, writes it and sends it."""
 
-    def __init__(self, cfg, first: int, started: float, rank0: bool):
-        """first: the last step before this start; 0: none. started: time.monotonic()."""
+    def __init__(self, cfg, start_step: int, started: float, rank0: bool):
+        """start_step: the last step before this start; 0: none. started: time.monotonic()."""
         self.cfg = cfg
-        self.first = first
+        self.start_step = start_step
         self.rank0 = rank0
         self.started = started
         self.loop_started = time.monotonic()
         self.history = []
         if rank0:
-            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), first)
-            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), first)
+            self.metrics = JsonLines(os.path.join(cfg.out_dir, "metrics.jsonl"), start_step)
+            self.completions = JsonLines(os.path.join(cfg.out_dir, "completions.jsonl"), start_step)
             self.history = read_jsonl(self.metrics.path)
             self.advice = Advice(self.history)
             try:
-                self.dashboard = DASHBOARDS[cfg.report_to](cfg, first)
+                self.dashboard = DASHBOARDS[cfg.report_to](cfg, start_step)
             except Exception as error:
                 raise ConfigError(f"--report_to {cfg.report_to}: {first_line(error)}") from error
 
@@ -227,7 +229,7 @@ class Log:
             if count:
                 words.append(f"SKIPPED {count} ({cause})")
         seconds = time.monotonic() - self.loop_started
-        seconds_per_step = seconds / (step - self.first)
+        seconds_per_step = seconds / (step - self.start_step)
         remaining = timedelta(seconds=round(seconds_per_step * (self.cfg.max_steps - step)))
         return f"{' '.join(words)} | {metrics['tokens_per_s']:.0f} tok/s, {remaining} left"
 
@@ -280,7 +282,7 @@ class Log:
         if evals:
             summary = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1]))
         summary.update(
-            steps=max([self.first, *(m["step"] for m in self.history)]),
+            steps=max([self.start_step, *(m["step"] for m in self.history)]),
             train_seconds=f"{now - self.loop_started:.1f}",
             total_seconds=f"{now - self.started:.1f}",
             out_dir=out_dir,

@@ -42,11 +42,11 @@ def add_adapters(model, cfg) -> None:
     )
     inject_adapter_in_model(config, model, ADAPTER)
     trained = sum(p.numel() for p in adapters(model).values())
-    say(f"--lora_rank {cfg.lora_rank}: {trained / 1e6:.2f} M parameters are trained, beside a base")
+    say(f"--lora_rank {cfg.lora_rank}: {trained / 1e6:.2f} M parameters learn, the model is frozen")
 
 
 def learning_rate(default: float) -> float:
-    """What the default becomes: ten times as much is best for adapters of every rank.
+    """Ten times the default rate, which is best for adapters of every rank.
 
     "LoRA Without Regret" finds it for supervised and reinforcement learning.
     """
@@ -100,7 +100,7 @@ def linear_with_adapter(layer, x):
     """x [..., in] -> W x + (ALPHA / rank) B A x + bias, [..., out]. Under autocast."""
     base = layer.base_layer
     rows = x.flatten(0, -2)  # [n, in]
-    if layer.disable_adapters:  # the same call, so that a product of 0 has the same numbers
+    if layer.disable_adapters:  # the same call with 0: fresh adapters have just the base's numbers
         product = rows.new_zeros(len(rows), base.out_features)
     else:
         hidden = layer.lora_A[ADAPTER](rows)  # [n, rank]
@@ -178,7 +178,7 @@ def round_at_random(tensor, seed: int):
 
 
 def merged_state(model) -> dict:
-    """The state_dict() of a model without adapters; what is merged is on the CPU."""
+    """The state_dict() of a model without adapters; the merged tensors are on the CPU."""
     tensors = without_adapters(model.state_dict())
     state = {}
     for name, tensor in merged(tensors, model):

@@ -23,12 +23,13 @@ class MergedAttention(torch.autograd.Function):
         S, heads, _ = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros_like(query)
-        lse = query.new_full((heads, S), -torch.inf, dtype=wide)
+        lse = query.new_full((heads, S), -torch.inf, dtype=wide)  # of the keys so far
         for call in calls:
             queries, keys = call["queries"], call["keys"]
+            # [n, heads, D], [heads, n]
             part, part_lse = attend(query[queries], key[keys], value[keys], call, scale)
-            both = torch.logaddexp(lse[:, queries], part_lse)
-            share = (part_lse - both).exp().T[:, :, None]
+            both = torch.logaddexp(lse[:, queries], part_lse)  # [heads, n]
+            share = (part_lse - both).exp().T[:, :, None]  # [n, heads, 1]
             out[queries] = out[queries].lerp(part, share.to(out.dtype))
             lse[:, queries] = both
         ctx.save_for_backward(query, key, value, out, lse)
@@ -65,28 +66,28 @@ def attend(query, key, value, call: dict, scale: float) -> tuple:
     and the log-sum-exp [heads, n]."""
     if query.is_cuda:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *call["texts"], 0.0, call["causal"], False, scale=scale
+            query, key, value, *call["offsets"], 0.0, call["causal"], False, scale=scale
         )
         return out, lse
-    rows = [heads_first(x) for x in (query, key, value)]
+    inputs = [heads_first(x) for x in (query, key, value)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *rows, 0.0, call["causal"], scale=scale
+        *inputs, 0.0, call["causal"], scale=scale
     )
     return heads_last(out), lse[0]
 
 
 def gradients(grad_out, query, key, value, out, lse, call: dict, scale: float) -> list:
     """One kernel: the gradients by query, key and value. out and lse: over all sets of keys."""
-    rows = [grad_out.contiguous(), query, key, value, out]
+    inputs = [grad_out.contiguous(), query, key, value, out]
     if query.is_cuda:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        options = [0.0, call["causal"], no_dropout, no_dropout]
+        options = [0.0, call["causal"], no_dropout, no_dropout]  # their generator's state, unread
         return torch.ops.aten._flash_attention_backward(
-            *rows, lse, *call["texts"], *options, scale=scale
+            *inputs, lse, *call["offsets"], *options, scale=scale
         )
-    rows = [heads_first(x) for x in rows]
+    inputs = [heads_first(x) for x in inputs]
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *rows, lse[None], 0.0, call["causal"], scale=scale
+        *inputs, lse[None], 0.0, call["causal"], scale=scale
     )
     return [heads_last(x) for x in parts]
 

@@ -71,7 +71,7 @@ def packed_layout(samples, multiple: int = 1, one_by_one: bool = True) -> dict:
             positions.append(np.arange(P))
             S += P
 
-    texts = []
+    completions = []  # as block_of takes them
     targets = []
     read = []
     place = []
@@ -80,7 +80,7 @@ def packed_layout(samples, multiple: int = 1, one_by_one: bool = True) -> dict:
         P = len(sample.prompt.ids)
         C = len(sample.completion_ids)
         prompt_start = prompt_starts[sample.group]
-        texts.append((prompt_start, P, S, C - 1))
+        completions.append((prompt_start, P, S, C - 1))
         ids.append(sample.completion_ids[:-1])
         positions.append(np.arange(P, P + C - 1))
         # The first token follows the prompt, the others the token before them.
@@ -91,11 +91,11 @@ def packed_layout(samples, multiple: int = 1, one_by_one: bool = True) -> dict:
         S += C - 1
 
     prompts = np.array(prompts)
-    texts = np.array(texts)
+    completions = np.array(completions)
     blocks = [block_of(prompts, multiple, prompts=True)]
     by_length = np.argsort(-lengths, kind="stable")
     for part in long_and_short(lengths[by_length]):
-        blocks.append(block_of(texts[by_length[part]], multiple))
+        blocks.append(block_of(completions[by_length[part]], multiple))
     rows = [block.pop("rows").flatten() for block in blocks]
     return dict(
         shape=(len(samples), int(T)),
@@ -106,7 +106,7 @@ def packed_layout(samples, multiple: int = 1, one_by_one: bool = True) -> dict:
         place=np.concatenate(place),
         blocks=blocks,
         outputs=np.concatenate(rows).argsort(kind="stable")[:S],  # padding is last
-        calls=calls_of(prompts, texts, one_by_one),
+        calls=calls_of(prompts, completions, one_by_one),
         mean_text=S / (len(prompts) + np.count_nonzero(lengths > 1)),
     )
 
@@ -132,9 +132,8 @@ def long_and_short(lengths: np.ndarray) -> list[slice]:
     cuts = np.arange(N)
     areas = cuts * lengths[0] + (N - cuts) * lengths  # of both blocks, cut before each completion
     cut = int(areas.argmin())
-    saves_a_fifth = 5 * areas[cut] < 4 * N * lengths[0]
     parts = [slice(0, N)]
-    if saves_a_fifth and cut > 0:
+    if 5 * areas[cut] < 4 * areas[0]:  # areas[0]: of one block
         parts = [slice(0, cut), slice(cut, N)]
     return [part for part in parts if lengths[part.start] > 1]  # skip: all have one token
 
@@ -169,26 +168,27 @@ def block_of(texts: np.ndarray, multiple: int, prompts: bool = False) -> dict:
     )
 
 
-def calls_of(prompts: np.ndarray, texts: np.ndarray, one_by_one: bool) -> list[dict]:
+def calls_of(prompts: np.ndarray, completions: np.ndarray, one_by_one: bool) -> list[dict]:
     """What attends to what in a row: prompts to themselves, causally; the completions of a group,
     as one text, to all of their prompt; completions to themselves, causally.
 
-    prompts and texts: as block_of takes them. One call for each of the three kinds, or with
-    one_by_one for each text. None is empty: some kernels have special ways for empty texts. Groups
-    in which nothing follows the prompt stand last, so those of the second kind are contiguous.
+    prompts and completions: as block_of takes them. One call for each of these three kinds, or with
+    one_by_one for each text. Empty completions are left out, because some kernels treat empty texts
+    in special ways; so are prompts that nothing follows. These stand last in the row, so the other
+    prompts are contiguous.
     """
-    texts = texts[texts[:, 3] > 0]
+    completions = completions[completions[:, 3] > 0]
     groups = []
     for start, size in prompts[:, 2:]:
-        completions = texts[texts[:, 0] == start]
-        if len(completions) > 0:
-            groups.append((start, size, completions[0, 2], completions[:, 3].sum()))
+        members = completions[completions[:, 0] == start]
+        if len(members) > 0:
+            groups.append((start, size, members[0, 2], members[:, 3].sum()))
 
     to_themselves = [2, 3, 2, 3]
     kinds = [
         (prompts[:, to_themselves], True),
         (groups, False),
-        (texts[:, to_themselves], True),
+        (completions[:, to_themselves], True),
     ]
     calls = []
     for kind, causal in kinds:
@@ -203,8 +203,8 @@ def call_of(attending: np.ndarray, causal: bool) -> dict:
     """Texts that attend, one after another in the row: each text's queries attend to its keys.
 
     attending [N, 4]: start and size of the keys, start and size of the queries. queries, keys: the
-    part of the row with all of them. texts: where queries and keys of each text start in this part
-    [N + 1], with its end, and the longest sizes, as CUDA's kernel takes them.
+    part of the row with all of them. offsets: where queries and keys of each text start in this
+    part [N + 1], with its end, and the longest sizes, as CUDA's kernel takes them.
     """
     first_key, _, first_query, _ = attending[0].tolist()
     _, key_sizes, _, query_sizes = attending.T
@@ -215,6 +215,6 @@ def call_of(attending: np.ndarray, causal: bool) -> dict:
     return dict(
         queries=slice(first_query, first_query + int(query_starts[-1])),
         keys=slice(first_key, first_key + int(key_starts[-1])),
-        texts=[query_starts, key_starts, longest_query, int(key_sizes.max())],
+        offsets=[query_starts, key_starts, longest_query, int(key_sizes.max())],
         causal=causal,
     )

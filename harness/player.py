@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from harness.chat import Following, decode, encode, protect, protected
+from harness.chat import Following, decode, encode, protect, protect_message
 from harness.environment import Environment, Transcript
 from harness.flags import need
 from harness.jobs import OBSERVE, REPLY, make_pool
@@ -24,6 +24,7 @@ def first_observations(environment: Environment, rows: list[dict], seeds: list[i
     transcripts = []
     for row, seed in zip(rows, seeds, strict=True):
         transcripts.append(Transcript(key=(), row=row, seed=seed, observation=""))
+    # The first row twice: reset() must say the same both times. So jobs 0 and 1 are row 1.
     jobs = [(OBSERVE, transcript) for transcript in [transcripts[0], *transcripts]]
     pool = make_pool([], environment, cfg.call_timeout, cfg.workers)
     try:
@@ -40,7 +41,7 @@ def first_observations(environment: Environment, rows: list[dict], seeds: list[i
 
 
 class Player:
-    """The side of the environment in all episodes.
+    """Plays the environment's side of every episode.
 
     eos_ids end a turn of the policy. So do the texts in the `stop` of a text function, one token
     each. ConfigError if a stop is not one token, or if the chat template cannot write a reply.
@@ -85,19 +86,19 @@ class Player:
     def reply(self, samples) -> list:
         """Lets the environment answer the last turn of each sample. Returns the samples that go on,
         with the reply appended as context. The others are over, cut off, or have failed."""
-        samples = [s for s in samples if self.is_answered(s)]
+        samples = [s for s in samples if self.add_turn(s)]
         places = [self.environment.place_of(s.transcript) for s in samples]
         outcomes = self.pool.call_all([(REPLY, s.transcript) for s in samples], places)
         return [s for s, o in zip(samples, outcomes, strict=True) if self.add_reply(s, o)]
 
-    def is_answered(self, s) -> bool:
+    def add_turn(self, s) -> bool:
         """Adds the last turn to the transcript. False if the episode ends with that turn."""
         transcript = s.transcript
         ids = s.completion_ids[s.turn_start :]
+        words = ids
         if len(ids) > 0 and ids[-1] in self.eos_ids:
-            s.text = decode(self.tokenizer, ids[:-1])
-        else:
-            s.text = decode(self.tokenizer, ids)
+            words = ids[:-1]
+        s.text = decode(self.tokenizer, words)
         transcript.turns.append(s.text)
 
         if s.finish_reason == "length":
@@ -127,7 +128,8 @@ class Player:
         room = self.cfg.max_completion_length - len(s.completion_ids) - len(ids)
         if room < 1 or len(transcript.turns) == self.cfg.max_turns:
             s.finish_reason = "length"
-            # As if the tools had not been called: a reward gets an object that is made again.
+            # The results are lost, so the tools count as not called: a reward gets an object that
+            # is made again, without these calls. (A text function has no calls.)
             transcript.calls = transcript.calls[:-1]
             return False
         transcript.replies.append(reply)
@@ -152,6 +154,7 @@ class Player:
         return calls
 
     def parsed_calls(self, s, ids: np.ndarray) -> list[dict]:
+        """The calls as the tokenizer's response_template reads them. Some have a "function"."""
         before = np.append(s.prompt.ids, s.completion_ids[: s.turn_start])
         tools = self.environment.tools(s.prompt.row)
         parsed = self.tokenizer.parse_response(ids.tolist(), prefix=before.tolist(), tools=tools)
@@ -166,11 +169,12 @@ class Player:
         messages = [dict(role="user", content=reply)]
         if self.environment.kind != "text":
             messages = reply
-        text = self.following.text([protected(m, tokenizer) for m in messages])
+        text = self.following.text([protect_message(m, tokenizer) for m in messages])
         end_of_turn = decode(tokenizer, s.completion_ids[-1:])
         text = text.removeprefix(end_of_turn)  # the policy wrote it
 
-        # After a control token sentencepiece may write a blank, which it does not in a sentence.
+        # sentencepiece may put a blank before a text that follows a control token. So the token
+        # that ended the turn is encoded with the reply, and then dropped.
         ids = encode(end_of_turn + text, tokenizer, begins=True)
         if ids[0] == s.completion_ids[-1]:
             return ids[1:]

@@ -30,7 +30,6 @@ class Scorer:
     """Scores completions by rewards.
 
     timeout: seconds for one call of a reward in a worker.
-    memory: bytes that a worker may take for its calls (Linux only).
     """
 
     def __init__(
@@ -38,32 +37,31 @@ class Scorer:
         rewards: list[Reward],
         timeout=10.0,
         workers=4,
-        memory=4 << 30,
         environment: Environment | None = None,
     ):
         self.rewards = rewards
         self.environment = environment
         self.failure_was_shown = False  # the log shows only the first failure of a run
-        self.pool = make_pool(rewards, environment, timeout, workers, memory)
+        self.pool = make_pool(rewards, environment, timeout, workers)
 
     def score(
-        self, completions: list[str], rows: list[dict], failures: list[str] | None = None
+        self, completions: list[str], rows: list[dict], episode_failures: list[str] | None = None
     ) -> Scores:
         """Scores completions[i] with rows[i]. Never raises, whatever a reward function does.
 
-        failures: why the episode of each completion failed; "" or None: it did not. A failed
-        episode gets no reward.
+        episode_failures: why the episode of each completion failed; "" or None: it did not. A
+        failed episode gets no reward.
         """
         n = len(rows)
         scores = Scores(totals=[math.nan] * n, by_reward={}, failed=[False] * n)
-        if failures is None:
-            failures = [""] * n
-        for i, failure in enumerate(failures):
+        if episode_failures is None:
+            episode_failures = [""] * n
+        for i, failure in enumerate(episode_failures):
             if failure:
                 add_failure(scores, i, f"environment failed: {failure}", rows[i])
                 scores.failures["environment_" + failure.partition(":")[0]] += 1
 
-        scored = [i for i in range(n) if not failures[i]]
+        scored = [i for i in range(n) if not episode_failures[i]]
         for reward in self.rewards:
             scores.by_reward[reward.name] = [0.0] * n
             calls = self.calls_of(reward, scored, rows)
@@ -107,7 +105,7 @@ class Scorer:
         all_scores: the scores of every rank. Prints the run's first failure. Raises TrainingError
         if no sample of the first step got a reward.
         """
-        failed = 0
+        failed = 0  # samples, as in the next line; a failed sample has a total, 0
         without_reward = 0
         causes = Counter()
         logged = {}
@@ -142,18 +140,18 @@ class Scorer:
 
 def add_outcome(scores: Scores, reward: Reward, outcome: Outcome, call: list[int], rows) -> None:
     """Adds the outcome of a call about the samples with these indices."""
-    cause = outcome.cause
-    message = outcome.message
-    if cause:
+    if outcome.cause:
         numbers = [None] * len(call)
+        cause = outcome.cause
+        message = outcome.message
     else:
         numbers, metrics, extra = outcome.value
+        cause = "invalid"  # of a number that is None
+        message = "not a finite number"
         scores.metrics.update(metrics)
         for column, texts in extra.items():
             for i, text in zip(call, texts, strict=True):
                 scores.extra.setdefault(column, [""] * len(rows))[i] = text
-        cause = "invalid"
-        message = "not a finite number"
 
     for i, number in zip(call, numbers, strict=True):
         if number is None:

@@ -77,7 +77,7 @@ class WorkerPool:
     """
 
     def __init__(self, load: str, arguments: tuple, timeout: float, memory: int, workers: int):
-        self.workers = [Worker((load, arguments, memory, timeout)) for _ in range(workers)]
+        self.workers = [Worker((load, arguments, memory, timeout), timeout) for _ in range(workers)]
 
     def call_all(self, jobs: list[tuple], places: list[int | None] | None = None) -> list[Outcome]:
         """Calls each job, (name, *arguments). The outcomes are in the order of the jobs.
@@ -119,7 +119,7 @@ class WorkerPool:
                 for thread in threads:
                     thread.result()
             finally:  # after Ctrl-C, too: no call goes on without the trainer
-                for queue in queues.values():
+                for queue in queues.values():  # empty, they end the threads after this call
                     queue.clear()
                 while wait(threads, timeout=0.01).not_done:
                     self.close()
@@ -138,10 +138,10 @@ class Worker:
     can be killed with everything that it started.
     """
 
-    def __init__(self, settings: tuple):
-        """settings: load, arguments, memory and timeout of the pool."""
+    def __init__(self, settings: tuple, timeout: float):
+        """settings: what the process reads first, in serve()."""
         self.settings = settings
-        self.timeout = settings[-1]
+        self.timeout = timeout
         self.process = None
 
     def call(self, job: tuple) -> Outcome:
@@ -196,21 +196,21 @@ def serve():
     connection = take_connection()
     try:
         trainer, path, load, arguments, memory, timeout = connection.recv()
-        threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-        load = pkgutil.resolve_name(load)
+        threading.Thread(target=die_with, args=(trainer,), daemon=True).start()
+        load_functions = pkgutil.resolve_name(load)
         sys.path[:] = path
-        functions = load(*arguments)
+        functions = load_functions(*arguments)
         limit_resource(resource.RLIMIT_DATA, peak_memory() + memory)
 
         outcome = Outcome()
         while True:
             connection.send(tuple(outcome))
-            name, *arguments = connection.recv()
+            name, *job_arguments = connection.recv()
             # If a call holds the GIL for ever no thread here can end it. The trainer does; if that
             # is gone, this limit does.
             seconds = time.process_time() + os.cpu_count() * (timeout + 10)
             limit_resource(resource.RLIMIT_CPU, int(seconds))
-            outcome = outcome_of(functions[name], *arguments)
+            outcome = outcome_of(functions[name], *job_arguments)
             if os.getpid() != worker:  # the function forked, and this is the child
                 os._exit(0)
     except (EOFError, OSError):  # the trainer closed the pipe
@@ -226,7 +226,8 @@ def take_connection():
     return connection
 
 
-def end_with(trainer):
+def die_with(trainer):
+    """Kills this worker when the trainer is gone."""
     while os.getppid() == trainer:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -392,7 +392,7 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         grpo.compute_logps(policy, copies, "old_logps", cfg, CPU)
         return np.concatenate([s.old_logps for s in copies])
     rows = {}
-    for micro in grpo.plan(samples, policy.packs, cfg, CPU)[0]:
+    for micro in grpo.plan(samples, policy.packs, cfg, n_ranks=1)[0]:
         batch = grpo.collate(micro, CPU.device, policy.rows)
         with Rounding(policy, operators):
             with grpo.autocast(cfg, CPU.device):

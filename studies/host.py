@@ -272,7 +272,7 @@ class Host:
             return {}
         policy = NoPolicy(Meter())
         sent = {"exchange": [], "log-probabilities": []}
-        micro_batches = grpo.plan(self.samples, policy.packs, self.cfg, World(0, size, CPU))
+        micro_batches = grpo.plan(self.samples, policy.packs, self.cfg, size)
         for rank in range(size):
             share = [s for s in self.samples if s.group % size == rank]
             sent["exchange"].append(sent_by(rank, size, share))

@@ -150,6 +150,7 @@ class Counted:
         self.policy = fast_policy(self.model, 1.0)
         if rank > 0:
             harness.models.halve_frozen(self.model)
+            lora.add_before_rounding(self.model)
         self.optimizer = grpo.make_optimizer(self.policy, Config())
         self.peaks = {}
         self.peak(TOKENS[0], True)  # makes Adam's moments

@@ -113,7 +113,7 @@ def test_the_calls_of_a_row():
     prompts, to_prompt, own = layout["calls"]
 
     def starts(call):
-        query_starts, key_starts, *longest = call["texts"]
+        query_starts, key_starts, *longest = call["offsets"]
         assert query_starts.dtype == key_starts.dtype == np.int32
         return [query_starts.tolist(), key_starts.tolist(), *longest]
 

@@ -12,7 +12,6 @@ import harness.log
 import harness.rows
 import reward
 from grpo import Config, Prompt, Sample
-from harness.ranks import World
 from tests.common import BUNDLED, CPU, ids_of, sampler_of, texts, tiny_model
 from tests.families import pieces_tokenizer
 
@@ -171,7 +170,7 @@ def test_micro_batches_fill_their_budget_and_ranks_get_nearly_the_same(n_ranks, 
 
     budget = 300
     cfg = Config(micro_batch_tokens=budget)
-    shares = grpo.plan(samples, packs, cfg, World(0, n_ranks, CPU.device))
+    shares = grpo.plan(samples, packs, cfg, n_ranks)
     micros = [micro for share in shares for micro in share]
     assert sorted(map(id, itertools.chain(*micros))) == sorted(map(id, samples))
     assert all(size(micro) <= budget for micro in micros)
