@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -285,8 +286,9 @@ def speed_table(runs: dict) -> list:
     table = [" | ".join(["right, mean of 3 steps", "seed", *SIDES.values(), "ratio"])]
     for level, seed in itertools.product(LEVELS, range(len(runs["ours"]))):
         reached = [seconds_to(level, side[seed], RIGHT, 3) for side in runs.values()]
-        cells = [f"{seconds:.0f} s" for seconds in reached]  # nan: not reached
-        table.append([level, seed, *cells, f"{reached[-1] / reached[0]:.1f}"])
+        cells = ["not reached" if math.isnan(x) else f"{x:.0f} s" for x in reached]
+        ratio = reached[-1] / reached[0]
+        table.append([level, seed, *cells, "" if math.isnan(ratio) else f"{ratio:.1f}"])
     return table
 
 
