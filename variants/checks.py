@@ -296,3 +296,87 @@ def check_fsdp2(copy):
         "70 % of the moments, they are saved whole, resumed on 2, 1 and 2 ranks, gap to "
         f"{ENGINE} {gap:.0e}"
     )
+
+
+# -- Numbers of few bits
+
+# Runs grpo.py, and writes the weights with which this rank ends.
+KEEP_WEIGHTS = """
+import os
+import torch
+import grpo
+
+wrap = grpo.wrap
+models = []
+
+def keep_model(policy, *arguments):
+    models.append(policy.model)
+    return wrap(policy, *arguments)
+
+grpo.wrap = keep_model
+cfg = grpo.parse_args()
+grpo.train(cfg)
+[model] = models
+torch.save(list(model.parameters()), f"{cfg.out_dir}_rank{os.environ['RANK']}.pt")
+"""
+
+
+def bytes_of(tensor) -> int:
+    """Of a tensor in 8 bits: its codes, the scale of each block, the table of the 256 numbers."""
+    if not hasattr(tensor, "codes"):
+        return tensor.nbytes
+    return tensor.codes.nbytes + tensor.scale.nbytes + tensor.qmap.nbytes
+
+
+def mean_move(optimizer, weights, size: float) -> float:
+    """How far a step of that size moves the weights on average, over the size."""
+    before = weights.detach().double()
+    weights.grad = torch.ones_like(weights)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    return (before - weights.detach().double()).mean().item() / size
+
+
+def check_adamw8bit(copy):
+    (copy.directory / "keep_weights.py").write_text(KEEP_WEIGHTS)
+    flags = ["--num_minibatches", 2, "--save_every", 2, "--keep", 0, "--max_steps"]
+    copy.run(*flags, 4, ranks=2, program="keep_weights.py")
+    ranks = [torch.load(copy.directory / f"out_rank{rank}.pt") for rank in range(2)]
+    for ours, theirs in zip(*ranks, strict=True):
+        assert ours.dtype == torch.bfloat16, f"weights in {ours.dtype}"
+        assert torch.equal(ours, theirs), "the ranks have rounded to other weights"
+
+    copy.run(*flags, 2, ranks=2, out="again")
+    copy.run(*flags, 4, "--resume", ranks=2, out="again", program="keep_weights.py")
+    resumed = torch.load(copy.directory / "again_rank0.pt")
+    for ours, theirs in zip(ranks[0], resumed, strict=True):
+        assert torch.equal(ours, theirs), "a resume ends with other weights"
+
+    weights, state = copy.saved()
+    states = state["optimizer"]["state"].values()
+    moments = sum(bytes_of(tensor) for moments in states for tensor in moments.values())
+    count = sum(p.numel() for p in ranks[0])
+    assert sum(weight.nbytes for weight in weights.values()) == 2 * count, "other weights are saved"
+    assert moments < 2.2 * count, f"the moments take {moments / count:.2f} bytes a parameter"
+
+    # The next number below 1 is 0.004 away, so a step of 0.0001 is lost if it is rounded to the
+    # nearest one.
+    size = 1e-4
+    policy = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(policy.weight)
+    nearest = torch.optim.AdamW(policy.parameters(), lr=size, weight_decay=0.0)
+    assert mean_move(nearest, policy.weight, size) == 0
+    optimizer = copy.grpo.make_optimizer(policy, copy.config(learning_rate=size))
+    move = mean_move(optimizer, policy.weight, size)
+    assert near(move, 1, atol=0.05), f"a step moves the weights by {move:.2f} of its size"
+
+    flags = ["--max_steps", 8, "--num_prompts", 16]
+    learned = copy.run(*flags, out="learned")[-1]["reward"]
+    plain = copy.run(*flags, program="plain.py", out="plain")[-1]["reward"]
+    assert learned > plain - 0.1, f"the reward is {learned:.2f}, AdamW's {plain:.2f}"
+    copy.run("--rollout", ENGINE, out="engine")  # stops if the engine has other weights
+    return (
+        f"moments of {moments / count:.2f} bytes a parameter; small steps move the weights as far "
+        "as they are, on average; two ranks round alike, a resume is exact; reward after 8 steps "
+        f"{learned:.2f}, AdamW's {plain:.2f}"
+    )
