@@ -16,6 +16,7 @@ import os
 import shutil
 
 import numpy as np
+import on_a_real_model
 from common import arguments, band, interval, legend, ordered, plt, save, span
 from on_a_real_model import final_accuracy, final_kl, learn_all, make_run, mean_reward
 from real_model import make_model
@@ -117,7 +118,8 @@ def main() -> None:
         folder = os.path.join(args.folder, "lora")
         run = make_run(make_model(os.path.abspath(args.folder)), quick=False)
 
-    learn = functools.partial(learn_all, run, folder=folder, sides=all_settings())
+    learn_one = functools.partial(on_a_real_model.learn, sides=all_settings())
+    learn = functools.partial(learn_all, run, folder=folder, learn=learn_one)
     chosen, rate_table = choose_rates(learn)
     runs = {side: [] for side in SIDES}
     for seed in range(1, seeds):

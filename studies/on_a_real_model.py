@@ -201,12 +201,18 @@ def rounded(values: dict, digits: int) -> dict:
     return {name: float(f"{x:.{digits}g}") for name, x in values.items()}
 
 
-def learn(run: Run, side: str, seed: int, options: dict) -> dict:
+def learn(run: Run, side: str, seed: int, sides: dict = SIDES) -> dict:
     """One run, which changes the weights of `run`."""
-    run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **options)
+    run.cfg = run.sampler.cfg = dataclasses.replace(run.cfg, seed=seed, **sides[side])
     if run.cfg.lora_rank > 0:
         run.add_adapters()
     run.optimizer = grpo.make_optimizer(run.policy, run.cfg)
+    history, samples = take_steps(run, side, seed)
+    return row_of(run, side, seed, history, samples)
+
+
+def take_steps(run: Run, side: str, seed: int) -> tuple:
+    """A dict of metrics for each step, and samples of the trained policy."""
     history, started = [], time.process_time()
     samples = run.rollout(1)
     for step in range(1, run.cfg.max_steps + 1):
@@ -225,16 +231,20 @@ def learn(run: Run, side: str, seed: int, options: dict) -> dict:
         )
         history.append(dict(step=step, **rounded(point, 3)))
         samples = run.rollout(step + 1)  # after the last step: samples of the trained policy
+    return history, samples
+
+
+def row_of(run: Run, side: str, seed: int, history: list[dict], samples: list) -> dict:
+    """What the file of a run holds."""
+    step = len(history)
     end = dict(eval_accuracy=run.evaluate(len(run.eval_prompts), step)["eval_accuracy"])
     end.update(divergence(run, samples))
     return dict(side=side, seed=seed, **rounded(end, 4), history=history)
 
 
-def learn_all(
-    run: Run | None, settings: list[tuple], folder: str, sides: dict = SIDES
-) -> list[dict]:
+def learn_all(run: Run | None, settings: list[tuple], folder: str, learn=learn) -> list[dict]:
     """The runs of all (seed, side), each in a fork of this process, which itself never trains.
-    Without `run`: those whose file exists."""
+    Without `run`: those whose file exists. learn(run, side, seed) makes one."""
     os.makedirs(folder, exist_ok=True)
     rows = []
     for seed, side in settings:
@@ -244,7 +254,7 @@ def learn_all(
                 continue
             if os.fork() == 0:
                 loaded = peak_memory(os.getpid())
-                row = learn(run, side, seed, sides[side])
+                row = learn(run, side, seed)
                 row["memory"] = round(peak_memory(os.getpid()) - loaded, 3)  # GB, beside the models
                 with open(path + ".part", "w") as file:
                     json.dump(row, file)
