@@ -16,9 +16,8 @@ import os
 import shutil
 
 import numpy as np
-import on_a_real_model
 from common import arguments, band, interval, legend, ordered, plt, save, span
-from on_a_real_model import final_accuracy, final_kl, learn_all, make_run, mean_reward
+from on_a_real_model import final_accuracy, final_kl, learn, learn_all, make_run, mean_reward
 from real_model import make_model
 
 SEEDS = 6  # the first one chooses the learning rates
@@ -45,12 +44,12 @@ def all_settings() -> dict:
     return settings
 
 
-def choose_rates(learn) -> tuple[dict, list]:
+def choose_rates(runs_of) -> tuple[dict, list]:
     """The best learning rate of each side by seed 0, and the table of all."""
     chosen = {}
     table = ["trained | learning rate | mean reward, seed 0 | held-out accuracy | chosen"]
     for side, rates in RATES.items():
-        runs = dict(zip(rates, learn([(0, name_of(side, rate)) for rate in rates]), strict=True))
+        runs = dict(zip(rates, runs_of([(0, name_of(side, rate)) for rate in rates]), strict=True))
         chosen[side] = max(rates, key=lambda rate: mean_reward(runs[rate]))
         for rate, run in runs.items():
             mark = "yes" if rate == chosen[side] else ""
@@ -118,13 +117,13 @@ def main() -> None:
         folder = os.path.join(args.folder, "lora")
         run = make_run(make_model(os.path.abspath(args.folder)), quick=False)
 
-    learn_one = functools.partial(on_a_real_model.learn, sides=all_settings())
-    learn = functools.partial(learn_all, run, folder=folder, learn=learn_one)
-    chosen, rate_table = choose_rates(learn)
+    one_run = functools.partial(learn, sides=all_settings())
+    runs_of = functools.partial(learn_all, run, folder=folder, learn=one_run)
+    chosen, rate_table = choose_rates(runs_of)
     runs = {side: [] for side in SIDES}
     for seed in range(1, seeds):
         for side, rate in chosen.items():
-            runs[side] += learn([(seed, name_of(side, rate))])
+            runs[side] += runs_of([(seed, name_of(side, rate))])
     save(args, "lora", draw(runs), learned_table(runs, chosen), rate_table)
 
 
