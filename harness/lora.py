@@ -5,7 +5,6 @@ starting at 0 (Hu et al., arXiv 2106.09685). The layers are peft's.
 """
 
 import contextlib
-import functools
 import os
 
 import torch
@@ -91,9 +90,15 @@ def add_before_rounding(model) -> None:
     peft rounds W x, and adds B A x to that. A small product, as in the first steps, is less than
     half the distance to the next number, and then the sum is W x: the adapter has no effect.
     """
+    from peft.tuners.lora import Linear
+
+    class RoundedOnce(Linear):
+        forward = linear_with_adapter
+
     for layer in adapted_layers(model):
-        if isinstance(layer.base_layer, torch.nn.Linear):
-            layer.forward = functools.partial(linear_with_adapter, layer)
+        if type(layer) is Linear and isinstance(layer.base_layer, torch.nn.Linear):
+            # A class, as a function on each layer would make torch.compile compile every layer.
+            layer.__class__ = RoundedOnce
 
 
 def linear_with_adapter(layer, x):

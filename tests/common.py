@@ -376,6 +376,28 @@ def sampler_of(model, eos=(1,), **options):
 
 
 @pytest.fixture
+def graphs(monkeypatch):
+    """The list of the graphs that torch.compile makes of layers. They run as they are."""
+    import torch._dynamo
+
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    compile_ = torch.nn.Module.compile
+
+    def compile_with_backend(self, **options):
+        compile_(self, backend=backend, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_with_backend)
+    with torch._dynamo.config.patch(disable=False):
+        torch._dynamo.reset()  # else those of an earlier test count as these layers' own
+        yield made
+
+
+@pytest.fixture
 def encode(tmp_path):
     """encode(rows, tokenizer, columns, **flags) -> prompts, through a file."""
 

@@ -387,34 +387,19 @@ def test_the_plain_policy_makes_no_logits_of_prompts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_graphs_of_compiled_layers_serve_all_lengths(monkeypatch):
+def test_graphs_of_compiled_layers_serve_all_lengths(graphs):
     """Those of one layer serve all layers, packed rows, padded rows and all lengths."""
-    import torch._dynamo
-
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compile_ = torch.nn.Module.compile
-
-    def compile_with_backend(self, **options):
-        compile_(self, backend=backend, **options)
-
     policy = fast_policy(tiny_model(), 1.0)
     samples = random_samples(6, 3)
     expected, _ = logps_of(policy, samples)
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_with_backend)
-    with torch._dynamo.config.patch(disable=False):
-        grpo.wrap(policy, Config(compile=True), CPU)
-        for some in (samples, random_samples(9, 3, longest=30)):
-            padded, _ = logps_of(policy, some, packs=False)
-            packed, _ = logps_of(policy, some, packs=True)
-            assert torch.allclose(padded, packed, atol=1e-5)
-            policy.attention = "merged"
-            merged, _ = logps_of(policy, some, packs=True)
-            policy.attention = "auto"
-            assert torch.allclose(padded, merged, atol=1e-5)
-        assert torch.allclose(logps_of(policy, samples)[0], expected, atol=1e-5)
-        assert 0 < len(graphs) <= 8
+    grpo.wrap(policy, Config(compile=True), CPU)
+    for some in (samples, random_samples(9, 3, longest=30)):
+        padded, _ = logps_of(policy, some, packs=False)
+        packed, _ = logps_of(policy, some, packs=True)
+        assert torch.allclose(padded, packed, atol=1e-5)
+        policy.attention = "merged"
+        merged, _ = logps_of(policy, some, packs=True)
+        policy.attention = "auto"
+        assert torch.allclose(padded, merged, atol=1e-5)
+    assert torch.allclose(logps_of(policy, samples)[0], expected, atol=1e-5)
+    assert 0 < len(graphs) <= 8

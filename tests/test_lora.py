@@ -301,6 +301,28 @@ def test_the_layer_that_rounds_once_has_the_gradient_of_peft(kind):
     assert relative(grads[1], grads[0]) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [lambda model: None, lora.add_before_rounding])
+def test_graphs_of_one_adapted_layer_serve_all_layers(graphs, change):
+    """With and without the adapters: policy and reference."""
+    counts = []
+    for layers in (2, 4):
+        graphs.clear()
+        model = adapted(num_hidden_layers=layers)
+        change(model)
+        policy = fast_policy(model, 1.0)
+        reference = lora.BasePolicy(policy)
+        samples = random_samples(6, 3)
+        expected = [logps_of(side, samples)[0] for side in (policy, reference)]
+        grpo.wrap(policy, Config(compile=True, lora_rank=4), CPU)
+        for _ in range(2):
+            for side, logps in zip((policy, reference), expected, strict=True):
+                assert torch.allclose(logps_of(side, samples)[0], logps, atol=1e-5)
+        counts.append(len(graphs))
+        torch._dynamo.reset()
+    assert 0 < counts[0] == counts[1]
+
+
 def test_a_run_starts_at_its_reference_and_leaves_it(tmp_path):
     for dtype in ("float32", "bfloat16"):
         out = tmp_path / dtype
