@@ -11,8 +11,7 @@ engine, and its head computes completion positions only. CPU seconds are those o
 children, on one thread, without evals.
 
 The prompts have 48 tokens, because friends.jinja writes a line for each tool. With --schemas it
-writes JSON schemas, as most chat templates do: 176 tokens. These runs are short, as they only
-measure the seconds of a step.
+writes JSON schemas, as most chat templates do: 176 tokens, one seed.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from harness.scorer import Scorer
 
 FILE = os.path.join(HERE, "friends.py")
 STEPS, SEEDS = 10, 3
-SHORT = 3  # steps of --quick and --schemas
+SHORT = 3  # steps of --quick
 # Every flag that matters is here, even if it is the default.
 FLAGS = (
     f"--environment {FILE}:Friends --reward {FILE}:right,environment --rollout vllm "
@@ -92,12 +91,12 @@ class Expert:
         return turns
 
 
-def make_agent(folder: str) -> str:
+def make_agent(folder: str, schemas: bool) -> str:
     """Writes FOLDER/agent: the model with a chat template for tools, after the demonstrations."""
-    path = os.path.join(folder, "agent")
+    path = os.path.join(folder, "agent_schemas" if schemas else "agent")
     if os.path.exists(os.path.join(path, "tokenizer_config.json")):  # written last
         return path
-    cfg = grpo.parse_args(command_of(make_model(folder), 0, 0, tempfile.mkdtemp(), False)[2:])
+    cfg = grpo.parse_args(command_of(make_model(folder), 0, 0, tempfile.mkdtemp(), schemas)[2:])
     # an expert has no log-probabilities, so there is no gap to bound
     cfg = dataclasses.replace(cfg, tis_cap=0.0, max_sampler_gap=1e9, **WARM_UP)
     cfg.train_data = f"{FILE}:demonstrations"
@@ -319,22 +318,23 @@ def main() -> None:
     add = parser.add_argument
     add("folder", help="directory of the model and the runs")
     add("--trl", default="", help="python of an environment with TRL (see bench.py)")
-    add("--schemas", action="store_true", help="a longer prompt; only the seconds of a step")
+    add("--schemas", action="store_true", help="a longer prompt, one seed")
     add("--quick", action="store_true", help="a few steps and one seed: does it still run?")
     for name in ("side", "seed", "steps"):  # of a process that is TRL's side
         add(f"--{name}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.started, args.jobs, args.out = time.monotonic(), 1, FIGURES
     folder = os.path.abspath(args.folder)
-    model = make_agent(folder)
+    model = make_agent(folder, args.schemas)
     if args.side:
         trl_side(model, int(args.seed), int(args.steps), args.schemas)
     steps, seeds = STEPS, SEEDS
-    if args.quick or args.schemas:
-        steps, seeds = SHORT, 1
-        folder = os.path.join(folder, "schemas" if args.schemas else "quick")
+    if args.schemas:
+        seeds = 1
+        folder = os.path.join(folder, "schemas")
     if args.quick:
-        args.out = quick_folder()
+        steps, seeds, args.out = SHORT, 1, quick_folder()
+        folder = os.path.join(folder, "quick")
 
     runs = {side: [] for side in SIDES if side == "ours" or args.trl}
     for seed in range(seeds):
