@@ -7,7 +7,6 @@ from harness.environment import (
     Environment,
     final_object,
     find_environment,
-    has_objects,
     observe,
     reply_to,
 )
@@ -52,7 +51,8 @@ def load(rewards: list[tuple], environment: tuple | None) -> dict[str, Callable]
 
 def call_with_objects(reward, environment: Environment | None, completions, rows) -> tuple:
     """call_reward, with the objects of an environment's class in place of the transcripts."""
-    if has_objects(environment):
-        for row in rows:
-            row["environments"] = final_object(environment, row["environments"])
+    for row in rows:
+        transcript = row.pop("environments", None)
+        if reward.reads_objects:  # else no object need be here, or be made again
+            row["environments"] = final_object(environment, transcript)
     return call_reward(reward, completions, rows)

@@ -69,7 +69,7 @@ class Scorer:
             if reward.trusted:
                 outcomes = [outcome_of(call_reward, reward, *job) for job in jobs]
             else:
-                places = [self.place_of(rows[call[0]]) for call in calls]
+                places = [self.worker_of(reward, rows[call[0]]) for call in calls]
                 outcomes = self.pool.call_all([(reward.name, *job) for job in jobs], places)
             for call, outcome in zip(calls, outcomes, strict=True):
                 add_outcome(scores, reward, outcome, call, rows)
@@ -84,20 +84,20 @@ class Scorer:
     def calls_of(self, reward: Reward, scored: list[int], rows: list[dict]) -> list[list[int]]:
         """The samples of each call: all together in TRL's form, else one by one.
 
-        TRL's form with objects of a class: a call for each worker, with the episodes it has played.
+        TRL's form with `environments`: a call for each worker, with the episodes it has played.
         """
         if not reward.batched:
             return [[i] for i in scored]
         calls = {}
         for i in scored:
-            calls.setdefault(self.place_of(rows[i]), []).append(i)
+            calls.setdefault(self.worker_of(reward, rows[i]), []).append(i)
         return list(calls.values())
 
-    def place_of(self, row: dict) -> int | None:
-        """Which worker has played the row's episode; None: any may score it."""
-        if self.environment is None:
+    def worker_of(self, reward: Reward, row: dict) -> int | None:
+        """Which worker has the object that the reward reads; None: any may make the call."""
+        if not reward.reads_objects:
             return None
-        return self.environment.place_of(row["environments"])
+        return self.environment.place_of(row["environments"]) % len(self.pool.workers)
 
     def failure_metrics(self, all_scores: list[Scores], step: int, n_samples: int) -> dict:
         """Metrics of the failures in a step, and the means of what rewards logged.

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import sys
@@ -106,13 +107,18 @@ def make_agent(folder: str, schemas: bool) -> str:
     tokenizer.response_template = RESPONSE_TEMPLATE
     cfg.tokenizer = tempfile.mkdtemp()
     tokenizer.save_pretrained(cfg.tokenizer)
-    learn_demonstrations(cfg).save_pretrained(path)
+    # in a process of its own, so that its memory is free again
+    child = multiprocessing.get_context("fork").Process(target=warm_up, args=(cfg, path))
+    child.start()
+    child.join()
+    if child.exitcode != 0:
+        sys.exit("agents.py: the warm-up failed")
     tokenizer.save_pretrained(path)
     return path
 
 
-def learn_demonstrations(cfg: grpo.Config):
-    """Supervised learning; returns the model."""
+def warm_up(cfg: grpo.Config, path: str) -> None:
+    """Supervised learning from the demonstrations; writes the model to `path`."""
     rewards, environment, tokenizer, prompts, _ = grpo.load_data(cfg)
     model = grpo.load_model(cfg.model, cfg)
     policy = fast_policy(model, cfg.temperature)
@@ -131,7 +137,7 @@ def learn_demonstrations(cfg: grpo.Config):
         # The expert's log-probabilities are 0, so the gap is the policy's mean -log p.
         print(f"demonstrations {step}: -log p a token {metrics['sampler_gap']:.3f}", flush=True)
     scorer.close()
-    return model
+    model.save_pretrained(path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -242,6 +242,17 @@ def counters(environments, **kwargs) -> list[float]:
     return [float(environment.counter) for environment in environments]
 
 
+def together(completions, **kwargs) -> list[float]:
+    """How many completions come in one call."""
+    assert "environments" not in kwargs
+    return [float(len(completions))] * len(completions)
+
+
+def of_worker(environments, **kwargs) -> list[float]:
+    """How many objects come in one call."""
+    return [float(len(environments))] * len(environments)
+
+
 def saw(completion, row):
     return len(completion)
 

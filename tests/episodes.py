@@ -145,6 +145,7 @@ class Inline:
         files = [(r.name, r.path, r.text) for r in rewards if not r.trusted]
         place = (environment.name, environment.path, environment.text)
         self.functions = load(files, place)
+        self.workers = [self]
         self.jobs = []
         harness.environment.objects.clear()  # of another test's episodes
 

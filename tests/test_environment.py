@@ -463,6 +463,21 @@ def test_calls_of_an_episode_go_to_one_worker(pools):
     assert all(worker.process is not None for worker in pool.workers)
 
 
+def test_rewards_in_trls_form_get_all_samples_in_one_call(pools):
+    """Those that take `environments` get a call for each worker, with its own objects."""
+    reward = f"{FILE}:together,{FILE}:of_worker"
+    pool = pools("CountingEnv", reward)
+    table = [dict(prompt=QUESTION, number=i) for i in range(5)]
+    scene = stage("CountingEnv", table, pool=pool, num_generations=1, reward=reward)
+    samples = perform(scene, [call_text("calls")] * 5, ["end"] * 5)
+    scores = grpo.score(samples, inline_scorer(scene), 1, scene.cfg)
+    assert scores.by_reward["together"] == [5.0] * 5
+    place_of = scene.player.environment.place_of
+    workers = [place_of(s.transcript) % 2 for s in samples]
+    assert scores.by_reward["of_worker"] == [workers.count(worker) for worker in workers]
+    assert len(set(workers)) == 2
+
+
 # ------------------------------------------------------------------------------------------------
 # Eval and runs
 
