@@ -336,9 +336,10 @@ def validate(cfg: Config) -> None:
     need(cfg.train_data, cfg, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
     need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    if cfg.max_turn_length > 0:
+    if not cfg.environment:
         why = "limits the turns of --environment, which is not given"
-        need(cfg.environment, cfg, "max_turn_length", why)
+        need(cfg.max_turn_length == 0, cfg, "max_turn_length", why)
+        need(cfg.max_turns == Config.max_turns, cfg, "max_turns", why)
     why = "more than --max_completion_length, which limits all turns together"
     need(cfg.max_turn_length <= cfg.max_completion_length, cfg, "max_turn_length", why)
     dashboards.check_installed(cfg)

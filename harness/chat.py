@@ -35,9 +35,14 @@ def chat_text(messages, tokenizer, cfg, tools: list = ()):
     options = template_options(cfg)
     options["add_generation_prompt"] = not continued
     options["continue_final_message"] = continued
-    if tools:
-        options["tools"] = tools
+    if tokenizer.chat_template is None:
+        raise ValueError("a chat needs a chat template, and the tokenizer has none")
     text = tokenizer.apply_chat_template(messages, **options)
+    if tools:
+        without_tools = text
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+        if text == without_tools:
+            raise ValueError("the chat template leaves out the tools")
     first = messages[0]  # the one of --system_prompt, if there is one
     if first["content"].strip() not in text:
         raise ValueError(f"the chat template leaves out the {first['role']} message")

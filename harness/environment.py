@@ -18,8 +18,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.flags import ConfigError
+from harness.flags import ConfigError, first_line
 from harness.user_code import import_file
+from reward import environment_reward
 
 LONGEST_REPLY = 1_000_000  # characters; a longer reply is a failure
 CACHED_OBJECTS = 4096  # in each worker
@@ -39,11 +40,7 @@ class Environment:
             return []
         if self.kind == "tools":
             return list(self.target)
-        cls = self.class_of(row)
-        # Bound to an object, so that `self` is no argument of the policy's. The object is never
-        # initialised: state belongs to the workers.
-        unused = object.__new__(cls)
-        return [getattr(unused, name) for name in tool_names(cls)]
+        return bound_methods(self.class_of(row))
 
     def place_of(self, transcript: "Transcript") -> int | None:
         """A number for the worker that caches the object of an episode: the pool takes it modulo
@@ -94,30 +91,74 @@ def load_environment(spec: str, rewards: list) -> Environment | None:
             if not path:
                 raise ValueError("expected path/to/file.py:name")
             environment = find_environment(name, path)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"--environment {spec}: {error}") from None
+            check_target(environment)
+        except Exception as error:  # the user's classes and functions raise what they like
+            raise ConfigError(f"--environment {spec}: {first_line(error)}") from None
     for reward in rewards:
-        if reward.reads_objects and not has_objects(environment):
+        if not reward.reads_objects:
+            continue
+        why = ""
+        if not has_objects(environment):
             why = f"--reward {reward.name} needs a class with reset()"
+        elif reward.function is environment_reward and not can_reward(environment):
+            why = f"{environment.name} has no get_reward(), which --reward environment calls"
+        if why:
             raise ConfigError(f"--environment {spec}: {why}")
     return environment
+
+
+def can_reward(environment: Environment) -> bool:
+    """False if no class of the environment has get_reward()."""
+    return any(hasattr(cls, "get_reward") for cls in classes_in(environment.target))
+
+
+def check_target(environment: Environment) -> None:
+    """ValueError if the policy could not call the tools, or if `stop` is not several texts."""
+    target = environment.target
+    if isinstance(getattr(target, "stop", ()), str):
+        raise ValueError("its stop is a text, where it must be a tuple of texts")
+    if environment.kind == "tools":
+        check_tools(target)
+    if environment.kind == "class":
+        for cls in classes_in(target):
+            check_tools(bound_methods(cls))
+
+
+def check_tools(tools: list) -> None:
+    from transformers.utils import get_json_schema  # here, because workers must start soon
+
+    for tool in tools:
+        if not hasattr(tool, "__name__"):
+            raise ValueError(f"{tool!r} is no function")
+    names = [tool.__name__ for tool in tools]
+    for name, tool in zip(names, tools, strict=True):
+        if names.count(name) > 1:
+            raise ValueError(f"two tools are called {name}")
+        for parameter in inspect.signature(tool).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                why = "the policy names its arguments, so none can be without a name"
+                raise ValueError(f"{name}: {why}: {inspect.signature(tool)}")
+        try:
+            get_json_schema(tool)  # as the chat template does
+        except Exception as error:
+            raise ValueError(first_line(error)) from None
 
 
 def find_environment(name: str, path: str, text: str | None = None) -> Environment:
     """The environment of this name in a file, or in the file's saved text."""
     module = import_file(path, text)
-    target = getattr(module, name, None)
+    if not hasattr(module, name):
+        raise ValueError(f"{module.__file__} has no {name}")
+    target = getattr(module, name)
     kind = kind_of(target)
     if kind is None:
         kinds = "fn(turns, row), nor a list of functions, nor a class with reset()"
-        raise ValueError(f"{name} is neither {kinds}")
+        raise ValueError(f"{name} is neither {kinds}, nor a dict of such classes")
     return Environment(name, target, kind, module.__file__, module.__source__)
 
 
 def kind_of(target) -> str | None:
-    classes = [target]
-    if isinstance(target, dict):
-        classes = list(target.values())
+    classes = classes_in(target)
     if classes and all(inspect.isclass(c) and hasattr(c, "reset") for c in classes):
         return "class"
     if isinstance(target, (list, tuple)) and target and all(map(callable, target)):
@@ -125,6 +166,20 @@ def kind_of(target) -> str | None:
     if callable(target) and list(inspect.signature(target).parameters)[:2] == ["turns", "row"]:
         return "text"
     return None
+
+
+def classes_in(target) -> list:
+    """The values of a dict of classes, or the class alone."""
+    if isinstance(target, dict):
+        return list(target.values())
+    return [target]
+
+
+def bound_methods(cls) -> list:
+    """The tools of a class, bound to an object, so that `self` is no argument of the policy's. The
+    object is never initialised: state belongs to the workers."""
+    unused = object.__new__(cls)
+    return [getattr(unused, name) for name in tool_names(cls)]
 
 
 def tool_names(cls) -> list[str]:

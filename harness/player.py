@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.chat import Following, decode, encode, protect, protect_message
 from harness.environment import Environment, Transcript
-from harness.flags import need
+from harness.flags import need, say
 from harness.jobs import OBSERVE, REPLY, make_pool
 from harness.workers import Outcome
 
@@ -53,7 +53,10 @@ class Player:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.cfg = cfg
+        self.unknown_was_said = False
         self.stop_ids = list(eos_ids)
+        if environment.kind != "class":  # a class may only observe and reward
+            need(cfg.max_turns > 1, cfg, "max_turns", "the environment never answers")
         for text in getattr(environment.target, "stop", ()):
             ids = encode(text, tokenizer)
             why = f"its stop {text!r} has {len(ids)} tokens, where it must have one"
@@ -132,10 +135,20 @@ class Player:
             # is made again, without these calls. (A text function has no calls.)
             transcript.calls = transcript.calls[:-1]
             return False
+        self.say_what_is_unknown(ids, reply)
         transcript.replies.append(reply)
         transcript.failed_calls += failed_calls
         s.append(ids, np.zeros(len(ids), np.float32), sampled=False)
         return True
+
+    def say_what_is_unknown(self, ids: np.ndarray, reply) -> None:
+        """Says once that the policy cannot read a reply."""
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or unknown not in ids or self.unknown_was_said:
+            return
+        self.unknown_was_said = True
+        why = "a character of the environment's reply is unknown to the tokenizer"
+        say(f"warning: {why}: {ascii(reply)[:200]} is {ascii(decode(self.tokenizer, ids))[:200]}")
 
     def tool_calls(self, s, ids: np.ndarray) -> list[tuple[str, dict]]:
         """(name, arguments) of each call in the last turn. A malformed call counts as text."""

@@ -141,22 +141,20 @@ class Scorer:
 def add_outcome(scores: Scores, reward: Reward, outcome: Outcome, call: list[int], rows) -> None:
     """Adds the outcome of a call about the samples with these indices."""
     if outcome.cause:
-        numbers = [None] * len(call)
+        numbers = [outcome.message] * len(call)
         cause = outcome.cause
-        message = outcome.message
     else:
         numbers, metrics, extra = outcome.value
-        cause = "invalid"  # of a number that is None
-        message = "not a finite number"
+        cause = "invalid"  # of a text in the place of a number
         scores.metrics.update(metrics)
         for column, texts in extra.items():
             for i, text in zip(call, texts, strict=True):
                 scores.extra.setdefault(column, [""] * len(rows))[i] = text
 
     for i, number in zip(call, numbers, strict=True):
-        if number is None:
+        if isinstance(number, str):
             scores.failures[cause] += 1
-            add_failure(scores, i, f"reward {reward.name} failed: {cause}: {message}", rows[i])
+            add_failure(scores, i, f"reward {reward.name} failed: {cause}: {number}", rows[i])
             number = 0.0
         scores.by_reward[reward.name][i] = number
 

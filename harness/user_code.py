@@ -188,7 +188,7 @@ def sources(loaded: list) -> dict[str, str]:
 def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> tuple:
     """Calls the function with all completions (TRL's form) or with the only one (ours).
 
-    Returns the values, one per sample (NaN: does not apply; None: no finite number, a failure),
+    Returns the values, one per sample (NaN: does not apply; a text: why the value is a failure),
     and two dicts of what the function logged in TRL's way: name -> number, column -> one text per
     sample. Raises what the function raises.
     """
@@ -213,7 +213,7 @@ def call_reward(reward: Reward, completions: list[str], rows: list[dict]) -> tup
         try:
             numbers.append(number(value))
         except (TypeError, ValueError, OverflowError):
-            numbers.append(None)
+            numbers.append(f"{value!r:.100} is no finite number")
     return numbers, metrics, extra
 
 

@@ -1,6 +1,8 @@
 """Environments of a user, good and bad, for the tests: --environment tests/environments.py:name."""
 
+import abc
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -38,6 +40,13 @@ def long_stop(turns, row):
 
 
 long_stop.stop = ("1+",)
+
+
+def letters_as_stop(turns, row):
+    return None
+
+
+letters_as_stop.stop = "12"
 
 
 def over(turns, row):
@@ -231,6 +240,44 @@ class CountingEnv:
         return str(self.made[self.number])
 
 
+def without_hints(name):
+    """
+    Greets.
+
+    Args:
+        name: Of whom.
+    """
+
+
+def without_names(a: int, /) -> int:
+    """
+    Counts.
+
+    Args:
+        a: The number.
+    """
+    return a
+
+
+class UndocumentedEnv:
+    def reset(self, **row):
+        pass
+
+    def calls(self, how: str) -> str:
+        return how
+
+
+class AbstractEnv(abc.ABC):
+    @abc.abstractmethod
+    def reset(self, **row):
+        pass
+
+
+PARTIAL = [functools.partial(multiply, b=2)]
+TWICE = [multiply, multiply]
+WITHOUT_HINTS = [without_hints]
+WITHOUT_NAMES = [without_names]
+NOT_ALL_CLASSES = {"increment": IncrementEnv, "number": 3}
 GAMES = {"increment": IncrementEnv, "guess": GuessEnv}
 
 

@@ -2,6 +2,7 @@
 template that TRL has; and words of a tool or a game never become control tokens."""
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -14,8 +15,10 @@ import transformers
 
 from grpo import Config
 from harness.chat import Following, encode, protect
+from harness.environment import load_environment
 from harness.flags import ConfigError
-from tests.episodes import chat_tokenizer, ids_in
+from harness.rows import encode_prompt
+from tests.episodes import FILE, chat_tokenizer, ids_in
 from tests.families import bytes_tokenizer
 
 pytest_plugins = "tests.common"
@@ -221,6 +224,21 @@ def test_a_template_that_writes_no_reply_is_refused_in_one_line(template):
         following(tokenizer, ["<|im_end|>"], role)
     if role == "tool":
         assert following(tokenizer, ["<|im_end|>"], "user").text([dict(role="user", content="hi")])
+
+
+@pytest.mark.parametrize("template", [RAISES, None])
+def test_a_prompt_without_its_tools_or_without_a_template_is_refused(template):
+    """Even if the name of a tool is among the words."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    row = dict(prompt=[dict(role="user", content="Please multiply.")])
+    environment = load_environment(f"{FILE}:TOOLS", [])
+    environment = dataclasses.replace(environment, target=environment.target[:1])
+    message = "the chat template leaves out the tools"
+    if template is None:
+        message = "a chat needs a chat template, and the tokenizer has none"
+    with pytest.raises(ValueError, match=message):
+        encode_prompt(row, tokenizer, Config(), environment)
 
 
 # ------------------------------------------------------------------------------------------------

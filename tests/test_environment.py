@@ -12,11 +12,11 @@ import pytest
 
 import grpo
 from grpo import Config
-from harness import flags, jobs, player, workers
+from harness import flags, jobs, player, rows, workers
 from harness.environment import load_environment
 from harness.flags import ConfigError, TrainingError
 from harness.user_code import load_rewards, reward_row
-from tests.common import CPU, small_run
+from tests.common import BUNDLED, CPU, small_run
 from tests.episodes import (
     FILE,
     Inline,
@@ -50,10 +50,18 @@ def test_the_kind_of_an_environment(name, kind):
     [
         ("nonsense", "expected path/to/file.py:name"),
         ("missing.py:f", "No such file"),
-        (f"{FILE}:nothing", "nothing is neither"),
+        (f"{FILE}:nothing", "environments.py has no nothing"),
         (f"{FILE}:QUESTION", "is neither"),
         (f"{FILE}:asyncio", "is neither"),
         (f"{FILE}:roles", r"is neither fn\(turns, row\), nor a list of functions, nor a class"),
+        (f"{FILE}:NOT_ALL_CLASSES", "nor a dict of such classes"),
+        (f"{FILE}:letters_as_stop", "its stop is a text, where it must be a tuple of texts"),
+        (f"{FILE}:TWICE", "two tools are called multiply"),
+        (f"{FILE}:WITHOUT_HINTS", "Argument name is missing a type hint in function without_hints"),
+        (f"{FILE}:WITHOUT_NAMES", "without_names: the policy names its arguments, .*a: int, /"),
+        (f"{FILE}:PARTIAL", "functools.partial.* is no function"),
+        (f"{FILE}:AbstractEnv", "Can't instantiate abstract class AbstractEnv"),
+        (f"{FILE}:UndocumentedEnv", "Cannot generate JSON schema for calls"),
     ],
 )
 def test_what_is_no_environment_is_refused_in_one_line(spec, message, capsys):
@@ -73,9 +81,12 @@ BAD_FLAGS = [
     (dict(environment=f"{FILE}:says", max_turn_length=-1), "--max_turn_length"),
     (dict(environment=f"{FILE}:says", max_turn_length=41), "more than --max_completion_length"),
     (dict(max_turn_length=5), "--max_turn_length 5: .*--environment"),
+    (dict(max_turns=3), "--max_turns 3: .*--environment"),
+    (dict(environment=f"{FILE}:says", max_turns=1), "--max_turns 1: the environment never answers"),
     (dict(reward="environment"), "--reward environment needs"),
     (dict(reward="environment", environment=f"{FILE}:says"), "--reward environment needs"),
     (dict(reward=f"{FILE}:counters", environment=f"{FILE}:says"), "--reward counters needs"),
+    (dict(reward="environment", environment=f"{FILE}:CountingEnv"), "has no get_reward"),
     (dict(call_timeout=0.0, environment=f"{FILE}:says"), "--call_timeout"),
     (dict(workers=0, environment=f"{FILE}:says"), "--workers"),
     (dict(environment=f"{FILE}:long_stop"), "its stop '1\\+' has 2 tokens"),
@@ -282,6 +293,19 @@ def test_a_dict_of_classes_is_chosen_by_the_column_environment():
     samples = perform(scene, turns, ["end", "end"])
     assert samples[0].transcript.replies[0][0]["content"] == "1"
     assert samples[2].transcript.replies[0][0]["content"].startswith("higher")
+
+
+def test_a_reply_that_the_tokenizer_cannot_write_is_said_once(capsys):
+    """A <think> of an environment is a text, which the bundled tokenizer has no letters for."""
+    tokenizer = rows.load_tokenizer(BUNDLED)
+    turns = [[tokenizer.eos_token_id]] * 2
+    scene = stage("says", [dict(prompt="1+2=", says=["4+5="])], tokenizer=tokenizer)
+    perform(scene, turns, turns)
+    assert "warning" not in capsys.readouterr().out
+    scene = stage("says", [dict(prompt="1+2=", says=["<think>"] * 2)], tokenizer=tokenizer)
+    perform(scene, turns, turns, turns)
+    out = capsys.readouterr().out
+    assert out.count("unknown to the tokenizer: '<think>' is '<unk>") == 1
 
 
 # ------------------------------------------------------------------------------------------------

@@ -131,5 +131,8 @@ def test_a_trl_function_that_fails_costs_the_samples_of_its_call(scorer):
         assert scores.totals == [1.0, len(completion)]
         assert scores.failures == {cause: 2} and scores.failed == [True, True]
         assert scores.first_failure.startswith(f"reward trl_misbehave failed: {cause}: ")
-    assert scorer("trl_string").score(["a", "b"], [{}] * 2).failures == {"invalid": 2}
+    scores = scorer("trl_string").score(["a", "b"], [{}] * 2)
+    assert scores.failures == {"invalid": 2}
+    line = "reward trl_string failed: invalid: '"
+    assert scores.first_failure.startswith(line) and "' is no finite number" in scores.first_failure
     assert scorer("trl").score([], []).totals == []  # a rank may have no samples
