@@ -291,10 +291,17 @@ def check_fsdp2(copy):
     assert sum(moment.numel() for moment in moments) == n_weights, "moments are saved in part"
     check_resume(copy, sharded, flags)
     gap = largest_gap(copy, *flags, ranks=2)
+
+    flags += ["--lora_rank", 4]
+    norms = []
+    for program in ("grpo.py", "plain.py"):
+        lines = copy.run(*flags, ranks=2, program=program, out=f"adapters_{program}")
+        norms.append(lines[-1]["grad_norm"])
+    assert abs(norms[0] / norms[1] - 1) < 1e-3, f"adapters: {norms}"
     return (
-        "two updates per rollout: gradient norms and weights are DDP's, a rank holds less than "
-        "70 % of the moments, they are saved whole, resumed on 2, 1 and 2 ranks, gap to "
-        f"{ENGINE} {gap:.0e}"
+        "two updates per rollout: gradient norms and weights are DDP's, with adapters, too, a rank "
+        "holds less than 70 % of the moments, they are saved whole, resumed on 2, 1 and 2 ranks, "
+        f"gap to {ENGINE} {gap:.0e}"
     )
 
 
