@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from harness.numbers import SIGNS, as_text, final_number, read_number
+from harness.numbers import as_text, final_number, plain_signs, read_number
 
 SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, even as ordinary text
 TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")  # <answer>, </b>, <br />
@@ -109,7 +109,7 @@ def countdown_reward(completion: str, row: dict) -> float:
     `Answer:`, Markdown marks around the line, and the target on the other side of an equals sign.
     """
     target = Fraction(row["target"])
-    line = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
+    line = plain_signs(answer_of(completion, row).rpartition("\n")[2])
     expression, equals, result = LABEL.sub("", line).partition("=")
     expression = expression.strip(" .*`")
     result = result.strip(" .*`")
