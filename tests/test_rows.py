@@ -225,7 +225,7 @@ NO_MESSAGE = "row 1: each message must have a role and a text as its content: "
         (
             dict(prompt=[dict(role="user", content="1")]),
             {},
-            "row 1: Cannot use chat template functions because tokenizer.chat_template is not set",
+            "row 1: a chat needs a chat template, and the tokenizer has none",
         ),
         (dict(prompt=[dict(role="user", content=7)]), {}, NO_MESSAGE),
         (dict(prompt=[dict(role="user")]), {}, NO_MESSAGE + "[{'role': 'user'}]"),
