@@ -64,8 +64,8 @@ def test_the_kind_of_an_environment(name, kind):
         (f"{FILE}:UndocumentedEnv", "Cannot generate JSON schema for calls"),
     ],
 )
-def test_what_is_no_environment_is_refused_in_one_line(spec, message, capsys):
-    cfg = dict(environment=spec, out_dir="never")
+def test_what_is_no_environment_is_refused_in_one_line(spec, message, capsys, tmp_path):
+    cfg = dict(environment=spec, out_dir=str(tmp_path))
     code = flags.exit_code("grpo.py", lambda: grpo.train(Config(**cfg)))
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1
