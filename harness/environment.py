@@ -127,13 +127,14 @@ def check_target(environment: Environment) -> None:
 def check_tools(tools: list) -> None:
     from transformers.utils import get_json_schema  # here, because workers must start soon
 
+    names = set()
     for tool in tools:
         if not hasattr(tool, "__name__"):
             raise ValueError(f"{tool!r} is no function")
-    names = [tool.__name__ for tool in tools]
-    for name, tool in zip(names, tools, strict=True):
-        if names.count(name) > 1:
+        name = tool.__name__
+        if name in names:
             raise ValueError(f"two tools are called {name}")
+        names.add(name)
         for parameter in inspect.signature(tool).parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 why = "the policy names its arguments, so none can be without a name"

@@ -3,13 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from harness.environment import (
-    Environment,
-    final_object,
-    find_environment,
-    observe,
-    reply_to,
-)
+from harness.environment import Environment, final_object, find_environment, observe, reply_to
 from harness.user_code import call_reward, find_reward
 from harness.workers import WorkerPool
 

@@ -97,7 +97,7 @@ class Scorer:
         """Which worker has the object that the reward reads; None: any may make the call."""
         if not reward.reads_objects:
             return None
-        return self.environment.place_of(row["environments"]) % len(self.pool.workers)
+        return self.pool.worker_of(self.environment.place_of(row["environments"]))
 
     def failure_metrics(self, all_scores: list[Scores], step: int, n_samples: int) -> dict:
         """Metrics of the failures in a step, and the means of what rewards logged.

@@ -92,10 +92,7 @@ class WorkerPool:
         queues = {worker: [] for worker in range(len(self.workers))}
         queues[None] = []
         for index in order:
-            place = places[index]
-            if place is not None:
-                place %= len(self.workers)
-            queues[place].append(index)
+            queues[self.worker_of(places[index])].append(index)
         shared = iter(queues[None])  # all threads take jobs from here
         outcomes = {}
         causes = []  # of the outcomes, in the order in which they came
@@ -124,6 +121,12 @@ class WorkerPool:
                 while wait(threads, timeout=0.01).not_done:
                     self.close()
         return [outcomes[index] for index in range(len(jobs))]
+
+    def worker_of(self, place: int | None) -> int | None:
+        """The number of the worker that gets the jobs of a place; None: whichever is free."""
+        if place is None:
+            return None
+        return place % len(self.workers)
 
     def close(self) -> None:
         """Ends the workers and everything that they started. Another call starts new ones."""

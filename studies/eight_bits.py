@@ -14,13 +14,21 @@ nothing: it draws the runs in FOLDER. Without FOLDER the published runs are draw
 """
 
 import dataclasses
-import json
 import os
 import shutil
 
 import torch
-from common import FIGURES, Run, arguments, band, grid, legend, permutation_test, plt, save, span
-from on_a_real_model import learn_all, make_run, mean_over_steps, mean_reward, row_of, take_steps
+from common import FIGURES, Run, arguments, band, grid, legend, plt, save, span
+from on_a_real_model import (
+    learn_all,
+    make_run,
+    mean_over_steps,
+    read_runs,
+    row_of,
+    take_steps,
+    test_table,
+    write_runs,
+)
 from real_model import make_model
 
 import grpo
@@ -106,42 +114,6 @@ def nbytes(tensor) -> int:
 # Table and picture. runs: {side: {seed: row}}
 
 
-def final_accuracy(row: dict) -> float:
-    return row["eval_accuracy"]
-
-
-def final_kl(row: dict) -> float:
-    return row["kl"]
-
-
-TESTED = {  # name: value of a run, digits
-    "reward, mean of all steps": (mean_reward, 3),
-    "held-out accuracy": (final_accuracy, 3),
-    "KL at the end, nats a completion": (final_kl, 2),
-}
-
-
-def learning_table(runs: dict) -> list:
-    header = "weights, rounding | seeds"
-    for name in TESTED:
-        header += f" | {name} (95 %) | minus {BASE}, by pairs (95 %) | p"
-    table = [header]
-    for side, by_seed in runs.items():
-        cells = [side, len(by_seed)]
-        seeds = sorted(by_seed.keys() & runs[BASE].keys())
-        for value, digits in TESTED.values():
-            ours = [value(by_seed[seed]) for seed in seeds]
-            theirs = [value(runs[BASE][seed]) for seed in seeds]
-            cells.append(span([value(row) for row in by_seed.values()], digits))
-            if side == BASE:
-                cells += ["", ""]
-            else:
-                shifts = [a - b for a, b in zip(ours, theirs, strict=True)]
-                cells += [span(shifts, digits), f"{permutation_test(ours, theirs):.3f}"]
-        table.append(cells)
-    return table
-
-
 def memory_table(runs: dict) -> list:
     names = ["bytes of a weight", "its gradient", "its moments", "all"]
     names += ["weights that are not what they were, %", "gap to the sampler, nats", "CPU seconds"]
@@ -166,17 +138,6 @@ def draw(runs: dict):
     legend(figure, axis, ncols=2)
     figure.supxlabel("bands: ± 1 standard error")
     return figure
-
-
-def read_runs() -> list[dict]:
-    with open(RUNS) as file:
-        return [json.loads(line) for line in file]
-
-
-def publish(rows: list[dict]) -> None:
-    with open(RUNS, "w") as file:
-        for row in rows:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def check(rows: list[dict]) -> None:
@@ -207,15 +168,15 @@ def main():
             run = make_run(make_model(os.path.abspath(args.folder)), quick=False)
         folder = os.path.join(args.folder, "eight_bits")
         rows = learn_all(run, grid(range(SEEDS), SIDES), folder, learn)
-        publish(rows)
+        write_runs(rows, RUNS)
     else:
-        rows = read_runs()
+        rows = read_runs(RUNS)
 
     check(rows)
     runs = {side: {} for side in SIDES}
     for row in rows:
         runs[row["side"]][row["seed"]] = row
-    save(args, "eight_bits", draw(runs), learning_table(runs), memory_table(runs))
+    save(args, "eight_bits", draw(runs), test_table(runs, BASE), memory_table(runs))
 
 
 if __name__ == "__main__":

@@ -275,22 +275,26 @@ def summary(row: dict) -> str:
     return f"{row['side']}, seed {row['seed']}: {'; '.join(values)}; {seconds:.0f} CPU seconds"
 
 
-def read_runs() -> list[dict]:
+def read_runs(path: str) -> list[dict]:
     """The runs that the published figures show."""
-    if not os.path.exists(RUNS):
+    if not os.path.exists(path):
         return []
-    with open(RUNS) as file:
+    with open(path) as file:
         return [json.loads(line) for line in file]
+
+
+def write_runs(rows: list[dict], path: str) -> None:
+    with open(path, "w") as file:
+        for row in rows:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def add_runs(new: list[dict]) -> list[dict]:
     """Adds the new runs to the published ones, or replaces them; returns all."""
-    rows = {(row["side"], row["seed"]): row for row in read_runs() + new}
+    rows = {(row["side"], row["seed"]): row for row in read_runs(RUNS) + new}
     order = list(SIDES)
     rows = [rows[key] for key in sorted(rows, key=lambda key: (order.index(key[0]), key[1]))]
-    with open(RUNS, "w") as file:
-        for row in rows:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    write_runs(rows, RUNS)
     return rows
 
 
@@ -319,30 +323,30 @@ def check(rows: list[dict]) -> None:
 # Tables and picture. runs: {side: {seed: row}}
 
 
-def differences(runs: dict, side: str, value) -> tuple:
+def differences(runs: dict, side: str, value, base: str = "base") -> tuple:
     """The change that a side makes, for each seed; and the p of a test that ignores the pairs, as
     with 5 pairs it could not be small."""
-    other = runs[AGAINST.get(side, "base")]
+    other = runs[AGAINST.get(side, base)]
     seeds = sorted(runs[side].keys() & other.keys())
     ours = [value(runs[side][seed]) for seed in seeds]
     theirs = [value(other[seed]) for seed in seeds]
     return np.subtract(ours, theirs), permutation_test(ours, theirs)
 
 
-def test_table(runs: dict) -> list:
+def test_table(runs: dict, base: str = "base") -> list:
     header = "side | seeds"
     for name in TESTED:
-        header += f" | {name} (95 %) | minus base, by pairs (95 %) | p ({len(runs) - 1} tests)"
+        header += f" | {name} (95 %) | minus {base}, by pairs (95 %) | p ({len(runs) - 1} tests)"
     table = [header]
     for side, by_seed in runs.items():
         name = f"{side} (minus: {AGAINST[side]})" if side in AGAINST else side
         cells = [name, len(by_seed)]
         for value, digits in TESTED.values():
             cells.append(span([value(row) for row in by_seed.values()], digits))
-            if side == "base":
+            if side == base:
                 cells += ["", ""]
             else:
-                shifts, p = differences(runs, side, value)
+                shifts, p = differences(runs, side, value, base)
                 cells += [span(shifts, digits), f"{p:.3f}"]
         table.append(cells)
     return table
@@ -429,7 +433,7 @@ def add_options(parser) -> None:
 
 def single_run(run: Run | None, side: str, seed: int, folder: str) -> None:
     """One run, beside the published ones that it is compared with."""
-    for row in read_runs():
+    for row in read_runs(RUNS):
         if row["seed"] == seed and row["side"] in (side, AGAINST.get(side, "base")):
             print(f"in the figures: {summary(row)}")
     learn_all(run, [(seed, side)], folder)
@@ -453,7 +457,7 @@ def main():
         settings = grid(range(SEEDS), sides[:FIRST]) + grid(range(SEEDS), sides[FIRST:])
         rows = add_runs(learn_all(run, settings, folder))
     else:
-        rows = read_runs()
+        rows = read_runs(RUNS)
 
     check(rows)
     runs = {}

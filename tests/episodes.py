@@ -145,9 +145,11 @@ class Inline:
         files = [(r.name, r.path, r.text) for r in rewards if not r.trusted]
         place = (environment.name, environment.path, environment.text)
         self.functions = load(files, place)
-        self.workers = [self]
         self.jobs = []
         harness.environment.objects.clear()  # of another test's episodes
+
+    def worker_of(self, place):
+        return 0
 
     def call_all(self, jobs, places=None):
         self.jobs += jobs
