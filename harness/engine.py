@@ -31,11 +31,9 @@ def vllm_problem(cfg, device: torch.device) -> str:
     if device.type != current_platform.device_type:
         return f"the installed vllm has no {device.type} build; pip install {requirements}"
     if device.type == "cpu":
-        # vLLM itself only warns if its library cannot be loaded, for example without libnuma.
-        try:
-            import vllm._C  # noqa: F401
-        except ImportError as error:
-            return f"vllm's library cannot be loaded: {error}"
+        current_platform.import_kernels()  # of its three libraries, the one for this CPU
+        if not hasattr(torch.ops._C, "init_cpu_memory_env"):  # vLLM itself only warns
+            return "vllm's library cannot be loaded (--verbose says why); is libnuma1 installed?"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 5):
         return "vllm has no kernels for cards below compute capability 7.5; --rollout hf needs none"
     return ""

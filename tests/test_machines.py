@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import platform
 import pty
 import shutil
 import subprocess
 import sys
 import termios
 import time
+import types
 
 import pytest
 import torch
@@ -107,15 +109,39 @@ def test_rounding_does_not_decide_what_is_clipped(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+LIBRARIES = ("vllm._C", "vllm._C_AVX512", "vllm._C_AVX2")
+
+
 def test_vllm_whose_library_cannot_be_loaded_is_not_chosen(monkeypatch):
     """Without libnuma vLLM imports, warns, and ends later in an error about another thing."""
     pytest.importorskip("vllm")
-    monkeypatch.setitem(sys.modules, "vllm._C", None)
+    for name in LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(torch.ops, "_C", types.SimpleNamespace())  # another test may have loaded it
     cpu = torch.device("cpu")
     kind, why = harness.engine.choose_sampler(Config(), cpu, False)
     assert kind == "hf" and "vllm's library cannot be loaded" in why
     with pytest.raises(ConfigError, match="--rollout vllm: vllm's library cannot be loaded"):
         harness.engine.choose_sampler(Config(rollout="vllm"), cpu, False)
+
+
+OTHER_LIBRARY = """
+import sys, torch
+torch.cpu._is_avx512_supported = lambda: False
+sys.modules["vllm._C"] = sys.modules["vllm._C_AVX512"] = None
+import grpo, harness.engine
+print(harness.engine.choose_sampler(grpo.Config(), torch.device("cpu"), False))
+"""
+
+
+def test_a_cpu_without_avx_512_gets_vllms_library_for_it():
+    """There vllm._C ends the process: illegal instruction."""
+    pytest.importorskip("vllm")
+    if platform.machine() != "x86_64":
+        pytest.skip("vLLM has three libraries for x86-64 only")
+    command = [sys.executable, "-c", OTHER_LIBRARY]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["('vllm', 'installed')"], done.stderr
 
 
 TWO_COPIES = """
