@@ -1483,9 +1483,8 @@ def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identit
     values["--train_data"] = inputs["train_rows"]
     values["--eval_data"] = inputs["eval_rows"]
     code = sorted(inputs["reward_code"].values())
-    values["--environment"] = cfg.environment.rpartition(":")[
-        2
-    ]  # its path may differ; `code` has its contents
+    # The path of the environment's file may differ; `code` has its contents.
+    values["--environment"] = cfg.environment.rpartition(":")[2]
     values["--reward"] = [(reward.name, reward.weight) for reward in rewards] + code
     world.same(values)
 

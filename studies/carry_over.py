@@ -75,7 +75,7 @@ CONFIGURATIONS = {  # of the trainer: bfloat16 weights, autocast to bfloat16, fl
 def configured(model: str) -> grpo.Config:
     gym = os.path.join(ROOT, "sample_data", "gym.py")
     flags = ["--model", model, "--train_data", f"{gym}:sums", "--reward", f"{gym}:score"]
-    flags += ["--system_prompt", SYSTEM["sums"], *FLAGS.split()]
+    flags += ["--system_prompt", SYSTEM["sums"], *FLAGS.split(), "--dtype", "bfloat16"]
     return dataclasses.replace(grpo.parse_args(flags), max_sampler_gap=1e9)
 
 

@@ -131,7 +131,7 @@ class Run:
         lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
         self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
         self.tokenizer, self.train_prompts, self.eval_prompts = data(
-            cfg.model, cfg.train_data, cfg.eval_data
+            cfg.model, cfg.train_data, cfg.eval_data, cfg.reward, cfg.system_prompt
         )
         self.model = grpo.load_model(cfg.model, cfg)
         self.policy = fast_policy(self.model, cfg.temperature)
@@ -219,8 +219,9 @@ def lengths_of(samples: list) -> np.ndarray:
 
 
 @functools.cache
-def data(model: str, train_data: str, eval_data: str):
-    return grpo.load_data(Config(model=model, train_data=train_data, eval_data=eval_data))[2:]
+def data(model: str, train_data: str, eval_data: str, reward: str, system_prompt: str):
+    paths = dict(model=model, train_data=train_data, eval_data=eval_data)
+    return grpo.load_data(Config(**paths, reward=reward, system_prompt=system_prompt))[2:]
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:

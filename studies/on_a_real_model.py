@@ -12,6 +12,9 @@ file. Without FOLDER it only draws. To check a single row, which takes minutes a
 figures alone:
 
     python studies/on_a_real_model.py FOLDER --side "noise 0.1" --seed 0
+
+--large: five sides at the size of README's command, which chats about sums and differences. A run
+takes a quarter of an hour. Its figures are on_a_real_model_large.
 """
 
 import dataclasses
@@ -39,7 +42,7 @@ from common import (
     steps_to,
 )
 from mean_of_means import plant
-from real_model import make_model, peak_memory
+from real_model import ROOT, SYSTEM, make_model, peak_memory
 
 import grpo
 import harness.models
@@ -93,10 +96,22 @@ BASE = dict(
     micro_batch_tokens=2048,
     log_tokens=0,
 )
+LARGE = dict(  # as in real_model.py, where it differs from BASE
+    train_data=os.path.join(ROOT, "sample_data", "gym.py:sums"),
+    eval_data=os.path.join(ROOT, "sample_data", "gym.py:sums_eval"),
+    reward=os.path.join(ROOT, "sample_data", "gym.py:score"),
+    system_prompt=SYSTEM["sums"],
+    num_prompts=16,
+    max_completion_length=16,
+    learning_rate=2e-5,
+    max_steps=24,
+    micro_batch_tokens=4096,
+)
+LARGE_SIDES = ("base", "noise 0.1", "warmup 5", "k3, beta 0.3", "4 updates")
 SEEDS = 5
 FIRST = 14  # so many sides get all their seeds before the other sides begin
 LEVELS = (0.5, 0.7)  # of the reward, for steps and seconds to it
-RUNS = os.path.join(FIGURES, "on_a_real_model.jsonl")
+NAME, LARGE_NAME = "on_a_real_model", "on_a_real_model_large"  # of the figures
 
 
 def mean_over_steps(row: dict, name: str) -> float:
@@ -177,6 +192,13 @@ def make_run(model: str, quick: bool) -> Run:
     )
     run.model.generate = functools.partial(once_per_prompt, run.model, run.model.generate)
     run.eval_prompts = run.eval_prompts[:50]
+    return run
+
+
+def make_large_run(model: str) -> Run:
+    harness.models.keep_freed_memory(CPU.device)
+    run = Run(**(BASE | LARGE), model=model)
+    run.model.generate = functools.partial(once_per_prompt, run.model, run.model.generate)
     return run
 
 
@@ -289,12 +311,12 @@ def write_runs(rows: list[dict], path: str) -> None:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def add_runs(new: list[dict]) -> list[dict]:
+def add_runs(new: list[dict], path: str) -> list[dict]:
     """Adds the new runs to the published ones, or replaces them; returns all."""
-    rows = {(row["side"], row["seed"]): row for row in read_runs(RUNS) + new}
+    rows = {(row["side"], row["seed"]): row for row in read_runs(path) + new}
     order = list(SIDES)
     rows = [rows[key] for key in sorted(rows, key=lambda key: (order.index(key[0]), key[1]))]
-    write_runs(rows, RUNS)
+    write_runs(rows, path)
     return rows
 
 
@@ -427,37 +449,50 @@ def add_options(parser) -> None:
         "folder", nargs="?", help="directory of the model and the runs; without it: only draw"
     )
     parser.add_argument("--draw", action="store_true", help="only draw the runs in the folder")
+    parser.add_argument("--large", action="store_true", help="five sides at README's size")
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(SEEDS), help="of the runs")
     parser.add_argument("--side", choices=SIDES, help="a single run, of --seed")
     parser.add_argument("--seed", type=int, default=0)
 
 
-def single_run(run: Run | None, side: str, seed: int, folder: str) -> None:
+def single_run(run: Run | None, side: str, seed: int, folder: str, published: str) -> None:
     """One run, beside the published ones that it is compared with."""
-    for row in read_runs(RUNS):
+    for row in read_runs(published):
         if row["seed"] == seed and row["side"] in (side, AGAINST.get(side, "base")):
             print(f"in the figures: {summary(row)}")
     learn_all(run, [(seed, side)], folder)
 
 
+def order_of_runs(seeds, large: bool) -> list[tuple]:
+    """[(seed, side)]"""
+    if large:
+        return grid(seeds, LARGE_SIDES)
+    sides = list(SIDES)
+    return grid(seeds, sides[:FIRST]) + grid(seeds, sides[FIRST:])
+
+
 def main():
     args = arguments(__doc__, add_options)
+    name, make, subfolder = NAME, functools.partial(make_run, quick=False), "runs"
+    if args.large:
+        name, make, subfolder = LARGE_NAME, make_large_run, "large_runs"
+    published = os.path.join(FIGURES, f"{name}.jsonl")
     if args.quick:
-        folder = os.path.join(args.out, "on_a_real_model")
+        folder = os.path.join(args.out, name)
         shutil.rmtree(folder, ignore_errors=True)
         rows = learn_all(make_run("", quick=True), grid(range(1), QUICK_SIDES), folder)
     elif args.folder:
         run = None
         if not args.draw:
-            run = make_run(make_model(os.path.abspath(args.folder)), quick=False)
-        folder = os.path.join(args.folder, "runs")
+            run = make(make_model(os.path.abspath(args.folder)))
+        folder = os.path.join(args.folder, subfolder)
         if args.side:
-            single_run(run, args.side, args.seed, folder)
+            single_run(run, args.side, args.seed, folder, published)
             return
-        sides = list(SIDES)
-        settings = grid(range(SEEDS), sides[:FIRST]) + grid(range(SEEDS), sides[FIRST:])
-        rows = add_runs(learn_all(run, settings, folder))
+        settings = order_of_runs(args.seeds, args.large)
+        rows = add_runs(learn_all(run, settings, folder), published)
     else:
-        rows = read_runs(RUNS)
+        rows = read_runs(published)
 
     check(rows)
     runs = {}
@@ -465,7 +500,7 @@ def main():
         by_seed = {row["seed"]: row for row in rows if row["side"] == side}
         if by_seed:
             runs[side] = by_seed
-    save(args, "on_a_real_model", draw(runs), test_table(runs), speed_table(runs))
+    save(args, name, draw(runs), test_table(runs), speed_table(runs))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 
 The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordinary model directory
 of it (0.5 GB), and the runs, one after the other in processes of their own. Each is grpo.py's
-command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise. A run
-that FOLDER already has is not repeated. The minutes are those of the whole process: start, evals
-and checkpoint included.
+command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise: in
+bfloat16 if the CPU multiplies in it, else in float32. A run that FOLDER already has is not
+repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included: on
+one thread of a quiet machine they are minutes of a clock.
 
 Before training the model never writes a minus. Therefore the system prompt of the sums mentions
 one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
@@ -15,6 +16,7 @@ needs a C++ compiler.
 """
 
 import argparse
+import collections
 import importlib.util
 import itertools
 import json
@@ -47,7 +49,7 @@ PANELS = {  # y labels
 }
 # Every flag that matters is here, even if it is the default.
 FLAGS = (
-    "--beta 0 --dtype bfloat16 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 "
+    "--beta 0 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 "
     "--num_generations 8 --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear "
     "--compile --eval_every 10 --save_every 0 --log_completions -1"
 )
@@ -57,8 +59,8 @@ TASKS = {  # functions of sample_data/gym.py
 }
 STEPS, SEEDS = {"sums": 80, "gcd": 20}, {"sums": 3, "gcd": 1}
 FLOAT32_SEEDS = 2
-SIDES = {"ours": "ours", "trl": "TRL at its best", "trl_hf": "TRL as it comes"}
-TRL_UNTIL = dict(trl=20, trl_hf=10)  # the last steps of TRL's sides, which take longer
+TRL_SEEDS = 3
+TRL_UNTIL = 14  # the last step of TRL's runs, which take longer
 TRL_REWARD = """import sys
 
 sys.path.insert(0, {folder!r})
@@ -133,7 +135,7 @@ def peak_memory(pid: int) -> float:
 
 def follow(command: list[str], out: str) -> list[dict]:
     """Runs a side, unless OUT has its result. For each line about a step, its step, text, and the
-    wall and CPU seconds so far."""
+    CPU seconds and GB so far."""
     path = os.path.join(out, "clock.json")
     if not os.path.exists(path):
         lines = run_and_time(command)
@@ -146,23 +148,22 @@ def follow(command: list[str], out: str) -> list[dict]:
 
 def run_and_time(command: list[str]) -> list[dict]:
     print(shlex.join(command), flush=True)
-    lines, started = [], time.monotonic()
+    lines, last_words = [], collections.deque(maxlen=20)
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     for text in process.stdout:
         text = text.rstrip()
+        last_words.append(text)
         step = re.match(r"step (\d+)", text)
         if step:
-            cpu = cpu_seconds(process.pid)
-            wall = time.monotonic() - started
-            memory = peak_memory(process.pid)
-            lines.append(dict(step=int(step[1]), text=text, wall=wall, cpu=cpu, memory=memory))
-            print(f"{wall / 60:5.1f} min  {text}", flush=True)
-        elif text.startswith(("grpo.py:", "Traceback")) or "Error" in text:
-            print(text, flush=True)
-    if process.wait():
-        sys.exit(f"real_model.py: this failed: {shlex.join(command)}")
+            cpu, memory = cpu_seconds(process.pid), peak_memory(process.pid)
+            lines.append(dict(step=int(step[1]), text=text, cpu=cpu, memory=memory))
+            print(f"{cpu / 60:5.1f} CPU minutes  {text}", flush=True)
+    code = process.wait()
+    if code:
+        print(*last_words, sep="\n")
+        sys.exit(f"real_model.py: this ended with code {code}: {shlex.join(command)}")
     return lines
 
 
@@ -178,8 +179,8 @@ def training_seconds(lines: list[dict]) -> dict[int, float]:
 
 
 def run(folder: str, model: str, task: str, seed: int, steps: int, dtype: str = "") -> list[dict]:
-    """One run's metrics, a dict a step, with the minutes since its process began. dtype: if it is
-    another one than in FLAGS."""
+    """One run's metrics, a dict a step, with its dtype and the CPU minutes so far. dtype: if the
+    run is not to choose it."""
     out = os.path.join(folder, f"{task}_{seed}")
     if dtype:
         out += f"_{dtype}"
@@ -187,12 +188,14 @@ def run(folder: str, model: str, task: str, seed: int, steps: int, dtype: str = 
     if dtype:
         command += ["--dtype", dtype]
     lines = follow(command, out)
-    minutes = {line["step"]: line["wall"] / 60 for line in lines}
+    minutes = {line["step"]: line["cpu"] / 60 for line in lines}
     seconds = training_seconds(lines)
     history = read_jsonl(os.path.join(out, "metrics.jsonl"))
     samples = read_jsonl(os.path.join(out, "completions.jsonl"))
+    with open(os.path.join(out, "config.json")) as file:
+        chosen = json.load(file)["dtype"]
     for m in history:
-        m.update(minutes=minutes[m["step"]], seconds=seconds[m["step"]])
+        m.update(dtype=chosen, minutes=minutes[m["step"]], seconds=seconds[m["step"]])
         if "reward" in m:  # not a line of an eval
             right = [s["reward"] == 1 for s in samples if s["step"] == m["step"]]
             m["right"] = float(np.mean(right))
@@ -231,10 +234,10 @@ def trl_files(folder: str, model: str, task: str, prompts: list) -> dict:
     return dict(model=model, rows=rows, reward=f"{reward}:score")
 
 
-def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int) -> None:
-    """One of TRL's sides, in an environment that has TRL. Rows, reward, group, learning rate, dtype
-    and the schedule over `steps` are ours; training ends with step `until`. The evals are ours.
-    Prints lines like ours."""
+def trl_side(model: str, task: str, seed: int, steps: int, until: int) -> None:
+    """TRL's side, in an environment that has TRL. Rows, reward, group, learning rate, dtype and the
+    schedule over `steps` are ours; training ends with step `until`. The evals are ours. Prints
+    lines like ours."""
     import bench
     from transformers import TrainerCallback
 
@@ -247,7 +250,7 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
         trainer, engine = bench.trl_trainer(
             trl_files(folder, model, task, train),
             spec,
-            side == "trl",
+            True,
             bench.Record(steps),
             max_steps=steps,
             learning_rate=cfg.learning_rate,
@@ -259,13 +262,8 @@ def trl_side(side: str, model: str, task: str, seed: int, steps: int, until: int
         if step % cfg.eval_every and step < until:
             return
         policy = trainer.model.eval()
-        generation_config = policy.generation_config
-        sampler = engine or grpo.HFSampler(
-            policy, trainer.eos_token_ids, tokenizer.pad_token_id, cfg
-        )
-        sampler.push(policy)
-        m = grpo.evaluate(sampler, held_out, tokenizer, scorer, step, cfg, CPU)
-        policy.generation_config = generation_config
+        engine.push(policy)
+        m = grpo.evaluate(engine, held_out, tokenizer, scorer, step, cfg, CPU)
         policy.train()
         accuracy = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}"
         print(f"step {step}: eval accuracy {accuracy}", flush=True)
@@ -313,52 +311,66 @@ def seconds_to(level: float, history: list[dict], key: str, window: int) -> floa
     return math.nan
 
 
-def trl_table(histories: dict) -> list:
-    """CPU seconds of each side to several levels, and TRL's over ours."""
-    table = [" | ".join(["level", *histories, "TRL at its best / ours", "TRL as it comes / ours"])]
+def trl_table(runs: dict) -> list:
+    """CPU seconds of each run to several levels, and TRL's over ours, by seed."""
+    ours, theirs = runs.values()
+    table = [" | ".join(["level", *runs, "ratio, by seed"])]
     for key, name, window, levels in (
         ("reward", "reward, mean of 3 steps", 3, (0.3, 0.5, 0.7, 0.9)),
         ("eval_accuracy", "greedy accuracy", 1, (0.6, 0.7, 0.8, 0.9)),
     ):
         for level in levels:
-            reached = [seconds_to(level, h, key, window) for h in histories.values()]
-            cells = ["not reached" if math.isnan(x) else f"{x:.0f} s" for x in reached]
-            for x in reached[1:]:
-                ratio = x / reached[0]
-                cells.append("" if math.isnan(ratio) else f"{ratio:.1f}")
-            table.append([f"{name} {level}", *cells])
+            reached = []  # [side][seed]
+            for histories in (ours, theirs):
+                reached.append([seconds_to(level, h, key, window) for h in histories])
+            ratios = np.divide(reached[1], reached[0])
+            cells = [f"{name} {level}"]
+            cells += [", ".join(map(seconds_text, side)) for side in reached]
+            cells.append(", ".join(f"{x:.1f}" for x in ratios).replace("nan", "-"))
+            table.append(cells)
+    return table
+
+
+def seconds_text(x: float) -> str:
+    return "not reached" if math.isnan(x) else f"{x:.0f} s"
+
+
+def step_table(runs: dict) -> list:
+    """Median CPU seconds of a step, without the first, which compiles."""
+    table = ["side | seed | steps | first step | median of the others, CPU seconds"]
+    for side, histories in runs.items():
+        for seed, history in enumerate(histories):
+            ends = [0.0] + [m["seconds"] for m in with_key(history, "reward")]
+            steps = np.diff(ends)
+            table.append([side, seed, len(steps), f"{steps[0]:.0f}", f"{np.median(steps[1:]):.0f}"])
     return table
 
 
 def against_trl(
-    folder: str, model: str, python: str, task: str, seed: int, steps: int, until: dict
+    folder: str, model: str, python: str, task: str, seeds: int, steps: int, until: int
 ) -> tuple:
-    """Figure and table: ours, TRL at its best and TRL as it comes, in turns, one thread each.
-    until: the last step of each of TRL's sides; the learning rate falls over `steps`."""
-    histories = {}
-    for side, title in SIDES.items():
-        if side == "ours":
-            histories[title] = run(folder, model, task, seed, steps)
-        else:
-            command = [python, os.path.abspath(__file__), folder, "--side", side, "--tasks", task]
-            command += ["--seed", str(seed), "--steps", str(steps), "--until", str(until[side])]
-            lines = follow(command, os.path.join(folder, f"{task}_{seed}_{side}"))
-            histories[title] = history_of_lines(lines)
+    """Figure and tables: ours and TRL at its best, in turns, one thread each.
+    until: the last step of TRL's runs; the learning rate falls over `steps`."""
+    runs = {"ours": [], "TRL at its best": []}
+    for seed in range(seeds):
+        runs["ours"].append(run(folder, model, task, seed, steps))
+        command = [python, os.path.abspath(__file__), folder, "--side", "trl", "--tasks", task]
+        command += ["--seed", str(seed), "--steps", str(steps), "--until", str(until)]
+        lines = follow(command, os.path.join(folder, f"{task}_{seed}_trl"))
+        runs["TRL at its best"].append(history_of_lines(lines))
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for color, (title, history) in zip(COLORS, histories.items(), strict=False):
-        style = dict(color=color, lw=1.5, label=title)
-        points = with_key(history, "reward")
-        left.plot([m["seconds"] for m in points], [m["reward"] for m in points], **style)
-        points = with_key(history, "eval_accuracy")
-        values = [[m[key] for m in points] for key in ("seconds", "eval_accuracy", "eval_stderr")]
-        right.errorbar(*values, fmt="o-", ms=3, capsize=2, **style)
-    left.set(ylabel="reward of the step's samples (mean)", ylim=(0, 1.03))
-    right.set(ylabel="greedy accuracy, held-out\n(share right ± 1 s.e.)", ylim=(0, 1.03))
+    for color, (title, histories) in zip(COLORS, runs.items(), strict=False):
+        label = f"{title}, seeds: {len(histories)}"
+        draw_runs(left, histories, "seconds", "reward", color, label)
+        draw_runs(right, histories, "seconds", "eval_accuracy", color, label)
+    left.set(ylabel="reward of the step's samples (mean)")
+    right.set(ylabel="greedy accuracy, held-out\n(share right ± 1 s.e.)")
     for axis in (left, right):
-        axis.set(xlabel="CPU seconds of training, one thread", xlim=0)
+        axis.set(xlabel="CPU seconds of training, one thread", xlim=0, ylim=(0, 1.03))
     right.legend(loc="lower right")
-    return figure, trl_table(histories)
+    figure.supxlabel("thin: a run each; bold: their mean")
+    return figure, trl_table(runs), step_table(runs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -368,10 +380,9 @@ def against_trl(
 def against_float32(folder: str, model: str, task: str, seeds: int, steps: int) -> tuple:
     """Figure and table: the same runs with trainer and engine in bfloat16 and in float32, in
     turns."""
-    dtypes = {"bfloat16": "", "float32": "float32"}
-    runs = {name: [] for name in dtypes}
-    for seed, (name, dtype) in itertools.product(range(seeds), dtypes.items()):
-        runs[name].append(run(folder, model, task, seed, steps, dtype))
+    runs = {"bfloat16": [], "float32": []}
+    for seed, dtype in itertools.product(range(seeds), runs):
+        runs[dtype].append(run(folder, model, task, seed, steps, dtype))
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     for color, (name, histories) in zip(COLORS, runs.items(), strict=False):
@@ -439,7 +450,7 @@ def draw_runs(axis, histories: list, x: str, key: str, color, label: str) -> Non
 def draw(runs: dict):
     """A row of panels against minutes, and a row against steps."""
     figure, rows = plt.subplots(2, len(PANELS), figsize=(11, 5.6), layout="constrained")
-    xlabels = {"minutes": "wall time (minutes)", "step": "step"}
+    xlabels = {"minutes": "CPU time (minutes)", "step": "step"}
     for axes, (x, xlabel) in zip(rows, xlabels.items(), strict=True):
         for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
             for color, (task, histories) in zip(COLORS, runs.items(), strict=False):
@@ -463,6 +474,7 @@ def run_row(task: str, seed: int, history: list[dict]) -> list:
     return [
         task,
         seed,
+        first["dtype"],
         first["right"],
         float(np.mean([m["right"] for m in steps[-3:]])),
         accuracy_text(evals[0]),
@@ -500,20 +512,21 @@ def main() -> None:
     folder = os.path.abspath(args.folder)
     model = make_model(folder)
     if args.side:
-        trl_side(args.side, model, args.tasks[0], args.seed, args.steps, args.until)
+        trl_side(model, args.tasks[0], args.seed, args.steps, args.until)
     args.out = FIGURES
-    steps, seeds, until, float32_sizes = STEPS, SEEDS, TRL_UNTIL, (FLOAT32_SEEDS, STEPS["gcd"])
+    steps, seeds = STEPS, SEEDS
+    trl_seeds, until, float32_sizes = TRL_SEEDS, TRL_UNTIL, (FLOAT32_SEEDS, STEPS["gcd"])
     if args.quick:
         args.out, folder = quick_folder(), os.path.join(folder, "quick")
         steps, seeds = dict.fromkeys(TASKS, 2), dict.fromkeys(TASKS, 1)
-        until, float32_sizes = dict(trl=2, trl_hf=2), (1, 2)
+        trl_seeds, until, float32_sizes = 1, 2, (1, 2)
 
     runs = {}
     for task in args.tasks:
         runs[task] = [run(folder, model, task, n, steps[task]) for n in range(seeds[task])]
     results = [
-        "task | seed | sampled right first | last 3 | greedy before | after | minutes to 0.9 | "
-        "minutes | tokens before | after | sampler gap, first step | last"
+        "task | seed | dtype | sampled right first | last 3 | greedy before | after | "
+        "CPU minutes to 0.9 | CPU minutes | tokens before | after | sampler gap, first step | last"
     ]
     completions = ["task | step | question | completion | reward"]
     for task, histories in runs.items():
@@ -523,8 +536,9 @@ def main() -> None:
     save(args, "real_model", draw(runs), results, completions)
 
     if args.trl:
-        figure, table = against_trl(folder, model, args.trl, "sums", 0, steps["sums"], until)
-        save(args, "real_model_trl", figure, table)
+        sizes = trl_seeds, steps["sums"], until
+        figure, *tables = against_trl(folder, model, args.trl, "sums", *sizes)
+        save(args, "real_model_trl", figure, *tables)
     if args.float32:
         figure, table = against_float32(folder, model, "gcd", *float32_sizes)
         save(args, "real_model_float32", figure, table)
