@@ -280,15 +280,18 @@ class Log:
         evals = self.evals()
         summary = {}
         if evals:
-            summary = dict(accuracy_before=accuracy(evals[0]), accuracy_after=accuracy(evals[-1]))
+            summary["accuracy_before"] = accuracy(evals[0])
+        if len(evals) > 1:
+            summary["accuracy_after"] = accuracy(evals[-1])
         summary.update(
             steps=max([self.start_step, *(m["step"] for m in self.history)]),
             train_seconds=f"{now - self.loop_started:.1f}",
             total_seconds=f"{now - self.started:.1f}",
             out_dir=out_dir,
-            samples=f"python view.py {out_dir} --step",
-            curves=self.draw_curves(),
         )
+        if self.completions.size > 0:
+            summary["samples"] = f"python view.py {out_dir} --step"
+        summary["curves"] = self.draw_curves()
         best = os.path.join(out_dir, "best")
         if os.path.islink(best):
             summary["best"] = f"{best}, of step {self.best()}"

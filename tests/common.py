@@ -135,9 +135,8 @@ def update_gradient(
     if policy is None:
         policy = fast_policy(tiny_model(dtype=dtype), cfg.temperature)
     policy.packs = packs and isinstance(policy, FastPolicy)
-    cfg = dataclasses.replace(
-        cfg, max_sampler_gap=1e9
-    )  # the samples' log-probabilities are made up
+    # the samples' log-probabilities are made up
+    cfg = dataclasses.replace(cfg, max_sampler_gap=1e9)
     if not cfg.micro_batch_tokens:
         cfg = dataclasses.replace(cfg, micro_batch_tokens=2048)
     recorder = Recorder(policy)

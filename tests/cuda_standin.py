@@ -53,9 +53,8 @@ def build() -> str:
     return library
 
 
-native = ctypes.CDLL(
-    build(), mode=ctypes.RTLD_GLOBAL
-)  # before torch, which asks for its hooks once
+# before torch, which asks for its hooks once
+native = ctypes.CDLL(build(), mode=ctypes.RTLD_GLOBAL)
 for _name in ("standin_live", "standin_peak", "standin_at_peak"):
     getattr(native, _name).restype = ctypes.c_int64
 

@@ -308,7 +308,6 @@ def family_run(path, out, rows, **options):
     settings = dict(
         model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1, num_minibatches=1
     )
-    settings |= dict(
-        learning_rate=1e-3, advantage_noise=1.0, log_completions=-1
-    )  # noise: there is always a signal
+    # noise: there is always a signal
+    settings |= dict(learning_rate=1e-3, advantage_noise=1.0, log_completions=-1)
     return small_run(out, **(settings | options))

@@ -143,11 +143,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         run.record(step, METRICS, [])
         run.record_eval(step, dict(eval_accuracy=accuracy, eval_stderr=0.0, eval_length=1.0))
         if step == 6:  # what stands after the save of step 5
-            assert names_in(tmp_path) == [
-                "step_000002",
-                "step_000004",
-                "step_000005",
-            ]  # negative, and still the best
+            # negative, and still the best
+            assert names_in(tmp_path) == ["step_000002", "step_000004", "step_000005"]
             assert os.readlink(tmp_path / "best") == "step_000002"
     assert (
         names_in(tmp_path) == ["step_000005", "step_000006"]
@@ -182,15 +179,8 @@ def test_an_eval_that_a_stop_cut_off_is_made_again_and_may_be_the_best(
         0.9,
         *made[cut + 1 :],
     ]
-    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-    ]  # an eval is a line of its own
+    # an eval is a line of its own
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [0, 1, 1, 2, 2, 3, 3]
     assert os.readlink(out / "best") == f"step_00000{best}" and (out / "best").is_dir()
 
 
@@ -249,9 +239,8 @@ def test_the_users_generation_config_is_kept_as_it_is(tmp_path):
     saved = tmp_path / "out" / "step_000001"
     assert (saved / "generation_config.json").read_text() == mine
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.eos_token_id == [1, 3]
-    small_run(
-        tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest"
-    )  # its source goes
+    # its source goes
+    small_run(tmp_path / "out", model=str(model), max_steps=3, keep=1, resume="latest")
     assert (tmp_path / "out" / "step_000003" / "generation_config.json").read_text() == mine
     # also where the sampler leaves the model's own in place, as vLLM does
     loaded = grpo.load_model(str(model), Config())

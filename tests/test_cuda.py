@@ -252,9 +252,8 @@ def head_gradients(path):
     """
     generator, found = torch.Generator().manual_seed(0), {}
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (2000, 32)))
-    targets = (hidden @ weight.T).argmax(
-        -1
-    )  # likely tokens, as a policy samples them: small gradients
+    # likely tokens, as a policy samples them: small gradients
+    targets = (hidden @ weight.T).argmax(-1)
     hidden, weight, targets = hidden.to(CUDA).requires_grad_(), weight.to(CUDA), targets.to(CUDA)
     honest = harness.head.HeadLogps.backward
 

@@ -85,9 +85,8 @@ class Engine:
         slopes = [m.impl.alibi_slopes for m in self.model.modules() if hasattr(m, "impl")]
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *slopes] if level == 2 else []:
-                tensor.fill_(
-                    math.nan
-                )  # dropped; level 1 brings all of it back, and vLLM keeps buffers in both
+                # dropped; level 1 brings all of it back, and vLLM keeps buffers in both
+                tensor.fill_(math.nan)
         self.awake, self.loaded = set(), False
 
     @torch.no_grad()

@@ -179,9 +179,8 @@ def test_thinking_that_the_template_begins_or_leaves_out(encode, tmp_path):
         == 1
     )
     assert none.endswith("<think>\n\n</think>\n\n") and part("answer", "3", none, answer="3") == 1
-    ids = r1("<think>hm</think>3", add_special_tokens=False)[
-        "input_ids"
-    ]  # added tokens, but not special ones
+    # added tokens, but not special ones
+    ids = r1("<think>hm</think>3", add_special_tokens=False)["input_ids"]
     assert len(ids) == 5 and grpo.decode(r1, ids_of(ids)) == "<think>hm</think>3"
 
 
@@ -217,10 +216,8 @@ def rows_of_two(tmp_path_factory):
     return str(path)
 
 
-FEW = (
-    "llama3",
-    "gemma2",
-)  # byte-level BPE, and pieces with soft-capped logits; the others are slow
+# byte-level BPE, and pieces with soft-capped logits; the others are slow
+FEW = ("llama3", "gemma2")
 
 
 @pytest.mark.parametrize(
@@ -285,9 +282,8 @@ def test_no_generation_config_changes_what_is_sampled(tmp_path):
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     """As with tokens that were added and embeddings that were not."""
-    path, ids = family(
-        tmp_path / "model", "qwen2", size=263
-    )  # 259 to 262 are the special tokens, 263 has no row
+    # 259 to 262 are the special tokens, 263 has no row
+    path, ids = family(tmp_path / "model", "qwen2", size=263)
     cfg = Config(model=str(path))
     tokenizer = harness.rows.load_tokenizer(cfg)
     assert len(tokenizer) == 262
@@ -295,9 +291,8 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, rows_of_two):
     tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
     tokenizer.save_pretrained(path)
     assert tokenizer.pad_token_id == 263
-    [metrics] = family_run(
-        path, tmp_path / "out", rows_of_two
-    )  # whose prompts differ in length, so there is padding
+    # whose prompts differ in length, so there is padding
+    [metrics] = family_run(path, tmp_path / "out", rows_of_two)
     assert metrics["sampler_gap"] < 1e-5
     model = grpo.load_model(str(path), cfg)
     tokenizer.add_special_tokens(dict(eos_token="[END]"))
@@ -375,9 +370,8 @@ def test_what_the_engine_finds_in_its_environment(monkeypatch):
     names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "TRITON_F32_DEFAULT")
     for dtype, precision in (("bfloat16", None), ("float32", "ieee")):
         mine = {name: value for name, value in os.environ.items() if name not in names}
-        monkeypatch.setattr(
-            os, "environ", mine | {names[0]: "1"}
-        )  # a user's: the push of weights needs one process
+        # a user's: the push of weights needs one process
+        monkeypatch.setattr(os, "environ", mine | {names[0]: "1"})
         monkeypatch.setitem(sys.modules, "vllm.platforms", None)
         kind, why = harness.engine.choose_sampler(Config(dtype=dtype), CPU.device, False)
         assert kind == "hf" and "vllm cannot be imported" in why

@@ -228,6 +228,23 @@ def test_a_matplotlibrc_that_asks_for_latex_does_not_end_a_run(tmp_path, monkeyp
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_summary_names_only_what_there_is(tmp_path, capsys):
+    """A stop in step 1 leaves one eval and no sample."""
+    log = log_of(tmp_path)
+    metrics = dict(eval_accuracy=0.25, eval_stderr=0.1, eval_length=3.0)
+    log.eval(0, metrics)
+    log.close()
+    out = capsys.readouterr().out
+    assert "accuracy_before: 0.250 +- 0.100\n" in out and "steps: 0\n" in out
+    assert "accuracy_after" not in out and "samples:" not in out
+    log.step(dict(step=1, reward=1.0, tokens_per_s=1), [dict(step=1)])
+    log.eval(1, metrics)
+    log.close()
+    out = capsys.readouterr().out
+    assert "accuracy_after: 0.250 +- 0.100\n" in out
+    assert f"samples: python view.py {tmp_path} --step\n" in out
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no font\nand more"), ZeroDivisionError()])
 def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(tmp_path, monkeypatch, capsys, error):
     def draw(out_dirs, path):

@@ -527,9 +527,8 @@ def test_browser_opens_a_hundred_steps_at_once(tmp_path, browser):
     assert os.path.getsize(path) < 1e7 and len(data_of(path)["steps"]) == 100
     browser.open(path, "step 100 of 100")
     assert len(browser.texts(".sample")) == 64
-    assert (
-        browser.run("return performance.getEntriesByType('navigation')[0].domComplete") < 15000
-    )  # 1 s, left alone
+    # 1 s, left alone
+    assert browser.run("return performance.getEntriesByType('navigation')[0].domComplete") < 15000
     start = time.monotonic()
     browser.press("ArrowLeft")
     browser.until("document.getElementById('step').textContent", "step 99 of 100")

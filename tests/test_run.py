@@ -164,12 +164,8 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
     assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "./named/")
     assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
     assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
-    assert flags_of("--resume", "named/step_000002") == (
-        "out",
-        "named/step_000002",
-        0,
-        3,
-    )  # the flags of that moment
+    # the flags of that moment
+    assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)
     # the same for a Config made in Python, where a default that is given counts, too
     cfg = grpo.prepare(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
     assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (

@@ -61,9 +61,8 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path, n_kills, step
         [pid], wait = fork("small_run", out, **options, resume="latest")
         if seconds is None:
             wait_for(lambda: whole_lines(out / "metrics.jsonl"))
-            seconds = (
-                time.monotonic() - started
-            )  # from the start to the end of the first step, here
+            # from the start to the end of the first step, here
+            seconds = time.monotonic() - started
         else:
             time.sleep(rng.uniform(0.3, 1.2) * seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -72,9 +71,8 @@ def test_kill_9_at_25_random_moments_loses_nothing(fork, tmp_path, n_kills, step
             kills += 1
         else:  # it came to its end first
             seconds *= 0.8
-        for path in harness.checkpoints.checkpoints(str(out))[
-            steps - 4 :
-        ]:  # near its end: back to an earlier step
+        # near its end: back to an earlier step
+        for path in harness.checkpoints.checkpoints(str(out))[steps - 4 :]:
             shutil.rmtree(path)
     assert fork("small_run", out, **options, resume="latest")[1]().returncode == 0
     assert state_of(out) == state_of(tmp_path / "whole")
@@ -134,9 +132,8 @@ def test_a_second_signal_ends_the_run_at_once(fork, rows, tmp_path):
     assert names_in(out) == ["step_000001"]
 
 
-@pytest.mark.parametrize(
-    "where", ["assign_advantages", "sample_metrics"]
-)  # before and after the updates of step 2
+# before and after the updates of step 2
+@pytest.mark.parametrize("where", ["assign_advantages", "sample_metrics"])
 def test_a_stop_in_a_notebook_returns_to_the_caller(
     undisturbed, rows, tmp_path, monkeypatch, where
 ):

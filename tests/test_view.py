@@ -84,9 +84,8 @@ def test_view_draws(tmp_path):
         a = write_run(tmp_path / "a")
         b = write_run(tmp_path / "x" / "run", steps=1, grad_norm=None)
         c = write_run(tmp_path / "y" / "run", beta=0, grad_norm=float("nan"), kl=1e30)
-        d = write_run(
-            tmp_path / "_$a$", steps=0, beta=0
-        )  # nothing but the eval before the first step
+        # nothing but the eval before the first step
+        d = write_run(tmp_path / "_$a$", steps=0, beta=0)
         curves.draw([a, b, c, d], str(tmp_path / "all.png"))
         curves.draw([d], os.path.join(d, "curves.png"))
     assert (
@@ -144,10 +143,8 @@ def test_view_reads_what_is_whole(tmp_path):
         dict(step=2, loss=3, reward=0),
         dict(step=2),
     ]
-    assert list(curves.series(resumed, "loss").items()) == [
-        (1, 2),
-        (2, 3),
-    ]  # the later line of a step holds
+    # the later line of a step holds
+    assert list(curves.series(resumed, "loss").items()) == [(1, 2), (2, 3)]
 
 
 def test_smoothing_is_a_centred_mean():
@@ -202,9 +199,8 @@ def test_view_step(tmp_path, monkeypatch, capsys):
     view.main([write_run(tmp_path / "a"), "--step", "-1"])
     out = capsys.readouterr().out
     assert out.startswith("step 20, 7 samples")
-    assert all(
-        line.isprintable() and len(line) < 200 for line in out.split("\n")
-    )  # nor a lone surrogate
+    # nor a lone surrogate
+    assert all(line.isprintable() and len(line) < 200 for line in out.split("\n"))
     for shown in (
         r"\x1b[31m",
         r"\u202e",
