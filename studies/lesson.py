@@ -75,7 +75,7 @@ def draw_tokens(samples: list, tokenizer, panels: dict, limit: float) -> None:
     """
     tokens = [tokenizer.convert_ids_to_tokens(s.completion_ids.tolist()) for s in samples]
     width = max(len(texts) for texts in tokens)
-    labels = [f"A {s.advantages[0]:+.2f}" for s in samples]
+    labels = [f"{i}:  A {s.advantages[0]:+.2f}" for i, s in enumerate(samples, 1)]
     height = len(panels) * (BOX * len(tokens) + 0.4)
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False)
     for axis, (title, values) in zip(axes[:, 0], panels.items(), strict=True):
@@ -99,7 +99,7 @@ def draw_boxes(axis, tokens: list, values: list, limit: float) -> None:
             box = dict(width=0.94, height=0.84, facecolor=background, edgecolor="#cccccc", lw=0.5)
             axis.add_patch(plt.Rectangle((column - 0.47, row - 0.42), **box))
             text = SHORT_NAMES.get(text, text)
-            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
 
 
 def colors_of(value: float, limit: float) -> tuple:
@@ -118,14 +118,14 @@ def colors_of(value: float, limit: float) -> tuple:
 def draw_time_line() -> None:
     """Four policies during one step with two updates. The height is a sketch, not measured."""
     _, axis = plt.subplots(figsize=(10, 4.1))
-    axis.set(xlim=(-0.2, 12.8), ylim=(-0.2, 5.5), xticks=[], yticks=[])
+    axis.set(xlim=(-0.2, 13.4), ylim=(-0.2, 5.5), xticks=[], yticks=[])
     axis.set_xlabel("time: one step, and the beginning of the next")
     axis.set_ylabel("distance from the reference")
     phases = [
         (0.0, 3.1, "rollout, rewards:\nsampler_logps"),
         (3.1, 5.3, "old_logps,\nref_logps"),
-        (5.3, 10.3, "updates: here two, by default one"),
-        (10.3, 12.8, "next step"),
+        (5.3, 11.9, "updates: here two, by default one"),
+        (11.9, 13.4, "next step"),
     ]
     for number, (begin, end, text) in enumerate(phases):
         if number % 2 == 0:
@@ -133,33 +133,34 @@ def draw_time_line() -> None:
         axis.text((begin + end) / 2, 5.4, text, ha="center", va="top", color=GREY)
 
     policies = [  # name, colour, where its name stands, and its line: times and heights
-        ("reference: the model at the start of the run", "black", 0.45, [0, 12.8], [0.3, 0.3]),
+        ("reference: the model at the start of the run", "black", 0.45, [0, 13.4], [0.3, 0.3]),
         (
-            "sampler: the same weights, other code (vLLM)",
+            "sampler: the same parameters, other code",
             GREY,
             1.35,
-            [0, 10.3, 10.3, 12.8],
+            [0, 11.9, 11.9, 13.4],
             [1.6, 1.6, 3.6, 3.6],
         ),
         (
             "old policy: before the updates of this step",
             ORANGE,
             2.4,
-            [0, 10.3, 10.3, 12.8],
+            [0, 11.9, 11.9, 13.4],
             [2.1, 2.1, 4.1, 4.1],
         ),
-        ("", BLUE, 0, [0, 6, 6, 8, 8, 12.8], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
+        ("", BLUE, 0, [0, 6, 6, 8, 8, 13.4], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
     ]
     for name, color, height, times, heights in policies:
         axis.plot(times, heights, color=color, lw=2.5)
         axis.text(0.05, height, name, color=color, va="center")
     axis.text(6.05, 3.4, "policy now: it learns", color=BLUE, va="center")
+    axis.text(0.05, 2.75, "(blue on orange: the same policy)", color=BLUE, va="center")
 
     draw_difference(
         axis, 5.6, 1.6, 2.1, 1.0, "old_logps - sampler_logps\nweight, capped by tis_cap"
     )
     draw_difference(axis, 8.3, 2.1, 4.17, 2.9, "logps - old_logps\nratio, clipped")
-    draw_difference(axis, 11.1, 0.3, 4.17, 1.2, "logps - ref_logps\nKL, times beta")
+    draw_difference(axis, 10.2, 0.3, 4.17, 1.2, "logps - ref_logps\nKL, times beta")
     plt.show()
 
 
@@ -214,5 +215,5 @@ def draw_curves(steps: list) -> None:
     axis.legend()
     for axis in axes[1]:
         axis.set_xlabel("step")
-        axis.set_xticks([1, 5, 10, 15, 20])
+        axis.set_xticks(range(2, len(steps) + 1, 2))
     plt.show()
