@@ -54,7 +54,7 @@ def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
         left.plot(cloud[:, 0], cloud[:, 2], "o", markersize=3, alpha=0.5, mew=0, **style)
         right.plot(offsets, spreads[name], "o-", markersize=4, **style)
     left.plot(exact[0], exact[2], "+", color="black", markersize=11, mew=1.0, label="exact")
-    left.set_title(f"{len(cloud)} estimates of the gradient, rewards + 10")
+    left.set_title(f"{len(cloud)} estimates of the gradient, rewards + 10 (jittered)")
     left.set_xlabel("gradient by the logit of answer 1, which is wrong")
     left.set_ylabel("by that of answer 3, which is right")
     right.set_title("Spread (standard deviation) of one estimate")
@@ -88,7 +88,10 @@ def draw_tokens(samples: list, tokenizer, panels: dict, limit: float) -> None:
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
         colors = plt.cm.ScalarMappable(plt.Normalize(-limit, limit), SIGNED)
-        figure.colorbar(colors, ax=axis, pad=0.01, fraction=0.03)
+        extend = "neither"
+        if np.nanmax(np.abs(np.concatenate(values))) > limit:
+            extend = "both"  # arrows at the ends of the scale
+        figure.colorbar(colors, ax=axis, pad=0.01, fraction=0.03, extend=extend)
     plt.show()
 
 
@@ -120,7 +123,7 @@ def draw_time_line() -> None:
     _, axis = plt.subplots(figsize=(10, 4.1))
     axis.set(xlim=(-0.2, 13.4), ylim=(-0.2, 5.5), xticks=[], yticks=[])
     axis.set_xlabel("time: one step, and the beginning of the next")
-    axis.set_ylabel("distance from the reference")
+    axis.set_ylabel("distance from the reference (not to scale)")
     phases = [
         (0.0, 3.1, "rollout, rewards:\nsampler_logps"),
         (3.1, 5.3, "old_logps,\nref_logps"),
@@ -197,7 +200,7 @@ def draw_curves(steps: list) -> None:
         "reward": "reward: share of right answers",
         "length": "length of a completion, tokens",
         "no_signal": "share of groups without a signal",
-        "loss": "loss: tells nothing about learning",
+        "loss": "loss: no measure of learning",
         "grad_norm": "norm of the gradient",
         "kl_k1": "KL to the reference, nats a token",
     }
@@ -213,6 +216,9 @@ def draw_curves(steps: list) -> None:
     axis.lines[0].set_label("k1")
     axis.plot(numbers, [step["kl"] for step in steps], "--", color=ORANGE, label="k3")
     axis.legend()
+    for axis, name in zip(axes.flat, panels, strict=True):
+        if name != "loss":
+            axis.set_ylim(bottom=0)
     for axis in axes[1]:
         axis.set_xlabel("step")
         axis.set_xticks(range(2, len(steps) + 1, 2))
