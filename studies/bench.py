@@ -9,9 +9,9 @@
 A round takes an hour, or half an hour with --jobs 2. With --runs FILE the results are kept in a
 file, and a side that has its result is not run again, so the benchmark can be stopped.
 
-All sides have the same model, prompts, G, lengths, learning rate, beta and dtype. They take turns,
-each in a process of its own with one thread (--jobs 2: two at a time, in another order each round).
-A ratio compares two sides in the same round. The sides:
+All sides have the same model, prompts, G, lengths, learning rate and beta, and the dtype that
+grpo.py would choose. They take turns, each in a process of its own with one thread (--jobs 2: two
+at a time, in another order each round). A ratio compares two sides in the same round. The sides:
 
 - ours samples as `--rollout auto` does: with Hugging Face for the bundled model, else with vLLM.
 - "TRL as it comes" samples with HF generate and, on a CPU, computes the head at every position.
@@ -144,7 +144,14 @@ def prepare(setting: str, model: str, folder: str) -> dict:
         make_random_model(spec, folder)
         write_random_prompts(spec, rows)
         model = folder
-    return dict(model=model, rows=rows, reward=reward)
+    return dict(model=model, rows=rows, reward=reward, dtype=dtype_of(setting))
+
+
+def dtype_of(setting: str) -> str:
+    """As `--dtype auto` chooses on a CPU."""
+    if setting.startswith("bundled") or not harness.auto.fast_bfloat16(torch.device("cpu")):
+        return "float32"
+    return "bfloat16"
 
 
 def write_differences(path: str) -> None:
@@ -276,6 +283,8 @@ class Record:
         and update, above the memory after sampling, without the gradients. `whole` is that of the
         step, above the loaded model, without gradients and Adam's moments."""
         timed, last = self.steps[1:-1], self.steps[-1]
+        for step in timed:
+            assert step["rollout"][1] > 0.01 * step["step"][1], "sampling is outside its phase"
         result = {}
         for name in (*PHASES, "step", "tokens"):
             if any(name in step for step in timed):
@@ -296,6 +305,7 @@ def flags(files, spec, sampler) -> list[str]:
         num_prompts=spec["num_prompts"],
         num_generations=spec["num_generations"],
         beta=spec["beta"],
+        dtype=files["dtype"],
         max_completion_length=spec["completion"],
         compile="compile" in spec,
         micro_batch_tokens=spec["budget"],
@@ -372,8 +382,6 @@ def trl_trainer(files, spec, best: bool, record: Record, **changes):
     with open(path) as file:
         exec(file.read(), functions)
     n = spec["num_prompts"] * spec["num_generations"]
-    device = torch.device("cpu")
-    bundled = files["model"].endswith("sample_data/model")
     options = dict(
         per_device_train_batch_size=spec["rows"],
         gradient_accumulation_steps=n // spec["rows"],
@@ -388,7 +396,7 @@ def trl_trainer(files, spec, best: bool, record: Record, **changes):
         report_to="none",
         disable_tqdm=True,
         save_strategy="no",
-        bf16=harness.auto.fast_bfloat16(device) and not bundled,  # as grpo.py chooses
+        bf16=files["dtype"] == "bfloat16",
         output_dir=tempfile.mkdtemp(),
         logging_steps=1,
         model_init_kwargs=dict(dtype="float32"),
@@ -438,7 +446,7 @@ def use_engine(trainer, files, spec, record: Record):
             call = next(calls)
             seeds = [harness.ranks.seed_of(cfg.seed, 0, call, i) for i in range(len(prompts))]
             limits = [cfg.max_completion_length] * len(prompts)
-        groups = engine.generate(prompts, num_generations, seeds, 1.0, limits)
+            groups = engine.generate(prompts, num_generations, seeds, 1.0, limits)
         completions = [c for group in groups for c in group]
         return [c.ids.tolist() for c in completions], [c.logps.tolist() for c in completions]
 
@@ -648,7 +656,8 @@ def side_rows(setting: str, rounds: list) -> list:
         per_token = np.median([1000 * run["update"][1] / run["tokens"][1] for run in runs])
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
         memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
-        row = [setting, title, *phases, float(cpu), int(median["tokens"][1]), float(wall)]
+        row = [setting, runs[0]["dtype"], title, *phases]
+        row += [float(cpu), int(median["tokens"][1]), float(wall)]
         row += [float(100 * system), float(per_token), float(waste), *memory, len(runs)]
         table.append(row)
     return table
@@ -693,9 +702,9 @@ def publish(table, ratios, args) -> None:
 
     from harness.curves import COLORS
 
-    names = ["setting", "side", *PHASES, "step", "real tokens", "step, wall", "of the system, %"]
-    names += ["update, ms a token", "computed / real", "peak MB, logps and update"]
-    names += ["peak MB, step", "rounds"]
+    names = ["setting", "dtype", "side", *PHASES, "step", "real tokens", "step, wall"]
+    names += ["of the system, %", "update, ms a token", "computed / real"]
+    names += ["peak MB, logps and update", "peak MB, step", "rounds"]
     ratio_names = "setting | pair | of | min | median | max"
     shown = []
     for row in ratios:
@@ -749,7 +758,9 @@ def parse_arguments() -> tuple:
 def main() -> None:
     args, extra = parse_arguments()
     if args.side:
-        print("\nRESULT " + json.dumps(run_this_side(args, extra)), flush=True)
+        result = run_this_side(args, extra)
+        result["dtype"] = args.files["dtype"]
+        print("\nRESULT " + json.dumps(result), flush=True)
         os._exit(0)
     os.makedirs(args.out, exist_ok=True)
     args.started = time.monotonic()

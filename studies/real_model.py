@@ -220,8 +220,8 @@ def accuracy_text(m: dict) -> str:
 # TRL on the same work
 
 
-def trl_files(folder: str, model: str, task: str, prompts: list) -> dict:
-    """Paths of model, rows and reward for bench.trl_trainer."""
+def trl_files(folder: str, model: str, task: str, prompts: list, dtype: str) -> dict:
+    """Paths of model, rows and reward for bench.trl_trainer, and the dtype."""
     rows, reward = os.path.join(folder, "rows.jsonl"), os.path.join(folder, "score.py")
     system = [dict(role="system", content=SYSTEM[task])] if SYSTEM[task] else []
     with open(rows, "w") as file:
@@ -231,7 +231,7 @@ def trl_files(folder: str, model: str, task: str, prompts: list) -> dict:
     shared = {key: prompts[0].row[key] for key in ("task", "sign_marks")}
     with open(reward, "w") as file:
         file.write(TRL_REWARD.format(folder=os.path.join(ROOT, "sample_data"), row=shared))
-    return dict(model=model, rows=rows, reward=f"{reward}:score")
+    return dict(model=model, rows=rows, reward=f"{reward}:score", dtype=dtype)
 
 
 def trl_side(model: str, task: str, seed: int, steps: int, until: int) -> None:
@@ -248,7 +248,7 @@ def trl_side(model: str, task: str, seed: int, steps: int, until: int) -> None:
     spec.update(num_prompts=cfg.num_prompts, completion=cfg.max_completion_length)
     with tempfile.TemporaryDirectory() as folder:
         trainer, engine = bench.trl_trainer(
-            trl_files(folder, model, task, train),
+            trl_files(folder, model, task, train, bench.dtype_of("135M")),
             spec,
             True,
             bench.Record(steps),
