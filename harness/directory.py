@@ -39,11 +39,10 @@ def find_beginning(out_dir: str, resume: str) -> Beginning:
     if not resume:
         return Beginning(out_dir, "", {})
 
-    # --resume out.3 means --resume --out_dir out.3
+    # --resume out.3 continues the run in out.3
     same = os.path.realpath(out_dir) == os.path.realpath(resume)
     if saved_config(resume) and (same or out_dir == UNNAMED):
-        out_dir = resume
-        resume = LATEST
+        return Beginning(resume, LATEST, saved_config(resume))
 
     if resume != LATEST:
         inside = checkpoints(resume)

@@ -161,6 +161,7 @@ def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, 
     assert flags_of("--resume") == ("out.2", "latest", 0, 3)
     assert flags_of("--resume", "--seed", "0", "--num_prompts", "32") == ("out.2", "latest", 0, 32)
     assert flags_of("--resume", "--out_dir", "named") == ("named", "latest", 4, 3)
+    assert flags_of("--resume", "out") == ("out", "latest", 1, 3)  # and not the newest
     assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "./named/")
     assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
     assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
@@ -321,11 +322,11 @@ def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
     assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}
     none, failed = Scores([math.nan] * 2, {}, [False] * 2), Scores([0.0] * 2, {}, [True] * 2)
     with pytest.raises(
-        TrainingError, match="every reward of the first step failed or returned None"
+        TrainingError, match="in every sample of step 1 a reward failed or returned None"
     ):
         failures(1, none, none)
     with pytest.raises(
-        TrainingError, match="every reward of the first step failed or returned None"
+        TrainingError, match="in every sample of step 1 a reward failed or returned None"
     ):
         failures(1, none, failed)
     assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(
