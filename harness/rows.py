@@ -163,10 +163,12 @@ def load_prompts(
     if tokenizer.chat_template and any(prompt.messages is None for prompt in kept):
         why = "string prompts do not go through the model's chat template; --chat does that"
         say(f"warning: --{name} {path}: {why}")
-    hidden = sorted(set().union(*rows) & (TRAINER_KEYS | TRL_KEYS))
-    if hidden:
-        why = "under these names rewards get the trainer's values, not the data's"
-        say(f"warning: --{name} {path}: columns {', '.join(hidden)}: {why}")
+    columns = set().union(*rows)
+    for names, who in ((TRAINER_KEYS, "rewards"), (TRL_KEYS - TRAINER_KEYS, "rewards like TRL's")):
+        hidden = sorted(columns & names)
+        if hidden:
+            why = f"under these names {who} get the trainer's values, not the data's"
+            say(f"warning: --{name} {path}: columns {', '.join(hidden)}: {why}")
     return kept
 
 

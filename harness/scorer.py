@@ -123,7 +123,7 @@ class Scorer:
             name = self.environment.name
             raise TrainingError(f"environment {name} failed in every episode of the first step")
         if step == 1 and failed + without_reward == n_samples:
-            raise TrainingError("every reward of the first step failed or returned None")
+            raise TrainingError("in every sample of step 1 a reward failed or returned None")
 
         metrics = {f"reward_failed/{cause}": count for cause, count in causes.items()}
         metrics["failed_rewards"] = None  # None: the step's line omits it

@@ -65,7 +65,7 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
 def test_a_reward_that_fails_is_said(tmp_path, capsys):
     (tmp_path / "rewards.py").write_text(REWARDS)
     with pytest.raises(
-        TrainingError, match="every reward of the first step failed or returned None"
+        TrainingError, match="in every sample of step 1 a reward failed or returned None"
     ):
         small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:wrong_key")
     line = r"reward wrong_key failed: exception: KeyError: 'anwser'"
@@ -81,7 +81,7 @@ def test_a_reward_that_fails_is_said(tmp_path, capsys):
     assert shown == [line["failed_rewards"] for line in with_failures]
     assert 0 < shown[0] < 15
     with pytest.raises(
-        TrainingError, match="every reward of the first step failed or returned None"
+        TrainingError, match="in every sample of step 1 a reward failed or returned None"
     ):
         small_run(tmp_path / "none", reward=f"{tmp_path}/rewards.py:none")
 

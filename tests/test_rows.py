@@ -308,8 +308,9 @@ def test_columns_with_names_of_the_trainer_are_named(encode, capsys):
     encode([dict(prompt="1+2=", answer="3", completion="x")])
     assert "warning" not in capsys.readouterr().out
     encode([dict(prompt="1+2=", finish_reason="x"), dict(prompt="1+2=", prompts="y")])
-    expected = "columns finish_reason, prompts: under these names rewards get the trainer's values"
-    assert expected in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "columns finish_reason: under these names rewards get the trainer's values" in out
+    assert "columns prompts: under these names rewards like TRL's get the trainer's values" in out
 
 
 ODD_ROWS = """
