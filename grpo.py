@@ -175,7 +175,9 @@ class Config:
     eval_samples: int = flag(
         0, "samples per eval prompt at --temperature for pass@k; 0: greedy only", low=0
     )
-    save_every: int = flag(10, "steps between checkpoints; 0: only after the last step", low=0)
+    save_every: int = flag(
+        10, "steps between checkpoints; 0: only after the last step and the best eval", low=0
+    )
     keep: int = flag(2, "newest checkpoints kept, besides the best by eval accuracy; 0: all", low=0)
     resume: str = flag(
         "", "continue the run in --out_dir, or start from this checkpoint", bare="latest"
