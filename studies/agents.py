@@ -288,7 +288,7 @@ def run_row(side: str, seed: int, history: list[dict]) -> list:
 
 def speed_table(runs: dict) -> list:
     """CPU seconds to a share of right answers, and TRL's over ours."""
-    table = [" | ".join(["right, mean of 3 steps", "seed", *SIDES.values(), "ratio"])]
+    table = [" | ".join(["right, mean of up to 3 steps", "seed", *SIDES.values(), "ratio"])]
     for level, seed in itertools.product(LEVELS, range(len(runs["ours"]))):
         reached = [seconds_to(level, side[seed], RIGHT, 3) for side in runs.values()]
         cells = ["not reached" if math.isnan(x) else f"{x:.0f} s" for x in reached]

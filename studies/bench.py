@@ -13,7 +13,8 @@ All sides have the same model, prompts, G, lengths, learning rate and beta, and 
 grpo.py would choose. They take turns, each in a process of its own with one thread (--jobs 2: two
 at a time, in another order each round). A ratio compares two sides in the same round. The sides:
 
-- ours samples as `--rollout auto` does: with Hugging Face for the bundled model, else with vLLM.
+- ours samples as `--rollout auto` does: with Hugging Face for the bundled model, which TRL at its
+  best and the floor sample with vLLM, too; else with vLLM.
 - "TRL as it comes" samples with HF generate and, on a CPU, computes the head at every position.
 - "TRL at its best" samples with the same vLLM engine as ours. It computes the head at completion
   positions only, as it does on CUDA; one function is patched for that.
@@ -234,7 +235,7 @@ class Record:
         self.steps = []
         self.now = {}  # the current step
         self.current_phase = None
-        self.loaded = 0  # bytes in memory before the first step
+        self.began = False
         self.sampled = 0  # bytes in memory after the last step's sampling
 
     @contextlib.contextmanager
@@ -250,7 +251,6 @@ class Record:
             self.current_phase = None
             self.now[name] = self.now.get(name, 0) + clocks() - started
             if name == "rollout" and len(self.steps) == 1 + self.n_timed:
-                self.now["peak"] = resident()[1]
                 forget_peak()
                 self.sampled = resident()[0]
 
@@ -268,20 +268,18 @@ class Record:
             self.now["tokens"] = self.now.get("tokens", 0) + np.array([computed, real])
 
     def step_ends(self, *_, **__):
-        if self.loaded:
+        if self.began:
             self.now.update(step=clocks() - self.started, resident=resident())
             self.steps.append(self.now)
-        else:
-            self.loaded = resident()[0]
+        self.began = True
         if len(self.steps) == 1 + self.n_timed:
             forget_peak()
         self.now = {}
         self.started = clocks()
 
     def result(self, n_parameters: int) -> dict:
-        """Means over the timed steps, and two peaks of memory in MB. `memory` is that of scoring
-        and update, above the memory after sampling, without the gradients. `whole` is that of the
-        step, above the loaded model, without gradients and Adam's moments."""
+        """Means over the timed steps, and the peak of memory of scoring and update in MB, above the
+        memory after sampling, without the gradients."""
         timed, last = self.steps[1:-1], self.steps[-1]
         for step in timed:
             assert step["rollout"][1] > 0.01 * step["step"][1], "sampling is outside its phase"
@@ -292,7 +290,6 @@ class Record:
                 result[name] = np.mean(values, 0).tolist()
         _, peak = last["resident"]
         result["memory"] = (peak - self.sampled - 4 * n_parameters) / 1e6
-        result["whole"] = (max(peak, last["peak"]) - self.loaded - 3 * 4 * n_parameters) / 1e6
         return result
 
 
@@ -444,7 +441,8 @@ def use_engine(trainer, files, spec, record: Record):
         with record.phase("rollout"):
             prompts = [np.array(ids, dtype=np.int32) for ids in prompt_ids[::num_generations]]
             call = next(calls)
-            seeds = [harness.ranks.seed_of(cfg.seed, 0, call, i) for i in range(len(prompts))]
+            seed = trainer.args.seed
+            seeds = [harness.ranks.seed_of(seed, 0, call, i) for i in range(len(prompts))]
             limits = [cfg.max_completion_length] * len(prompts)
             groups = engine.generate(prompts, num_generations, seeds, 1.0, limits)
         completions = [c for group in groups for c in group]
@@ -655,10 +653,10 @@ def side_rows(setting: str, rounds: list) -> list:
         system = np.median([run["step"][2] / run["step"][1] for run in runs])
         per_token = np.median([1000 * run["update"][1] / run["tokens"][1] for run in runs])
         waste = np.median([run["tokens"][0] / run["tokens"][1] for run in runs])
-        memory = [float(np.median([run[kind] for run in runs])) for kind in ("memory", "whole")]
+        memory = float(np.median([run["memory"] for run in runs]))
         row = [setting, runs[0]["dtype"], title, *phases]
         row += [float(cpu), int(median["tokens"][1]), float(wall)]
-        row += [float(100 * system), float(per_token), float(waste), *memory, len(runs)]
+        row += [float(100 * system), float(per_token), float(waste), memory, len(runs)]
         table.append(row)
     return table
 
@@ -669,9 +667,10 @@ def step_cost(run: dict) -> float:
 
 
 def update_cost(run: dict) -> float:
-    """CPU seconds of scoring and update per real token."""
-    scoring = run.get("logps", [0, 0])[1]
-    return (run["update"][1] + scoring) / run["tokens"][1]
+    """CPU seconds of scoring and update per real token, with all that has no phase of its own, as
+    TRL's update has none."""
+    other = sum(run.get(phase, [0, 0])[1] for phase in ("rollout", "reward", "sync"))
+    return (run["step"][1] - other) / run["tokens"][1]
 
 
 def peak_memory(run: dict) -> float:
@@ -704,7 +703,7 @@ def publish(table, ratios, args) -> None:
 
     names = ["setting", "dtype", "side", *PHASES, "step", "real tokens", "step, wall"]
     names += ["of the system, %", "update, ms a token", "computed / real"]
-    names += ["peak MB, logps and update", "peak MB, step", "rounds"]
+    names += ["peak MB, logps and update", "rounds"]
     ratio_names = "setting | pair | of | min | median | max"
     shown = []
     for row in ratios:

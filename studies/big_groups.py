@@ -7,7 +7,9 @@
 (c) Learning with 64 samples a step, divided into few big or many small groups.
 """
 
+import collections
 import math
+import weakref
 
 import numpy as np
 import torch
@@ -32,21 +34,41 @@ import grpo
 SAMPLES, BUDGET, THRESHOLD = 64, 512, 0.8
 
 
+class Saved:
+    """Counts the bytes that autograd saves for the backward pass: each storage once, however many
+    tensors are views of it, and those of parameters not at all."""
+
+    def __init__(self, parameters):
+        self.parameters = {p.untyped_storage().data_ptr() for p in parameters}
+        self.holders = collections.Counter()  # address of a storage: saved tensors that use it
+        self.now = 0
+        self.peak = 0
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved.tensor)
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        saved = SavedTensor(tensor)
+        if storage.data_ptr() not in self.parameters:
+            self.change(storage.data_ptr(), storage.nbytes(), 1)
+            drop = (storage.data_ptr(), storage.nbytes(), -1)
+            weakref.finalize(saved, self.change, *drop)
+        return saved
+
+    def change(self, address: int, n_bytes: int, holders: int) -> None:
+        before = self.holders[address]
+        self.holders[address] += holders
+        if before == 0:
+            self.now += n_bytes
+        elif self.holders[address] == 0:
+            self.now -= n_bytes
+        self.peak = max(self.peak, self.now)
+
+
 class SavedTensor:
-    """A tensor that autograd saves for the backward pass. Counts the bytes saved at a time."""
-
-    now = peak = 0
-
     def __init__(self, tensor):
         self.tensor = tensor
-        self.bytes = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, torch.nn.Parameter):
-            self.bytes = 0
-        SavedTensor.now += self.bytes
-        SavedTensor.peak = max(SavedTensor.peak, SavedTensor.now)
-
-    def __del__(self):
-        SavedTensor.now -= self.bytes
 
 
 def memory_of_group(G, seed, budget):
@@ -59,10 +81,10 @@ def memory_of_group(G, seed, budget):
             break
     peaks, gradients = [], []
     for tokens in (budget, 10**7):
-        SavedTensor.now = SavedTensor.peak = 0
-        with torch.autograd.graph.saved_tensors_hooks(SavedTensor, lambda saved: saved.tensor):
+        saved = Saved(run.policy.parameters())
+        with saved.hooks():
             gradients.append(update_gradient(run, samples, micro_batch_tokens=tokens))
-        peaks.append(SavedTensor.peak / 2**20)
+        peaks.append(saved.peak / 2**20)
     split, whole = gradients
     return *peaks, ((split - whole).norm() / whole.norm()).item()
 

@@ -108,8 +108,8 @@ def rollouts(
         real = Real(path, cfg)
         if engine is None:
             special = harness.models.special_ids(real.model, real.tokenizer, cfg)
-            longest = grpo.longest_text(real.prompts, cfg)
-            engine = grpo.make_sampler("vllm", real.policy, *special, longest, cfg, CPU)
+            longest_prompt = max(len(prompt.ids) for prompt in real.prompts)
+            engine = grpo.make_sampler("vllm", real.model, *special, longest_prompt, cfg, CPU)
             if float_head:
                 engine.llm.apply_model(set_float_head)
         engine.push(real.model)

@@ -510,8 +510,8 @@ def sampler_and_phases(m, tokenizer) -> dict:
         eos, pad = [m.model.config.vocab_size - 1], 0
         prompts = [s.prompt.ids for s in made_up(m, n_prompts)]
     free_before = torch.cuda.mem_get_info()[0] if m.cuda else 0
-    longest = max(len(ids) for ids in prompts) + length
-    sampler = grpo.make_sampler(kind, m.policy, eos, pad, longest, cfg, m.world)
+    longest_prompt = max(len(ids) for ids in prompts)
+    sampler = grpo.make_sampler(kind, m.model, eos, pad, longest_prompt, cfg, m.world)
     phases = Phases(m, sampler, prompts, cfg)
 
     phases.push()

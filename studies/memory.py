@@ -111,13 +111,14 @@ def model_of(size: str, device: str = "cuda"):
     return model
 
 
-def reference_bytes(size: str) -> int:
+def reference_bytes(size: str, dtype: str) -> int:
     """Bytes of the KL term's frozen model, cast as load_reference() does."""
     before = torch.cuda.memory_allocated()
     model = model_of(size)
     tied = model.get_input_embeddings().weight
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight is not tied:
+        is_linear = isinstance(module, torch.nn.Linear) and module.weight is not tied
+        if is_linear and dtype == "bfloat16":
             module.to(torch.bfloat16)
     return torch.cuda.memory_allocated() - before
 
@@ -158,7 +159,7 @@ class Counted:
         self.stays = torch.cuda.memory_allocated()
         self.reference = 0  # with adapters it is the model itself
         if rank == 0:
-            self.reference = reference_bytes(size)
+            self.reference = reference_bytes(size, "bfloat16")
 
     def peak(self, tokens: int, recompute: bool, dtype="bfloat16") -> tuple[int, dict]:
         """The most bytes in use during an update, without the reference, and their share by line of
@@ -286,7 +287,7 @@ def chosen_row(card: str, counted: Counted) -> list:
     except ConfigError:
         return [card, counted.size, dtype, "refused", "", "", ""]
     tokens, recompute = cfg.micro_batch_tokens, cfg.gradient_checkpointing
-    peak = counted.peak(tokens, recompute, dtype)[0] + counted.reference
+    peak = counted.peak(tokens, recompute, dtype)[0] + reference_bytes(counted.size, dtype)
     fits = "yes" if peak < card_bytes else "NO"
     return [card, counted.size, dtype, f"{tokens:,}", yes_no(recompute), gigabytes(peak), fits]
 

@@ -301,8 +301,8 @@ def history_of_lines(lines: list[dict]) -> list[dict]:
 
 
 def seconds_to(level: float, history: list[dict], key: str, window: int) -> float:
-    """CPU seconds until the mean of the last `window` values reaches the level; NaN if it never
-    does."""
+    """CPU seconds until the mean of the last `window` values (at first of fewer) reaches the level;
+    NaN if it never does."""
     points = with_key(history, key)
     for i, m in enumerate(points):
         last = points[max(0, i + 1 - window) : i + 1]
@@ -316,7 +316,7 @@ def trl_table(runs: dict) -> list:
     ours, theirs = runs.values()
     table = [" | ".join(["level", *runs, "ratio, by seed"])]
     for key, name, window, levels in (
-        ("reward", "reward, mean of 3 steps", 3, (0.3, 0.5, 0.7, 0.9)),
+        ("reward", "reward, mean of up to 3 steps", 3, (0.3, 0.5, 0.7, 0.9)),
         ("eval_accuracy", "greedy accuracy", 1, (0.6, 0.7, 0.8, 0.9)),
     ):
         for level in levels:

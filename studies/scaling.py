@@ -3,9 +3,8 @@
 All on the 30 M model of bench.py.
 
 (a) CPU seconds of scoring and update against the tokens of a step: they are proportional.
-(b) Peak memory of scoring and update: the group size and the number of prompts do not change it
-    once they fill several micro-batches, because backward runs per micro-batch. It grows with
-    --micro_batch_tokens.
+(b) Peak memory of scoring and update: it grows with --micro_batch_tokens, and far less than in
+    proportion with the group size and the number of prompts, because backward runs per micro-batch.
 (c) Wall seconds of a step on one rank and on two, with a core each, and the share of the time
     spent outside of sampling, reward, scoring and update.
 """
