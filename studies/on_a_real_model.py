@@ -420,8 +420,9 @@ def draw_changes(axis, runs: dict, name: str) -> None:
 def draw(runs: dict):
     """The change that each side makes, and the curves of three disputes."""
     panels = [["reward", "kl", name] for name in ("start", "beta", "updates")]
+    height = 5.5 + 0.16 * len(runs)  # inches
     figure, axes = plt.subplot_mosaic(
-        panels, figsize=(12, 9), layout="constrained", width_ratios=(2, 2, 3)
+        panels, figsize=(12, height), layout="constrained", width_ratios=(2, 2, 3)
     )
     reward, kl, _ = TESTED
     draw_changes(axes["reward"], runs, reward)
@@ -440,10 +441,10 @@ def draw(runs: dict):
         axes[key].set(title=title, xlabel="step", ylim=(0, 1.02))
         axes[key].set_ylabel("reward, mean of the samples")
         axes[key].legend(loc="lower right")
-    figure.supxlabel(
-        "blue: mean and its 95 % bootstrap interval;  orange: seeds (how many);  "
-        "without clipping: against with it;  bands: ± 1 standard error"
-    )
+    words = ["blue: mean and its 95 % bootstrap interval", "orange: seeds (how many)"]
+    if not AGAINST.keys().isdisjoint(runs):
+        words.append("without clipping: against with it")
+    figure.supxlabel(";  ".join([*words, "bands: ± 1 standard error"]))
     return figure
 
 
