@@ -29,10 +29,9 @@ class HFSampler:
         self.pad_id = pad_id
         self.cfg = cfg
         # A model's own generation config may hold top-p or a repetition penalty: those would
-        # sample from a distribution that is not the one being trained.
+        # sample from a distribution that is not the one being trained. Only its EOS tokens stay.
         self.model.generation_config = GenerationConfig(
-            eos_token_id=stop_ids,
-            pad_token_id=pad_id,
+            eos_token_id=model.generation_config.eos_token_id,
             do_sample=False,  # SeededSampling draws the tokens
         )
 
@@ -101,6 +100,8 @@ class HFSampler:
             out = self.model.generate(
                 **inputs,
                 max_new_tokens=max(limits),
+                eos_token_id=self.stop_ids,
+                pad_token_id=self.pad_id,
                 logits_processor=LogitsProcessorList([sampling]),
             )
 

@@ -72,6 +72,19 @@ def test_a_sample_depends_on_its_seed_only():
     assert sampler.generate([], 4, [], 1.0) == []
 
 
+def test_a_sampler_stops_at_its_own_tokens_only():
+    """A second sampler on the same model, such as one that stops at calls of tools."""
+    model = tiny_model()
+    sampler = sampler_of(model)
+    prompt = ids_of([5, 6, 7])
+    [before] = sampler.generate([prompt], 8, [1], 1.0)
+    other = sampler_of(model, eos=range(0, 32, 2))
+    [cut] = other.generate([prompt], 8, [1], 1.0)
+    [after] = sampler.generate([prompt], 8, [1], 1.0)
+    assert texts(cut) != texts(before)
+    assert texts(after) == texts(before)
+
+
 def test_a_limit_for_each_prompt_only_cuts():
     sampler = sampler_of(tiny_model())  # at most 10 tokens
     prompts = [ids_of(ids) for ids in ([5, 6, 7], [8])]
