@@ -255,6 +255,10 @@ def parse_args(argv):
         if not logs:
             fail("no run here (out, out.1, ...)")
         args.out_dirs = [os.path.dirname(max(logs, key=os.path.getmtime))]
+    log = "completions.jsonl" if wants_step else "metrics.jsonl"
+    for out_dir in args.out_dirs:
+        if not os.path.exists(os.path.join(out_dir, log)):
+            fail(f"{out_dir} is not the directory of a run: it has no {log}")
     if args.out is None:
         args.out = "curves.png"
         if len(args.out_dirs) == 1:
