@@ -18,7 +18,7 @@ at a time, in another order each round). A ratio compares two sides in the same 
 - "TRL as it comes" samples with HF generate and, on a CPU, computes the head at every position.
 - "TRL at its best" samples with the same vLLM engine as ours. It computes the head at completion
   positions only, as it does on CUDA; one function is patched for that.
-- the floor is the least that any trainer needs: sampling, and a bare forward pass (reference) and
+- the floor is a bare implementation of the same work: sampling, and a forward pass (reference) and
   forward and backward pass (update) over as many tokens as were real, each group's prompt once.
   Completions attend to their whole prompt, and no pair of query and key is computed in vain.
 
