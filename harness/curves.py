@@ -32,10 +32,8 @@ PANELS = [  # title, unit, and of each curve: name in metrics.jsonl, label, line
         [("advantage_abs", "|A|", "solid"), ("frac_reward_zero_std", "A = 0", "dashed")],
     ),
 ]
-NOTE = (
-    "faint: every step;  bold: mean over 5 % of the run, at most 101 steps;  "
-    "A: advantage;  A = 0: groups of equal rewards"
-)
+SMOOTHED = "faint: every step;  bold: mean over 5 % of the run, at most 101 steps"
+SIGNAL = "A: advantage;  A = 0: groups of equal rewards"
 STYLE = {
     "font.size": 15,
     "text.usetex": False,  # a matplotlibrc may ask for it without LaTeX
@@ -172,8 +170,17 @@ def draw(out_dirs, path):
             lines += ax.plot([], [], color=COLORS[run % len(COLORS)], lw=4)
         columns = min(len(names), 3)
         figure.legend(lines, names, loc="outside upper center", ncols=columns, fontsize=16)
-        figure.supxlabel(NOTE, fontsize=14, color="#666666")
+        figure.supxlabel(explanation(panels), fontsize=14, color="#666666")
         figure.savefig(path)
+
+
+def explanation(panels):
+    """What stands below the picture. A short run is not smoothed and has no faint lines."""
+    for panel in panels:
+        for curve in panel["curves"]:
+            if curve["smooth"] != curve["values"]:
+                return f"{SMOOTHED};  {SIGNAL}"
+    return SIGNAL
 
 
 def draw_panel(ax, title, unit, low, high, curves):

@@ -93,6 +93,12 @@ def test_view_draws(tmp_path):
     )
 
 
+def test_the_picture_explains_only_the_lines_that_it_has(tmp_path):
+    short, long = (write_run(tmp_path / str(steps), steps=steps) for steps in (39, 40))
+    assert "faint" not in curves.explanation(curves.read_panels([short]))
+    assert "faint: every step" in curves.explanation(curves.read_panels([short, long]))
+
+
 @pytest.mark.slow
 def test_view_draws_any_numbers(tmp_path):
     largest, least = sys.float_info.max, 5e-324
