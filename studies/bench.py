@@ -112,7 +112,15 @@ SETTINGS = {
     "30M, long prompt and answers": RANDOM | BOTH_LONG,
     "270M, 262k words": WORDS,
 }
-IN_PICTURE = ("135M, its own reward", "bundled", "30M", "30M, equal lengths", "270M, 262k words")
+IN_PICTURE = (
+    "135M, its own reward",
+    "bundled",
+    "30M",
+    "30M, equal lengths",
+    "30M, long answers",
+    "30M, long prompt and answers",
+    "270M, 262k words",
+)
 SIDES = dict(ours="ours", trl="TRL at its best", trl_hf="TRL as it comes", floor="floor")
 # logps: of the reference, and of TRL's old policy
 PHASES = ("rollout", "reward", "logps", "update", "sync")
@@ -696,7 +704,7 @@ def ratio_rows(setting: str, rounds: list) -> list:
 
 
 def publish(table, ratios, args) -> None:
-    """The tables, and a picture of whole steps: at most eight bars, of the settings in README."""
+    """The tables, and a picture of whole steps."""
     from common import plt, save
 
     from harness.curves import COLORS
