@@ -96,6 +96,13 @@ def test_the_cells_are_short():
             assert len(line) <= 100 or line.startswith(("|", "$$")), line
 
 
+def test_no_formula_is_broken_over_two_lines():
+    """Not every program that shows notebooks would typeset it."""
+    for cell in cells_of(lesson(), "markdown"):
+        for line in cell.source.splitlines():
+            assert line.count("$$") % 2 == 0 and line.count("$") % 2 == 0, line
+
+
 def test_the_names_that_the_lesson_uses_exist():
     """In code: what it takes from the project's modules. In prose: what stands in backticks."""
     notebook = lesson()
