@@ -6,9 +6,9 @@ that beat their own group's mean more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train_data train.jsonl --reward gsm8k
 
-The sections follow the order of execution: config, model, samples, rollout, rewards and
-advantages, objective, update, eval, train. harness/ has what every trainer needs (flags, ranks,
-files, checkpoints, signals, log) and a faster policy.
+The sections: config, flags, model, samples, rollout, rewards and advantages, objective, update,
+eval, train. To read the file as it runs, begin with `train`, the last one. harness/ has what every
+trainer needs (flags, ranks, files, checkpoints, signals, log) and a faster policy.
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens, V = vocabulary
 size, G samples in a group (one prompt).
@@ -111,7 +111,7 @@ class Config:
 
     scale_rewards: str = flag(
         "group",
-        "divide r - mean by the standard deviation of",
+        "whose standard deviation divides r - mean",
         ("group", "batch", "none"),
         group="objective",
     )
@@ -199,7 +199,8 @@ class Config:
 
     def __init__(self, given: set | None = None, **values):
         """Config(beta=0.04) sets one flag. dataclasses.replace passes all flags, and the `given`
-        of the Config that it copies: a default among them counts as set only if `given` has it."""
+        of the Config that it copies. Then a flag at its default counts as set only if `given` names
+        it."""
         object.__setattr__(self, "given", set(given or ()))
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, f.default)
@@ -217,7 +218,7 @@ class Config:
 
     @property
     def longest_turn(self) -> int:
-        """Tokens that a turn of an episode may have."""
+        """The most tokens of one turn of an episode."""
         if self.max_turn_length > 0:
             return self.max_turn_length
         return self.max_completion_length
@@ -314,24 +315,26 @@ def parse_args(argv=None) -> Config:
 
 def prepare(cfg: Config) -> Config:
     """Completes the flags: given ones first, then the resumed run's, then the bundled task's if no
-    model is named. Rejects impossible values before loading anything."""
-    given = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
+    model is named. Rejects impossible values before loading anything. To prepare prepared flags
+    changes nothing."""
+    chosen = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
     values = {}
-    if given.get("model", "") == "":
+    if chosen.get("model", "") == "":
         values.update(BUNDLED)
-        if given.get("train_data"):
+        if chosen.get("train_data"):
             values["eval_data"] = ""  # the bundled eval is another task
-        given.pop("model", None)  # an empty --model is the bundled one, too
-    values.update(given)
+        chosen.pop("model", None)  # an empty --model is the bundled one, too
+    values.update(chosen)
     cfg = Config(**values)
     validate(cfg)
-    if cfg.lora_rank > 0 and "learning_rate" not in given:
+    if cfg.lora_rank > 0 and "learning_rate" not in chosen:
         cfg.learning_rate = lora.learning_rate(cfg.learning_rate)
     return cfg
 
 
 def validate(cfg: Config) -> None:
-    """ConfigError naming the flag if a value makes no sense."""
+    """Raises a ConfigError that names the flag if a value makes no sense. need() raises it if its
+    first argument, what must be true, is false."""
     flags.check_flags(cfg)
     models.check_transformers()
     rows.check_template_kwargs(cfg)
@@ -355,8 +358,8 @@ def validate(cfg: Config) -> None:
 
 
 def autocast(cfg: Config, device: torch.device):
-    """Matrix products in bfloat16, if the run is in bfloat16. With gradients the cast cache is off:
-    each weight is cast only once, so caching just costs memory."""
+    """Matrix products in bfloat16, if the run is in bfloat16. The cache keeps cast weights for the
+    next forward in the same block. A block with gradients has only one, so it needs no cache."""
     return torch.autocast(
         device.type,
         torch.bfloat16,
@@ -407,8 +410,11 @@ class Policy(nn.Module):
     """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats).
 
     The log-probability of each completion token, and the entropy of the distribution that it was
-    drawn from (without a gradient). Padding: arbitrary values. harness/fast.py has a faster policy
-    with the same numbers.
+    drawn from (without a gradient). At padding the values mean nothing. harness/fast.py has a
+    faster policy with the same numbers.
+
+    Of the batch it needs: ids [N, L], a text in each row; completion [N, T], the tokens to score;
+    before [N, T], the place in the row of the token before each of them; first, the least of these.
     """
 
     packs = False  # a row holds one text
@@ -440,7 +446,7 @@ class Policy(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def after_ddp(self, device: torch.device) -> None:
-        """Called once DDP has wrapped the policy. Only FastPolicy has something to do then."""
+        """Called once DDP has wrapped the policy. FastPolicy then saves memory in tied weights."""
 
 
 def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
@@ -471,7 +477,7 @@ class Sample:
     extra: dict = field(default_factory=dict)  # column that a reward function logged -> its value
     # bool: the policy drew the token. False is for tokens that something else wrote, such as a tool
     sampled: np.ndarray = None
-    in_loss: np.ndarray = None  # bool: the loss counts the token, if it was sampled
+    in_loss: np.ndarray = None  # bool: False leaves out a sampled token; others are out anyway
     advantages: np.ndarray = None  # float64
     turn_start: int = 0  # index of the first token of the policy's last turn
     transcript: Transcript | None = None  # what was said in turns; None: no environment
@@ -560,17 +566,18 @@ class VLLMSampler:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
             options["enable_sleep_mode"] = True
         else:
-            options["enforce_eager"] = True
-            options["block_size"] = 32
+            options["enforce_eager"] = True  # compiling costs seconds and gains nothing here
+            options["block_size"] = 32  # only full blocks are cached; the default is 128 tokens
             options["kv_cache_memory_bytes"] = self.CPU_CACHE_BYTES
             options["enable_chunked_prefill"] = False  # crashes if a seeded prompt is split
-        if "RANK" in os.environ:
+        if "RANK" in os.environ:  # torchrun has started this process: the engine starts no other
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(**options)
 
     def push(self, model):
-        """Passes the policy's weights in memory: fills the engine with NaN, so that a missing
-        weight fails the next rollout; then reloads, repacks, clears the cache."""
+        """Passes the policy's weights in memory. It first fills the engine's weights with NaN, so
+        that one that is missing makes the next rollout fail. Then it loads the weights, packs them
+        as the CPU's kernels need them, and clears the cache of prefixes."""
         if self.asleep:  # weights first, then the cache, so that their peaks never add up
             torch.cuda.empty_cache()
             self.wake_up("weights")
@@ -588,7 +595,7 @@ class VLLMSampler:
         """Frees the GPU for training. Level 2 drops the weights (the next push restores them);
         level 1 keeps a copy, for tensors that no push restores."""
         if self.on_cuda and not self.asleep:
-            keep_copy = self.llm.apply_model(has_alibi)[0]  # of the only worker
+            keep_copy = self.llm.apply_model(has_alibi)[0]  # of the only worker's answers
             self.llm.sleep(level=1 if keep_copy else 2)
             self.asleep = True
 
@@ -789,7 +796,8 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than its own group each sample did. rewards [N], groups consecutive -> [N].
+    """How much better than the mean of its group each sample did. rewards [N], a group's rows
+    consecutive -> [N].
 
     "group": (r - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); std with ddof 1 and eps as
     in TRL. "batch": the same mean, std over the whole step. "none": r - mean (Dr. GRPO, arXiv
@@ -852,7 +860,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     With d = log(policy / reference) and w = policy / old policy: k1 = d, k2 = d^2 / 2,
     k3 = exp(-d) - 1 + d (Schulman, joschu.net/blog/kl-approx.html), k4 = w k1, wk3 = w k3
     (DeepSeek-V3.2, arXiv 2512.02556). As losses, only k2 (on-policy), k4 and wk3 have the gradient
-    of the KL: the gradient of k1 is zero on average, that of k3 is biased far from the reference.
+    of the KL: the gradient of k1 is zero on average, that of k3 is the one of KL(reference ||
+    policy), which is another far from the reference.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -865,19 +874,20 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # wk3's gradient by logps is w d, because exp(-d) cancels in it. Autograd would compute these
-    # exponentials, which swamp d below d = -18.
+    # wk3's gradient by logps is w d, because the terms with exp(-d) cancel. Autograd would add them
+    # up in float32, and below d = -18 their rounding error is larger than d.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
 def policy_ratio(logps, old_logps, sampled, cfg: Config):
-    """policy now / policy before the update, for each token: [N, T]. With one update per rollout
-    both are the same: the value is 1, and its gradient is that of the log-probability."""
-    log_ratio = logps - old_logps
+    """policy now / policy before the rollout's first update, for each token: [N, T]. With one
+    update per rollout these are the same policy: the ratio is 1, and its gradient is that of the
+    log-probability."""
+    log_ratio = logps - old_logps  # [N, T]
     if cfg.ratio_level == "sequence":
         # / length: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7), with
-        # each token's own gradient (GSPO-token, eq. 14): equal to GSPO if all tokens of a sequence
-        # share one advantage, and still right otherwise
+        # each token's own gradient (GSPO-token, eq. 14). That equals GSPO if all tokens of a
+        # sequence share one advantage, and allows for an advantage of each token.
         length = sampled.sum(1, keepdim=True).clamp(min=1)
         mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]
         log_ratio = straight_through(mean, logps)
@@ -895,8 +905,8 @@ def clipped_surrogate(ratio, advantages, cfg: Config):
 
 
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
-    """The advantages, [N, T]. With --kl_in reward they are less beta * the KL of the token and of
-    all later tokens of its sequence."""
+    """The advantages, [N, T]. With --kl_in reward, beta times the KL (by k1) of the token and of
+    all later tokens of its sequence is subtracted."""
     if ref_logps is None or cfg.kl_in == "loss":
         return advantages
     k1 = (old_logps - ref_logps).detach()  # [N, T]
@@ -909,7 +919,7 @@ def token_loss(
     ref_logps,  # None: no KL term
     sampler_logps,  # None: no correction
     advantages,
-    sampled,  # the tokens that the policy drew; the others are 0 in all of these
+    sampled,  # True for the tokens that the policy drew; elsewhere all of the above are 0
     cfg: Config,
 ):
     """The loss of every token before any reduction, [N, T]: clipped surrogate and KL term."""
@@ -1028,20 +1038,19 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, n_ranks: int) -> list:
 
 
 def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> list[list[Sample]]:
-    """Fills one micro-batch after the other. A packed row leaves out the last token of a text,
-    because no later token needs it."""
+    """Fills one micro-batch after the other. cost: the sample's tokens that a packed row does not
+    have yet. The row leaves out the last token of a text, because no later token needs it."""
     batches = []
-    tokens = 0
+    tokens = 0  # of the last micro-batch
+    width = 0  # of its padded rows: that of the first sample, which is the longest
     for s, cost in share:
         if packs:
-            added = cost - 1
-        elif batches:
-            added = batches[-1][0].n_tokens  # the width of the padded rows
+            alone, added = s.n_tokens - 1, cost - 1
         else:
-            added = 0
+            alone, added = s.n_tokens, width
         if not batches or tokens + added > budget:
             batches.append([s])
-            tokens = s.n_tokens - 1 if packs else s.n_tokens
+            tokens = width = alone
         else:
             batches[-1].append(s)
             tokens += added
@@ -1077,13 +1086,13 @@ def compute_logps(
 ) -> None:
     """Log-probabilities of the samples under `policy`: each rank computes a share, and then every
     rank stores all of them."""
-    index = {id(s): i for i, s in enumerate(samples)}
+    index = {s: i for i, s in enumerate(samples)}
     results = []
     for micro_batch in plan(samples, policy.packs, cfg, world.size)[world.rank]:
         with autocast(cfg, world.device):
             logps, _ = policy(collate(micro_batch, world.device, policy.rows))  # [N, T]
         for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            results.append((index[id(s)], row[: len(s.completion_ids)]))
+            results.append((index[s], row[: len(s.completion_ids)]))
     for i, row in world.gather(results):
         setattr(samples[i], name, row)
 
@@ -1197,7 +1206,7 @@ def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference:
         return "not_finite"
     causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
     if all(causes):  # only momentum would move the weights
-        return max(NO_GRADIENT, key=causes.count)
+        return max(NO_GRADIENT, key=causes.count)  # the most frequent one
     return ""
 
 
@@ -1225,7 +1234,7 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     share = shares[world.rank]
 
     # DDP needs the same number of forwards and backwards on every rank, and at least one. A rank
-    # with fewer micro-batches repeats a sample with weight 0, which counts in no metric.
+    # with fewer micro-batches adds idle rounds: a sample with all tokens masked.
     n_rounds = max(1, *[len(share) for share in shares])
     spare = trained[:1]
     if not trained:
@@ -1235,7 +1244,8 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) ->
     all_stats = []  # they stay on the device until the last micro-batch: no pass waits for them
     for i, micro_batch in enumerate(share + idle_rounds):
         batch = collate(micro_batch, world.device, policy.rows)
-        batch["mask"] &= i < len(share)
+        if i >= len(share):  # an idle round
+            batch["mask"].zero_()
         # DDP averages gradients over the ranks in the last backward only.
         ddp.require_backward_grad_sync = i == n_rounds - 1
         with autocast(cfg, world.device):
@@ -1284,8 +1294,8 @@ def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int)
 
 
 def add_up(parts: list[dict]) -> dict:
-    """Adds up the values of each name, because means of parts cannot be averaged. For a name that
-    ends in _max: their maximum."""
+    """The sum of each name's values, over parts of a step. Means of parts could not be averaged,
+    since parts differ in size. For a name that ends in _max: the maximum."""
     totals = {}
     for part in parts:
         for name, value in part.items():
@@ -1299,10 +1309,15 @@ def add_up(parts: list[dict]) -> dict:
 
 
 def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> None:
-    """Fills in `token_notes` of a few samples, for the log, before the update, with an extra
-    forward. In nats: logp, entropy, gap to the sampler, kl = logp - reference. push: -dloss/dlogp
-    times the number of tokens: how strongly the update makes the token more likely, on the scale of
-    an advantage."""
+    """Fills in `token_notes` of a few samples, for the log. It needs a forward pass of its own,
+    before the update. For each token:
+
+    logp, entropy: under the policy, in nats
+    gap: logp less the sampler's log-probability
+    kl: logp less the reference's, which is k1
+    push: -dloss/dlogp times the step's number of tokens: how strongly the update makes the token
+        more likely, on the scale of an advantage
+    """
     n_tokens, n_sequences = loss_counts(samples)
     [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, n_ranks=1)
     for micro_batch in share:
@@ -1393,7 +1408,8 @@ def eval_rewards(
 
 def wrap(policy, cfg: Config, world: World):
     """Wraps the policy in DistributedDataParallel if there are several ranks. Call it after vLLM
-    has started, which needs free memory and may switch this thread's CUDA stream."""
+    has started: vLLM needs free memory, and it may switch this thread to another CUDA stream, of
+    which a DDP that exists already would not know."""
     ddp = policy
     if cfg.compile:
         models.compile_layers(policy.model, cfg)
@@ -1445,13 +1461,14 @@ def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.
     model, identity = load_trained_model(cfg, checkpoint, device)
     models.check_sizes(model, prompts, cfg)
     longest_prompt = max(len(p.ids) for p in prompts)
+    # DDP would wait for the gradients of parameters that no text reaches.
     models.freeze_unused(model, longest_prompt + cfg.max_completion_length)
     auto.set_threads(model)
     cfg = auto.resolve_auto(cfg, model, device)
     policy = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
     if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
         models.halve_frozen(model)
-        lora.add_before_rounding(model)
+        lora.add_before_rounding(model)  # else bfloat16 would round a small adapter's share away
     reference = None
     if cfg.beta > 0 and cfg.lora_rank > 0:
         reference = lora.BasePolicy(policy)
@@ -1541,7 +1558,8 @@ def set_up(cfg: Config, command_line: bool):
         source = checkpoint.path if checkpoint else cfg.model
         run.track(policy.model, optimizer, model_writer(policy.model, tokenizer, source), identity)
         counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
-        run.introduce(Config(), f"{counts}, rollouts by {sampler_kind} ({why_this_sampler})")
+        defaults = Config()  # the run prints only the flags that differ from them
+        run.introduce(defaults, f"{counts}, rollouts by {sampler_kind} ({why_this_sampler})")
         say(
             "watch reward, eval accuracy, grad and no-signal, not the loss: it can be 0 or rise "
             "while the model learns, since only its gradient has a meaning (learn.ipynb, 1 and 9)"
@@ -1566,7 +1584,8 @@ def set_up(cfg: Config, command_line: bool):
 @torch.inference_mode(False)  # whatever mode the caller is in
 @torch.enable_grad()
 def train(cfg: Config, command_line: bool = False) -> list[dict]:
-    """The whole run; returns the lines of metrics.jsonl. command_line: signals end the process."""
+    """The whole run; returns the lines of metrics.jsonl. command_line: a signal ends the process.
+    Otherwise it raises KeyboardInterrupt."""
     if cfg.show_prompt:
         _, _, _, train_prompts, _ = load_data(prepare(cfg))
         say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
@@ -1592,11 +1611,11 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             frac_zero_std = assign_advantages(samples, step, cfg)
 
             with run.clock("logps"):
-                in_loss = [s for s in samples if s.in_loss.any()]
+                kept = [s for s in samples if s.in_loss.any()]
                 if cfg.updates_per_step > 1:
-                    compute_logps(policy, in_loss, "old_logps", cfg, world)
+                    compute_logps(policy, kept, "old_logps", cfg, world)
                 if reference:
-                    compute_logps(reference, in_loss, "ref_logps", cfg, world)
+                    compute_logps(reference, kept, "ref_logps", cfg, world)
                 note_tokens(policy, samples, cfg, world)
             with run.clock("update"):
                 metrics = update(
@@ -1617,7 +1636,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             metrics.update(failures)
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
             push_and_evaluate(parts, step)
-        del ddp  # freed before its process group, which vLLM may end
+        del ddp  # before vLLM is closed, which may end the process group that it needs
     return run.log.history
 
 

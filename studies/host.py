@@ -335,12 +335,12 @@ class Host:
             samples = sorted(world.gather(samples), key=lambda s: s.group)
             failures = self.scorer.failure_metrics(scores, 1, len(samples))
             no_signal = grpo.assign_advantages(samples, 1, cfg)
-            in_loss = [s for s in samples if s.in_loss.any()]
+            kept = [s for s in samples if s.in_loss.any()]
 
             world.phase = "log-probabilities"
             if cfg.updates_per_step > 1:
-                grpo.compute_logps(policy, in_loss, "old_logps", cfg, world)
-            grpo.compute_logps(policy, in_loss, "ref_logps", cfg, world)
+                grpo.compute_logps(policy, kept, "old_logps", cfg, world)
+            grpo.compute_logps(policy, kept, "ref_logps", cfg, world)
 
             world.phase = "sums"
             metrics = grpo.update(policy, policy, samples, cfg, world=world)
