@@ -788,7 +788,8 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
         s.reward = scores.totals[i]
         s.parts = {name: values[i] for name, values in scores.by_reward.items()}
         s.extra = {name: values[i] for name, values in scores.extra.items()}
-        if s.finish_reason == "length" and cfg.non_stop_reward is not None:
+        is_cut_off = s.finish_reason == "length" and cfg.non_stop_reward is not None
+        if is_cut_off and not math.isnan(s.reward):
             s.reward = cfg.non_stop_reward
         if scores.failed[i] and cfg.reward_failure == "exclude":
             s.reward = math.nan

@@ -62,6 +62,22 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
     scorer.close()
 
 
+def test_a_cut_off_completion_without_a_reward_stays_without_one(tmp_path):
+    """The flag replaces a reward; it makes none for a sample to which no reward applies."""
+    (tmp_path / "none.py").write_text(
+        "def some(completions, **_):\n    return [None if c == 'x' else 1.0 for c in completions]\n"
+    )
+    samples = random_samples(2, 2)
+    for sample, text in zip(samples, ("7", "x"), strict=True):
+        sample.text = text
+        sample.finish_reason = "length"
+        sample.prompt = Prompt([2], "", {})
+    scorer = Scorer(load_rewards(f"{tmp_path}/none.py:some"), timeout=60, workers=1)
+    grpo.score(samples, scorer, 1, Config(num_generations=2, non_stop_reward=-1.0))
+    scorer.close()
+    assert [sample.reward for sample in samples] == pytest.approx([-1.0, math.nan], nan_ok=True)
+
+
 def test_a_reward_that_fails_is_said(tmp_path, capsys):
     (tmp_path / "rewards.py").write_text(REWARDS)
     with pytest.raises(
