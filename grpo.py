@@ -1428,7 +1428,7 @@ def load_reference(
     the start of the run; None: any."""
     model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
     if identity is not None:
-        why = "so its KL would be measured from another reference; name them, or take --beta 0"
+        why = "so its KL would be measured from another reference; give those, or take --beta 0"
         refuse_other_weights(fingerprint(model), identity, cfg, why)
     reference = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
     if cfg.dtype == "bfloat16":
