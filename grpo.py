@@ -309,29 +309,6 @@ except ModuleNotFoundError as error:
 # Flags: given, saved and default values, and their checks
 
 
-def parse_args(argv=None) -> Config:
-    return prepare(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__)))
-
-
-def prepare(cfg: Config) -> Config:
-    """Completes the flags: given ones first, then the resumed run's, then the bundled task's if no
-    model is named. Rejects impossible values before loading anything. To prepare prepared flags
-    changes nothing."""
-    chosen = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
-    values = {}
-    if chosen.get("model", "") == "":
-        values.update(BUNDLED)
-        if chosen.get("train_data"):
-            values["eval_data"] = ""  # the bundled eval is another task
-        chosen.pop("model", None)  # an empty --model is the bundled one, too
-    values.update(chosen)
-    cfg = Config(**values)
-    validate(cfg)
-    if cfg.lora_rank > 0 and "learning_rate" not in chosen:
-        cfg.learning_rate = lora.learning_rate(cfg.learning_rate)
-    return cfg
-
-
 def validate(cfg: Config) -> None:
     """Raises a ConfigError that names the flag if a value makes no sense. need() raises it if its
     first argument, what must be true, is false."""
@@ -357,6 +334,29 @@ def validate(cfg: Config) -> None:
         need(cfg.kl_estimator == "k1", cfg, "kl_in", why)
 
 
+def prepare(cfg: Config) -> Config:
+    """Completes the flags: given ones first, then the resumed run's, then the bundled task's if no
+    model is named. Rejects impossible values before loading anything. To prepare prepared flags
+    changes nothing."""
+    chosen = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
+    values = {}
+    if chosen.get("model", "") == "":
+        values.update(BUNDLED)
+        if chosen.get("train_data"):
+            values["eval_data"] = ""  # the bundled eval is another task
+        chosen.pop("model", None)  # an empty --model is the bundled one, too
+    values.update(chosen)
+    cfg = Config(**values)
+    validate(cfg)
+    if cfg.lora_rank > 0 and "learning_rate" not in chosen:
+        cfg.learning_rate = lora.learning_rate(cfg.learning_rate)
+    return cfg
+
+
+def parse_args(argv=None) -> Config:
+    return prepare(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__)))
+
+
 def autocast(cfg: Config, device: torch.device):
     """Matrix products in bfloat16, if the run is in bfloat16. The cache keeps cast weights for the
     next forward in the same block. A block with gradients has only one, so it needs no cache."""
@@ -370,6 +370,16 @@ def autocast(cfg: Config, device: torch.device):
 
 # ------------------------------------------------------------------------------------------------
 # Model, and the policy: a language model that returns log-probabilities of completion tokens
+
+
+def without_randomness(config):
+    """The model's config, and the configs in it, with every dropout and jitter at 0."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_diff_dict"):  # the config of a part, such as the text model
+            without_randomness(value)
+        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
 
 
 def load_model(path: str, cfg: Config):
@@ -394,16 +404,6 @@ def load_model(path: str, cfg: Config):
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     return model.eval()  # for good: some models draw random numbers in training mode
-
-
-def without_randomness(config):
-    """The model's config, and the configs in it, with every dropout and jitter at 0."""
-    for key, value in vars(config).items():
-        if hasattr(value, "to_diff_dict"):  # the config of a part, such as the text model
-            without_randomness(value)
-        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
-            setattr(config, key, 0.0)
-    return config
 
 
 class Policy(nn.Module):
@@ -537,6 +537,48 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 # Rollout: token ids in, token ids and log-probabilities out
 
 
+def checkpoint_weights(model) -> dict:
+    """The tensors under their checkpoint names, which vLLM reads: parameters (a tied head once) and
+    saved buffers. Without adapters."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            weights[name] = buffer
+    weights = lora.without_adapters(weights)
+    # transformers renames and merges some tensors as it loads them, such as those of experts
+    return transformers.core_model_loading.revert_weight_conversion(model, weights)
+
+
+def repack(model) -> None:
+    """Packs a tied head and MoE experts again: vLLM's CPU build does it at the start, but not when
+    it reloads weights."""
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w2_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def fill_with_nan(model) -> None:
+    """Sets all engine weights to NaN before a push.
+
+    On a CPU vLLM also keeps packed copies of some weights, which this does not reach. If such a
+    copy is stale, only the metric sampler_gap shows it.
+    """
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
+    repack(model)
+
+
+def has_alibi(model) -> bool:
+    """True if the engine's model has ALiBi slopes: tensors that are in no checkpoint."""
+    attention = [getattr(module, "impl", None) for module in model.modules()]
+    return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
+
+
 class VLLMSampler:
     """A vLLM engine inside the process of each rank; weights are passed in memory."""
 
@@ -652,48 +694,6 @@ class VLLMSampler:
         return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
 
 
-def checkpoint_weights(model) -> dict:
-    """The tensors under their checkpoint names, which vLLM reads: parameters (a tied head once) and
-    saved buffers. Without adapters."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            weights[name] = buffer
-    weights = lora.without_adapters(weights)
-    # transformers renames and merges some tensors as it loads them, such as those of experts
-    return transformers.core_model_loading.revert_weight_conversion(model, weights)
-
-
-def fill_with_nan(model) -> None:
-    """Sets all engine weights to NaN before a push.
-
-    On a CPU vLLM also keeps packed copies of some weights, which this does not reach. If such a
-    copy is stale, only the metric sampler_gap shows it.
-    """
-    for parameter in model.parameters():
-        parameter.data.fill_(math.nan)
-    repack(model)
-
-
-def repack(model) -> None:
-    """Packs a tied head and MoE experts again: vLLM's CPU build does it at the start, but not when
-    it reloads weights."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w2_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
-def has_alibi(model) -> bool:
-    """True if the engine's model has ALiBi slopes: tensors that are in no checkpoint."""
-    attention = [getattr(module, "impl", None) for module in model.modules()]
-    return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
-
-
 def make_sampler(
     kind: str,
     model,
@@ -713,6 +713,22 @@ def make_sampler(
     except Exception as error:
         why = f"vllm did not start: {first_line(error)} (--rollout hf needs no vllm)"
         raise TrainingError(why) from error
+
+
+def play(samples: list[Sample], sampler, player: Player, temperature: float, cfg: Config) -> None:
+    """The turns after the first. What the environment writes between them is context: appended as
+    tokens that the policy did not sample, and never in the loss."""
+    playing = player.reply(samples)
+    while playing:
+        texts = [np.append(s.prompt.ids, s.completion_ids) for s in playing]
+        seeds = [seed_of(*s.transcript.key, len(s.transcript.turns)) for s in playing]
+        room = [cfg.max_completion_length - len(s.completion_ids) for s in playing]
+        limits = np.minimum(room, cfg.longest_turn).tolist()
+        turns = sampler.generate(texts, 1, seeds, temperature, limits)
+        for s, [turn] in zip(playing, turns, strict=True):
+            s.append(turn.ids, turn.logps, sampled=True)
+            s.finish_reason = turn.finish_reason
+        playing = player.reply(playing)  # all turns of a round: the engine gets one large batch
 
 
 def sample(
@@ -741,22 +757,6 @@ def sample(
         player.start(samples, keys)
         play(samples, sampler, player, temperature, cfg)
     return samples
-
-
-def play(samples: list[Sample], sampler, player: Player, temperature: float, cfg: Config) -> None:
-    """The turns after the first. What the environment writes between them is context: appended as
-    tokens that the policy did not sample, and never in the loss."""
-    playing = player.reply(samples)
-    while playing:
-        texts = [np.append(s.prompt.ids, s.completion_ids) for s in playing]
-        seeds = [seed_of(*s.transcript.key, len(s.transcript.turns)) for s in playing]
-        room = [cfg.max_completion_length - len(s.completion_ids) for s in playing]
-        limits = np.minimum(room, cfg.longest_turn).tolist()
-        turns = sampler.generate(texts, 1, seeds, temperature, limits)
-        for s, [turn] in zip(playing, turns, strict=True):
-            s.append(turn.ids, turn.logps, sampled=True)
-            s.finish_reason = turn.finish_reason
-        playing = player.reply(playing)  # all turns of a round: the engine gets one large batch
 
 
 def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
@@ -940,6 +940,20 @@ def token_loss(
     return loss
 
 
+@torch.no_grad()
+def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Config) -> dict:
+    """Sums over the tokens in the loss, for the log."""
+    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
+    ratio = policy_ratio(logps, old_logps, sampled, cfg)
+    clip_acts = ratio * advantages != clipped_surrogate(ratio, advantages, cfg)
+    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (clip_acts & mask).sum()}
+    if ref_logps is not None:
+        k3 = kl_estimate(logps, ref_logps, logps, "k3")
+        stats["kl"] = torch.where(mask, k3, 0).sum()
+        stats["kl_k1"] = torch.where(mask, logps - ref_logps, 0).sum()
+    return stats
+
+
 def grpo_loss(
     logps,  # [N, T]
     old_logps,  # [N, T]
@@ -988,22 +1002,28 @@ def grpo_loss(
     return loss, token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg)
 
 
-@torch.no_grad()
-def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Config) -> dict:
-    """Sums over the tokens in the loss, for the log."""
-    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    clip_acts = ratio * advantages != clipped_surrogate(ratio, advantages, cfg)
-    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (clip_acts & mask).sum()}
-    if ref_logps is not None:
-        k3 = kl_estimate(logps, ref_logps, logps, "k3")
-        stats["kl"] = torch.where(mask, k3, 0).sum()
-        stats["kl_k1"] = torch.where(mask, logps - ref_logps, 0).sum()
-    return stats
-
-
 # ------------------------------------------------------------------------------------------------
 # Update: deal samples to ranks, micro-batches, backward, one optimizer step per mini-batch
+
+
+def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> list[list[Sample]]:
+    """Fills one micro-batch after the other. cost: the sample's tokens that a packed row does not
+    have yet. The row leaves out the last token of a text, because no later token needs it."""
+    batches = []
+    tokens = 0  # of the last micro-batch
+    width = 0  # of its padded rows: that of the first sample, which is the longest
+    for s, cost in share:
+        if packs:
+            alone, added = s.n_tokens - 1, cost - 1
+        else:
+            alone, added = s.n_tokens, width
+        if not batches or tokens + added > budget:
+            batches.append([s])
+            tokens = width = alone
+        else:
+            batches[-1].append(s)
+            tokens += added
+    return batches
 
 
 def plan(samples: list[Sample], packs: bool, cfg: Config, n_ranks: int) -> list:
@@ -1036,26 +1056,6 @@ def plan(samples: list[Sample], packs: bool, cfg: Config, n_ranks: int) -> list:
         shares[rank].append((s, cost))
         start += cost
     return [micro_batches(share, packs, cfg.micro_batch_tokens) for share in shares]
-
-
-def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> list[list[Sample]]:
-    """Fills one micro-batch after the other. cost: the sample's tokens that a packed row does not
-    have yet. The row leaves out the last token of a text, because no later token needs it."""
-    batches = []
-    tokens = 0  # of the last micro-batch
-    width = 0  # of its padded rows: that of the first sample, which is the longest
-    for s, cost in share:
-        if packs:
-            alone, added = s.n_tokens - 1, cost - 1
-        else:
-            alone, added = s.n_tokens, width
-        if not batches or tokens + added > budget:
-            batches.append([s])
-            tokens = width = alone
-        else:
-            batches[-1].append(s)
-            tokens += added
-    return batches
 
 
 def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> dict:
@@ -1150,6 +1150,114 @@ def why_no_gradient(sample: Sample, cfg: Config, at_reference: bool = False) -> 
     return ""
 
 
+def loss_counts(samples: list[Sample]) -> tuple[int, int]:
+    """The tokens and the sequences in the loss, at least 1: the reductions divide by them."""
+    n_tokens = sum(int(s.trains.sum()) for s in samples)
+    n_sequences = sum(bool(s.in_loss.any()) for s in samples)
+    return max(1, n_tokens), max(1, n_sequences)
+
+
+def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int) -> tuple:
+    """grpo_loss of one micro-batch, and its sums for the log."""
+    if "old_logps" in batch:  # several updates per rollout: the policy before the first of them
+        old_logps = batch["old_logps"]
+    else:  # one update per rollout: the policy before it is this one, and the ratio is 1
+        old_logps = logps.detach()
+    loss, stats = grpo_loss(
+        logps,
+        old_logps,
+        batch.get("ref_logps"),
+        batch["sampler_logps"],
+        batch["advantages"],
+        batch["mask"],
+        cfg,
+        n_tokens,
+        n_sequences,
+        sampled=batch["sampled"],
+    )
+    gap = sampler_gap.sampler_stats(old_logps, batch["sampler_logps"], batch["mask"], cfg)
+    stats.update(gap)
+    return loss, stats
+
+
+def add_up(parts: list[dict]) -> dict:
+    """The sum of each name's values, over parts of a step. Means of parts could not be averaged,
+    since parts differ in size. For a name that ends in _max: the maximum."""
+    totals = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in totals:
+                totals[name] = value
+            elif name.endswith("_max"):
+                totals[name] = max(totals[name], value)
+            else:
+                totals[name] = totals[name] + value
+    return totals
+
+
+def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> dict:
+    """The gradient of one optimizer step, in micro-batches. Returns this rank's sums."""
+    n_tokens, n_sequences = loss_counts(minibatch)
+    trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
+    shares = plan(trained, policy.packs, cfg, world.size)
+    share = shares[world.rank]
+
+    # DDP needs the same number of forwards and backwards on every rank, and at least one. A rank
+    # with fewer micro-batches adds idle rounds: a sample with all tokens masked.
+    n_rounds = max(1, *[len(share) for share in shares])
+    spare = trained[:1]
+    if not trained:
+        spare = minibatch[:1]
+    idle_rounds = [spare] * (n_rounds - len(share))
+
+    all_stats = []  # they stay on the device until the last micro-batch: no pass waits for them
+    for i, micro_batch in enumerate(share + idle_rounds):
+        batch = collate(micro_batch, world.device, policy.rows)
+        if i >= len(share):  # an idle round
+            batch["mask"].zero_()
+        # DDP averages gradients over the ranks in the last backward only.
+        ddp.require_backward_grad_sync = i == n_rounds - 1
+        with autocast(cfg, world.device):
+            logps, entropy = ddp(batch)  # [N, T]
+        loss, stats = batch_loss(logps, batch, cfg, n_tokens, n_sequences)
+        # * ranks, because DDP averages, and the loss is already divided by global counts
+        (loss * world.size).backward()
+        stats["loss"] = loss.detach()
+        stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
+        all_stats.append(stats)
+
+    names = list(stats)  # the same in every micro-batch
+    table = torch.stack([torch.stack(list(stats.values())) for stats in all_stats])
+    values = table.tolist()  # [micro-batches, names], one device sync
+    return add_up([dict(zip(names, row, strict=True)) for row in values])
+
+
+def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference: bool) -> str:
+    """Why the optimizer must not step; "" if it may. Equal on all ranks, like the norm."""
+    if not math.isfinite(norm):
+        return "not_finite"
+    causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
+    if all(causes):  # only momentum would move the weights
+        return max(NO_GRADIENT, key=causes.count)  # the most frequent one
+    return ""
+
+
+def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dict:
+    """totals: sums over all tokens of the step; norms and outcomes: of each optimizer step."""
+    metrics = {
+        "loss": totals["loss"] / len(norms),
+        "grad_norm": float(np.mean(norms)),
+        "optimizer_steps": outcomes.count(""),
+        "skipped_steps": outcomes.count("not_finite"),
+    }
+    for name in ("entropy", "clip_ratio/region_mean", "kl", "kl_k1"):
+        if name in totals and totals["tokens"] > 0:  # else there is nothing to average
+            metrics[name] = totals[name] / totals["tokens"]
+    for cause in ("not_finite", *NO_GRADIENT):
+        metrics[f"skipped_steps/{cause}"] = outcomes.count(cause)
+    return metrics
+
+
 def update(
     policy,
     optimizer,
@@ -1201,114 +1309,6 @@ def update(
     return metrics
 
 
-def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference: bool) -> str:
-    """Why the optimizer must not step; "" if it may. Equal on all ranks, like the norm."""
-    if not math.isfinite(norm):
-        return "not_finite"
-    causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
-    if all(causes):  # only momentum would move the weights
-        return max(NO_GRADIENT, key=causes.count)  # the most frequent one
-    return ""
-
-
-def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dict:
-    """totals: sums over all tokens of the step; norms and outcomes: of each optimizer step."""
-    metrics = {
-        "loss": totals["loss"] / len(norms),
-        "grad_norm": float(np.mean(norms)),
-        "optimizer_steps": outcomes.count(""),
-        "skipped_steps": outcomes.count("not_finite"),
-    }
-    for name in ("entropy", "clip_ratio/region_mean", "kl", "kl_k1"):
-        if name in totals and totals["tokens"] > 0:  # else there is nothing to average
-            metrics[name] = totals[name] / totals["tokens"]
-    for cause in ("not_finite", *NO_GRADIENT):
-        metrics[f"skipped_steps/{cause}"] = outcomes.count(cause)
-    return metrics
-
-
-def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> dict:
-    """The gradient of one optimizer step, in micro-batches. Returns this rank's sums."""
-    n_tokens, n_sequences = loss_counts(minibatch)
-    trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
-    shares = plan(trained, policy.packs, cfg, world.size)
-    share = shares[world.rank]
-
-    # DDP needs the same number of forwards and backwards on every rank, and at least one. A rank
-    # with fewer micro-batches adds idle rounds: a sample with all tokens masked.
-    n_rounds = max(1, *[len(share) for share in shares])
-    spare = trained[:1]
-    if not trained:
-        spare = minibatch[:1]
-    idle_rounds = [spare] * (n_rounds - len(share))
-
-    all_stats = []  # they stay on the device until the last micro-batch: no pass waits for them
-    for i, micro_batch in enumerate(share + idle_rounds):
-        batch = collate(micro_batch, world.device, policy.rows)
-        if i >= len(share):  # an idle round
-            batch["mask"].zero_()
-        # DDP averages gradients over the ranks in the last backward only.
-        ddp.require_backward_grad_sync = i == n_rounds - 1
-        with autocast(cfg, world.device):
-            logps, entropy = ddp(batch)  # [N, T]
-        loss, stats = batch_loss(logps, batch, cfg, n_tokens, n_sequences)
-        # * ranks, because DDP averages, and the loss is already divided by global counts
-        (loss * world.size).backward()
-        stats["loss"] = loss.detach()
-        stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
-        all_stats.append(stats)
-
-    names = list(stats)  # the same in every micro-batch
-    table = torch.stack([torch.stack(list(stats.values())) for stats in all_stats])
-    values = table.tolist()  # [micro-batches, names], one device sync
-    return add_up([dict(zip(names, row, strict=True)) for row in values])
-
-
-def loss_counts(samples: list[Sample]) -> tuple[int, int]:
-    """The tokens and the sequences in the loss, at least 1: the reductions divide by them."""
-    n_tokens = sum(int(s.trains.sum()) for s in samples)
-    n_sequences = sum(bool(s.in_loss.any()) for s in samples)
-    return max(1, n_tokens), max(1, n_sequences)
-
-
-def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int) -> tuple:
-    """grpo_loss of one micro-batch, and its sums for the log."""
-    if "old_logps" in batch:  # several updates per rollout: the policy before the first of them
-        old_logps = batch["old_logps"]
-    else:  # one update per rollout: the policy before it is this one, and the ratio is 1
-        old_logps = logps.detach()
-    loss, stats = grpo_loss(
-        logps,
-        old_logps,
-        batch.get("ref_logps"),
-        batch["sampler_logps"],
-        batch["advantages"],
-        batch["mask"],
-        cfg,
-        n_tokens,
-        n_sequences,
-        sampled=batch["sampled"],
-    )
-    gap = sampler_gap.sampler_stats(old_logps, batch["sampler_logps"], batch["mask"], cfg)
-    stats.update(gap)
-    return loss, stats
-
-
-def add_up(parts: list[dict]) -> dict:
-    """The sum of each name's values, over parts of a step. Means of parts could not be averaged,
-    since parts differ in size. For a name that ends in _max: the maximum."""
-    totals = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in totals:
-                totals[name] = value
-            elif name.endswith("_max"):
-                totals[name] = max(totals[name], value)
-            else:
-                totals[name] = totals[name] + value
-    return totals
-
-
 def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> None:
     """Fills in `token_notes` of a few samples, for the log. It needs a forward pass of its own,
     before the update. For each token:
@@ -1346,6 +1346,32 @@ def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> Non
 # Eval
 
 
+def eval_rewards(
+    sampler,
+    prompts: list[Prompt],
+    tokenizer,
+    scorer,
+    player: Player | None,
+    step: int,
+    cfg: Config,
+    world: World,
+    greedy: bool,
+) -> tuple:
+    """The first reward of each sample [prompts, samples], and the mean length, over all ranks."""
+    seeds = seeds_of(EVAL, step, len(prompts), cfg)
+    samples = sample(sampler, prompts, seeds, cfg, world, greedy, player)
+    add_texts(samples, tokenizer)
+    scores = world.gather([score(samples, scorer, step, cfg)])
+    failures = [s.first_failure for s in scores if s.first_failure]
+    if failures:
+        say(f"eval of step {step}: {failures[0]}")
+    first_reward = next(iter(scores[0].by_reward))
+    results = world.gather([(s.group, s.parts[first_reward], s.n_sampled) for s in samples])
+    results.sort(key=lambda result: result[0])  # by prompt
+    values = np.array([value for _, value, _ in results]).reshape(len(prompts), -1)
+    return values, float(np.mean([length for _, _, length in results]))
+
+
 def evaluate(
     sampler,
     prompts: list[Prompt],
@@ -1375,32 +1401,6 @@ def evaluate(
             metrics["eval_pass@1"] = float((values > 0.5).mean())
             metrics[f"eval_pass@{k}"] = float((values > 0.5).any(1).mean())
     return metrics
-
-
-def eval_rewards(
-    sampler,
-    prompts: list[Prompt],
-    tokenizer,
-    scorer,
-    player: Player | None,
-    step: int,
-    cfg: Config,
-    world: World,
-    greedy: bool,
-) -> tuple:
-    """The first reward of each sample [prompts, samples], and the mean length, over all ranks."""
-    seeds = seeds_of(EVAL, step, len(prompts), cfg)
-    samples = sample(sampler, prompts, seeds, cfg, world, greedy, player)
-    add_texts(samples, tokenizer)
-    scores = world.gather([score(samples, scorer, step, cfg)])
-    failures = [s.first_failure for s in scores if s.first_failure]
-    if failures:
-        say(f"eval of step {step}: {failures[0]}")
-    first_reward = next(iter(scores[0].by_reward))
-    results = world.gather([(s.group, s.parts[first_reward], s.n_sampled) for s in samples])
-    results.sort(key=lambda result: result[0])  # by prompt
-    values = np.array([value for _, value, _ in results]).reshape(len(prompts), -1)
-    return values, float(np.mean([length for _, _, length in results]))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1581,6 +1581,24 @@ def set_up(cfg: Config, command_line: bool):
         )
 
 
+def push_and_evaluate(parts, step: int) -> None:
+    """Pushes the weights after `step` to the sampler; evaluates if that is due."""
+    with parts.run.clock("sync"):
+        parts.sampler.push(parts.policy.model)
+    if parts.run.eval_due(step):
+        metrics = evaluate(
+            parts.sampler,
+            parts.eval_prompts,
+            parts.tokenizer,
+            parts.scorer,
+            step,
+            parts.cfg,
+            parts.world,
+            parts.player,
+        )
+        parts.run.record_eval(step, metrics)
+
+
 @models.exact_float32()
 @torch.inference_mode(False)  # whatever mode the caller is in
 @torch.enable_grad()
@@ -1639,24 +1657,6 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             push_and_evaluate(parts, step)
         del ddp  # before vLLM is closed, which may end the process group that it needs
     return run.log.history
-
-
-def push_and_evaluate(parts, step: int) -> None:
-    """Pushes the weights after `step` to the sampler; evaluates if that is due."""
-    with parts.run.clock("sync"):
-        parts.sampler.push(parts.policy.model)
-    if parts.run.eval_due(step):
-        metrics = evaluate(
-            parts.sampler,
-            parts.eval_prompts,
-            parts.tokenizer,
-            parts.scorer,
-            step,
-            parts.cfg,
-            parts.world,
-            parts.player,
-        )
-        parts.run.record_eval(step, metrics)
 
 
 @record  # torchrun's report then names the rank that failed first, and why

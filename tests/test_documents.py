@@ -252,7 +252,24 @@ def test_the_worked_example_of_the_readme():
         assert ", ".join(f"{x:+.4f}" for x in gradient[:, 0]) in row
 
 
-# -- Which module imports which
+# -- The order of grpo.py; which module imports which
+
+
+def test_a_function_is_used_below_where_it_stands():
+    """So a reader of grpo.py knows what a line calls."""
+    used_above = set()
+    known = set()
+    functions = {}
+    for node in ast.parse(document("grpo.py")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            functions[node.name] = node
+    for name, node in functions.items():
+        known.add(name)
+        own = {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)}  # its parameters
+        for use in ast.walk(node):
+            if isinstance(use, ast.Name) and use.id in functions.keys() - known - own:
+                used_above.add((use.id, name))
+    assert used_above == set()
 
 
 def module_imports():
