@@ -439,7 +439,7 @@ def draw(runs: dict):
                 histories = [row["history"] for row in by_seed.values()]
                 band(axes[key], histories, "reward", label=side)
         axes[key].set(title=title, xlabel="step", ylim=(0, 1.02))
-        axes[key].set_ylabel("reward, mean of the samples")
+        axes[key].set_ylabel("mean reward")
         axes[key].legend(loc="lower right")
     words = ["blue: mean and its 95 % bootstrap interval", "orange: seeds (how many)"]
     if not AGAINST.keys().isdisjoint(runs):

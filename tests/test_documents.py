@@ -25,7 +25,8 @@ COLUMNS = 100  # tables, headings, links and code may be wider
 # Flags of other programs, and of studies, that the documents name.
 OTHER_FLAGS = set(
     "no-deps retries nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts pid "
-    "enforce-eager find-links step html source quick jobs trl float32 schemas points help".split()
+    "enforce-eager find-links step html source quick jobs trl float32 large schemas points "
+    "help".split()
 )
 # Names of metrics that depend on the run: pattern -> the name in REFERENCE.md.
 GENERIC_METRICS = {
