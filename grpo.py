@@ -358,8 +358,8 @@ def parse_args(argv=None) -> Config:
 
 
 def autocast(cfg: Config, device: torch.device):
-    """Matrix products in bfloat16, if the run is in bfloat16. The cache keeps cast weights for the
-    next forward in the same block. A block with gradients has only one, so it needs no cache."""
+    """Matrix products in bfloat16, if the run is in bfloat16. A pass with gradients caches no cast
+    weights, so that those of recomputed layers need not stay in memory."""
     return torch.autocast(
         device.type,
         torch.bfloat16,
@@ -446,7 +446,7 @@ class Policy(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def after_ddp(self, device: torch.device) -> None:
-        """Called once DDP has wrapped the policy. FastPolicy then saves memory in tied weights."""
+        """Called once DDP has wrapped the policy. FastPolicy then makes a gradient sparse."""
 
 
 def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
@@ -788,8 +788,8 @@ def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
         s.reward = scores.totals[i]
         s.parts = {name: values[i] for name, values in scores.by_reward.items()}
         s.extra = {name: values[i] for name, values in scores.extra.items()}
-        is_cut_off = s.finish_reason == "length" and cfg.non_stop_reward is not None
-        if is_cut_off and not math.isnan(s.reward):
+        is_cut_off = s.finish_reason == "length" and not math.isnan(s.reward)
+        if is_cut_off and cfg.non_stop_reward is not None:
             s.reward = cfg.non_stop_reward
         if scores.failed[i] and cfg.reward_failure == "exclude":
             s.reward = math.nan
@@ -861,8 +861,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     With d = log(policy / reference) and w = policy / old policy: k1 = d, k2 = d^2 / 2,
     k3 = exp(-d) - 1 + d (Schulman, joschu.net/blog/kl-approx.html), k4 = w k1, wk3 = w k3
     (DeepSeek-V3.2, arXiv 2512.02556). As losses, only k2 (on-policy), k4 and wk3 have the gradient
-    of the KL: the gradient of k1 is zero on average, that of k3 is the one of KL(reference ||
-    policy), which is another far from the reference.
+    of the KL. On average, and on-policy, that of k1 is zero, and that of k3 is the gradient of
+    KL(reference || policy).
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -876,7 +876,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     if estimator == "k3":
         return k3
     # wk3's gradient by logps is w d, because the terms with exp(-d) cancel. Autograd would add them
-    # up in float32, and below d = -18 their rounding error is larger than d.
+    # up in float32, and from about d = -20 on their rounding error is as large as d.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
@@ -1655,7 +1655,7 @@ def train(cfg: Config, command_line: bool = False) -> list[dict]:
             metrics.update(failures)
             run.record(step, metrics, completion_rows(samples, step, tokenizer))
             push_and_evaluate(parts, step)
-        del ddp  # before vLLM is closed, which may end the process group that it needs
+        del ddp  # before vLLM is closed, which may end the process group that DDP needs
     return run.log.history
 
 

@@ -258,7 +258,7 @@ def parse_args(argv):
     log = "completions.jsonl" if wants_step else "metrics.jsonl"
     for out_dir in args.out_dirs:
         if not os.path.exists(os.path.join(out_dir, log)):
-            fail(f"{out_dir} is not the directory of a run: it has no {log}")
+            fail(f"{out_dir} has no {log}: is it the directory of a run?")
     if args.out is None:
         args.out = "curves.png"
         if len(args.out_dirs) == 1:

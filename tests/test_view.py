@@ -383,9 +383,9 @@ def test_right_is_what_the_first_reward_function_says(tmp_path):
     [
         (["no_such_dir"], "no_such_dir"),
         (["empty"], "metrics.jsonl"),
-        (["empty"], "empty is not the directory of a run: it has no metrics.jsonl"),
-        (["a", "nowhere"], "nowhere is not the directory of a run"),
-        (["empty", "--step"], "it has no completions.jsonl"),
+        (["empty"], "empty has no metrics.jsonl: is it the directory of a run?"),
+        (["a", "nowhere"], "nowhere has no metrics.jsonl"),
+        (["empty", "--step"], "empty has no completions.jsonl"),
         (["half"], "half/metrics.jsonl has no metrics"),
         (["half", "--step"], "half/completions.jsonl has no completions yet"),
         (["empty", "--html", "x.html"], "completions.jsonl"),
