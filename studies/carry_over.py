@@ -42,6 +42,7 @@ import harness.engine
 import harness.models
 import harness.scorer
 import harness.workers
+from harness.fast import unflatten
 
 SKETCH = 2**20  # numbers of a sketched gradient: see sketch()
 LONG = 12  # tokens, as in reductions.py
@@ -402,9 +403,9 @@ def logps_of(policy, samples: list, cfg, operators=(), float_head=False) -> np.n
         if "logits" in operators:
             logits = r(logits)
         logps = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]  # [n]
-        lengths = [len(s.completion_ids) for s in micro]
-        for s, row in zip(micro, logps.split(lengths), strict=True):
-            rows[id(s)] = row.numpy()
+        # a packed row has the samples in an order of its own
+        for s, row in zip(micro, unflatten(logps, batch).numpy(), strict=True):
+            rows[id(s)] = row[: len(s.completion_ids)]
     return np.concatenate([rows[id(s)] for s in samples])
 
 
@@ -454,6 +455,8 @@ def operator_gaps(path: str, cfg, samples: list, float_head_samples: list) -> di
     exact = dataclasses.replace(cfg, dtype="float32")
     policy = Real(path, cfg).policy
     base, engine = logps_of(policy, samples, exact), sampler_logps(samples)
+    same = logps_of(policy, samples, exact, float_head=True)  # nothing is rounded
+    np.testing.assert_allclose(same, base, atol=1e-3)
 
     choices = {f"only {name}": {name} for name in OPERATORS}
     choices["all of these"] = set(OPERATORS)
@@ -493,9 +496,11 @@ def operator_gaps(path: str, cfg, samples: list, float_head_samples: list) -> di
 
 
 def spread(values, digits=2) -> str:
-    if np.isnan(values).all():
+    values = np.asarray(values)
+    values = values[~np.isnan(values)]  # of rollouts with long wrong answers and short ones
+    if len(values) == 0:
         return "none long"
-    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return f"{values.mean():.{digits}f} ({values.min():.{digits}f} to {values.max():.{digits}f})"
 
 
 def with_error(pair, digits=4) -> str:
