@@ -1,868 +1,498 @@
-"""GRPO in one file: sample a group of answers for each prompt, score them, and make the answers
-that beat their own group's mean more likely.
+"""GRPO in one file: sample a group of answers to each prompt, score them, and make the answers that
+beat the mean of their group more likely.
 
-    python grpo.py                               # bundled tiny model, laptop CPU
-    torchrun --nproc_per_node=2 grpo.py          # the same run, the same gradient, two processes
-    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
-        --train_data train.jsonl --reward gsm8k
+    python grpo.py                             # the bundled tiny model learns to add, on a CPU
+    torchrun --nproc_per_node=2 grpo.py        # the same run, the same gradient, two processes
+    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \\
+        --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-The sections: config, flags, model, samples, rollout, rewards and advantages, objective, update,
-eval, train. To read the file as it runs, begin with `train`, the last one. harness/ has what every
-trainer needs (flags, ranks, files, checkpoints, signals, log) and a faster policy.
+One step, in the order of this page:
 
-Shapes: N samples, T completion tokens (padded), L prompt and completion tokens, V = vocabulary
-size, G samples in a group (one prompt).
-Left out on purpose: critics, FSDP, asynchronous rollouts (README.md names alternatives).
+    training_loop      does the following once a step
+    prompts_of_step    takes the next prompts from the data
+    rollout            samples a group of completions for each prompt, and scores them
+    add_logps          adds what the loss compares the policy with: old policy and reference
+    assign_advantages  gives each completion its reward minus the mean reward of its group
+    update             splits the samples into micro-batches; for each of these
+        Policy         computes the log-probability of each completion token,
+        grpo_loss      multiplies it by the advantage,
+        backward       and adds the gradient to those before; then the optimizer takes a step
+    sampler.push       gives the new weights to the sampler
+
+One group: four completions of one prompt have the rewards 1, 0, 0, 1. Their mean is 0.5 and their
+standard deviation 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of each token is
+minus the advantage of its completion. If all four are equally long, the losses add up to 0, but the
+gradient is not 0: it makes the first and the last completion more likely and the others less.
+So watch the reward and not the loss, which can be 0 in every step of a run that learns.
+
+Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
+in the vocabulary, G samples of one prompt (a group).
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
-import dataclasses
+import csv
+import difflib
+import fcntl
+import glob
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import io
+import json
 import math
 import os
 import re
+import shutil
+import signal
 import sys
 import time
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+import typing
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
 
-if sys.version_info < (3, 11):  # noqa: UP036
-    print("grpo.py: error: needs Python 3.11 or newer", file=sys.stderr)
-    sys.exit(2)
-
-# Import the reward.py, view.py and harness next to this file, even if this process has already
-# imported other modules of these names, such as those of a second copy of the project.
-HERE = os.path.dirname(os.path.realpath(__file__))
-sys.path.insert(0, HERE)
-for name, module in list(sys.modules.items()):
-    if name.split(".")[0] in ("reward", "view", "harness"):
-        if not str(getattr(module, "__file__", None)).startswith(HERE + os.sep):
-            del sys.modules[name]
-
-# Before `import torch`: idle OpenMP threads that spin make a step 5 to 30 times slower on busy
-# cores.
+# Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Memory pages of 2 MB for large CPU tensors: a tenth of the page faults, and an update of a
-# 30 M model takes 4 to 15 % less time.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from harness import flags
-from harness.flags import ConfigError, TrainingError, first_line, flag, need, say
-
-# ------------------------------------------------------------------------------------------------
-# Config: every field is a flag
-
-
-@dataclass(init=False)
-class Config:
-    model: str = flag(
-        "", "policy: directory or hub name; empty: the bundled task", group="model and data"
-    )
-    tokenizer: str = flag("", "directory or hub name; empty: the model's own tokenizer")
-    lora_rank: int = flag(0, "rank of adapters on all linear layers but the head; 0: none", low=0)
-    train_data: str = flag("", "JSONL, JSON, CSV, parquet, hub name:config:split, file.py:function")
-    eval_data: str = flag("", "eval rows, same formats; empty: no eval")
-    reward: str = flag(
-        "answer",
-        "name[:weight],... or file.py:function[:weight]; the first one is the eval accuracy",
-    )
-    reward_failure: str = flag(
-        "zero", "a failed reward or episode counts as 0, or drops its sample", ("zero", "exclude")
-    )
-    environment: str = flag("", "file.py:name: answers the policy between turns; empty: one turn")
-    call_timeout: float = flag(
-        10.0, "seconds for one call of a reward or environment from a file", low=1e-6
-    )
-    workers: int = flag(4, "processes per rank for rewards and environments from files", low=1)
-    prompt_template: str = flag(
-        "", 'built from columns: "{question}\\nThink first."; empty: the column prompt'
-    )
-    chat: bool = flag(False, "wrap string prompts as a user turn in the chat template")
-    system_prompt: str = flag("", "system message before every prompt; implies --chat")
-    chat_template_kwargs: str = flag(
-        "", "JSON for the chat template, as in '{\"enable_thinking\": false}'"
-    )
-    show_prompt: bool = flag(False, "print the first prompt, as text and as ids, and exit")
-    max_prompt_length: int = flag(512, "tokens; longer prompts are dropped and counted", low=1)
-
-    num_prompts: int = flag(
-        32, "prompts per step, over all ranks", low=1, high=2**20, group="rollout"
-    )
-    num_generations: int = flag(8, "completions per prompt: the group, G", low=2, high=2**20)
-    max_completion_length: int = flag(512, "tokens; a completion that reaches it is cut off", low=1)
-    max_turns: int = flag(8, "turns of the policy in an episode with --environment", low=1)
-    max_turn_length: int = flag(
-        0, "tokens of one turn; 0: what --max_completion_length leaves", low=0
-    )
-    temperature: float = flag(1.0, "for sampling and for all log-probabilities", low=1e-6)
-    rollout: str = flag(
-        "auto", "the sampler; auto: vllm if it is installed, else hf", ("auto", "vllm", "hf")
-    )
-    vllm_gpu_memory_utilization: float = flag(
-        0.3, "share of the GPU's memory that vLLM takes while it samples", low=1e-3, high=1
-    )
-    max_sampler_gap: float = flag(
-        0.0, "stop the run above this mean |log-probability gap| to the sampler; 0: auto", low=0
-    )
-    tis_cap: float = flag(
-        2.0, "cap on each token's weight p_trainer / p_sampler (TIS); 0: off", low=0
-    )
-
-    scale_rewards: str = flag(
-        "group",
-        "whose standard deviation divides r - mean",
-        ("group", "batch", "none"),
-        group="objective",
-    )
-    loss_reduction: str = flag(
-        "token", "how token losses are averaged", ("token", "sequence", "constant")
-    )
-    kl_estimator: str = flag("wk3", "KL term of the loss", ("k1", "k2", "k3", "k4", "wk3"))
-    kl_in: str = flag("loss", "where the KL penalty goes; reward: k1 only", ("loss", "reward"))
-    beta: float = flag(0.0, "KL coefficient; 0: no reference model", low=0)
-    clip_low: float = flag(0.2, "the ratio is clipped below 1 - clip_low", low=0, high=1)
-    clip_high: float = flag(0.28, "the ratio is clipped above 1 + clip_high", low=0)
-    ratio_level: str = flag(
-        "token", "policy ratio of each token, or of each sequence (GSPO)", ("token", "sequence")
-    )
-    mask_truncated: bool = flag(
-        False, "drop cut-off completions from the loss (not from the group's mean)"
-    )
-    non_stop_reward: float | None = flag(
-        None, "reward of a completion that was cut off; none: as scored"
-    )
-    advantage_noise: float = flag(
-        0.0, "standard deviation of noise added to the advantages (for a study)", low=0
-    )
-
-    num_minibatches: int = flag(1, "optimizer steps per pass over a rollout", low=1, group="update")
-    num_epochs: int = flag(1, "passes over a rollout", low=1)
-    micro_batch_tokens: int = flag(
-        0, "tokens per forward and backward; 0: 2048, on cuda auto-sized", low=0
-    )
-    learning_rate: float = flag(
-        1e-6, "of AdamW on float32 parameters; unless given, ten times this with --lora_rank", low=0
-    )
-    lr_schedule: str = flag("constant", "after the warmup", ("constant", "linear", "cosine"))
-    warmup_steps: int = flag(
-        0, "optimizer steps; 0: the first one already has the full learning rate", low=0
-    )
-    weight_decay: float = flag(0.0, "for matrices; never norms and biases", low=0)
-    max_grad_norm: float = flag(1.0, "the gradient's norm is clipped to this; 0: off", low=0)
-    max_steps: int = flag(
-        100, "rollouts; each has num_minibatches * num_epochs optimizer steps", low=0
-    )
-    gradient_checkpointing: bool = flag(
-        False, "recompute activations in backward: less memory, a third more time"
-    )
-    fast: bool = flag(
-        True, "padding-free rows, tiled head (harness/fast.py); false: plain PyTorch, slower"
-    )
-    compile: bool = flag(False, "torch.compile each layer: minutes at the start, faster steps")
-    dtype: str = flag(
-        "auto",
-        "for autocast; auto: bfloat16 if fast",
-        ("auto", "float32", "bfloat16", "float64"),
-    )
-    device: str = flag("auto", "auto: cuda, else cpu", ("auto", "cpu", "cuda", "mps"))
-    seed: int = flag(0, "every random number is a function of the seed and the step", low=0)
-
-    out_dir: str = flag("out", "directory of the run", group="output")
-    eval_every: int = flag(
-        10, "steps between evals; 0: only before the first and after the last step", low=0
-    )
-    eval_samples: int = flag(
-        0, "samples per eval prompt at --temperature for pass@k; 0: greedy only", low=0
-    )
-    save_every: int = flag(
-        10, "steps between checkpoints; 0: only after the last step and the best eval", low=0
-    )
-    keep: int = flag(2, "newest checkpoints kept, besides the best by eval accuracy; 0: all", low=0)
-    resume: str = flag(
-        "", "continue the run in --out_dir, or start from this checkpoint", bare="latest"
-    )
-    verbose: bool = flag(False, "show what vLLM and transformers print")
-    log_completions: int = flag(
-        64, "samples written to completions.jsonl per step; -1: all", low=-1
-    )
-    log_tokens: int = flag(
-        -1,
-        "how many of these with per-token data; -1: the group with the largest mean |A|",
-        low=-1,
-    )
-    report_to: str = flag(
-        "none", "a dashboard to send metrics to", ("none", "tensorboard", "wandb", "trackio")
-    )
-
-    given: dataclasses.InitVar[set | None] = None  # the names of the flags that somebody set
-
-    def __init__(self, given: set | None = None, **values):
-        """Config(beta=0.04) sets one flag. dataclasses.replace passes all flags, and the `given`
-        of the Config that it copies. Then a flag at its default counts as set only if `given` names
-        it."""
-        object.__setattr__(self, "given", set(given or ()))
-        for f in dataclasses.fields(self):
-            object.__setattr__(self, f.name, f.default)
-        for name, value in values.items():
-            if not hasattr(self, name):
-                raise TypeError(f"Config has no flag {name}")
-            if given is None or value != getattr(self, name):
-                setattr(self, name, value)
-
-    def __setattr__(self, name, value):
-        """Notes that somebody set the flag: its value wins over that of the bundled task and over
-        that of a resumed run."""
-        object.__setattr__(self, name, value)
-        self.given.add(name)
-
-    @property
-    def longest_turn(self) -> int:
-        """The most tokens of one turn of an episode."""
-        if self.max_turn_length > 0:
-            return self.max_turn_length
-        return self.max_completion_length
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.num_minibatches * self.num_epochs
-
-
-# The bundled task, "R1 in miniature", used if no --model is given. Given flags win.
-BUNDLED = dict(
-    model=os.path.join(HERE, "sample_data", "model"),
-    train_data=os.path.join(HERE, "sample_data", "train.jsonl"),
-    eval_data=os.path.join(HERE, "sample_data", "eval.jsonl"),
-    max_completion_length=40,
-    learning_rate=3e-4,
-    beta=0.001,
-    max_steps=20,
-    eval_every=5,
-)
-
-
-if __name__ == "__main__":
-    # Before the slow import of torch, so that --help and a mistyped flag are answered at once.
-    exit_code = flags.exit_code(
-        "grpo.py", lambda: flags.parse_flags(Config, None, "grpo.py", __doc__)
-    )
-    if exit_code != 0:
-        sys.exit(exit_code)
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from harness import (
-    auto,
-    check,
-    dashboards,
-    engine,
-    log,
-    lora,
-    models,
-    ranks,
-    rows,
-    sampler_gap,
-)
-from harness.arrays import padded, padded_rows, to_device
-from harness.chat import decode
-from harness.checkpoints import (
-    find_checkpoint,
-    fingerprint,
-    model_writer,
-    refuse_other_rank,
-    refuse_other_weights,
-)
-from harness.directory import resumed_flags
-from harness.environment import Transcript, load_environment
-from harness.hf_sampler import Completion, HFSampler
-from harness.log import completion_rows, sample_metrics
-from harness.player import Player
-from harness.ranks import (
-    EVAL,
-    MINIBATCHES,
-    NOISE,
-    PROMPT_ORDER,
-    SAMPLING,
-    World,
-    seed_of,
-    stream,
-)
-from harness.recompute import recomputing
-from harness.rows import Prompt
-from harness.run import Run
-from harness.scorer import Scorer, Scores
-from harness.user_code import load_rewards, reward_row, sources
+from reward import Reward, call_reward, load_function, load_rewards
 
-try:
-    from harness.fast import FastPolicy
-except ModuleNotFoundError as error:
-    if error.name != "harness.fast":
-        raise
-    FastPolicy = None  # everything runs without it, slower
+HERE = os.path.dirname(os.path.realpath(__file__))
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts one process per GPU, and sets these three
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def gather(items: list) -> list:
+    """The items of all ranks, on every rank."""
+    if WORLD_SIZE == 1:
+        return items
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, items)
+    return [item for one in lists for item in one]
+
+
+# Every random number comes from a generator seeded with (seed, purpose, step, number). So nothing
+# depends on the number of ranks, and a resumed run has no generator to restore. Purposes:
+SAMPLING = 0  # completions; the number is that of the prompt within the step
+ORDER = 0  # order of the data, at step 0, where nothing is sampled; the number is the epoch
+EVAL = 1  # completions of an eval; the number is that of the prompt
+MINIBATCHES = 4  # order of a rollout's samples; the number is the epoch (2 and 3 are free)
+
+
+def generator(cfg: Config, purpose: int, step: int, number: int = 0) -> np.random.Generator:
+    return np.random.default_rng((cfg.seed, purpose, step, number))
+
+
+def seed_of(cfg: Config, purpose: int, step: int, number: int) -> int:
+    sequence = np.random.SeedSequence((cfg.seed, purpose, step, number))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
+
 
 # ------------------------------------------------------------------------------------------------
-# Flags: given, saved and default values, and their checks
+# Records
 
 
-def validate(cfg: Config) -> None:
-    """Raises a ConfigError that names the flag if a value makes no sense. need() raises it if its
-    first argument, what must be true, is false."""
-    flags.check_flags(cfg)
-    models.check_transformers()
-    rows.check_template_kwargs(cfg)
-    need(cfg.train_data, cfg, "train_data", "required if --model is given")
-    samples = cfg.num_prompts * cfg.num_generations
-    need(cfg.num_minibatches <= samples, cfg, "num_minibatches", "more than the step's samples")
-    if not cfg.environment:
-        why = "limits the turns of --environment, which is not given"
-        need(cfg.max_turn_length == 0, cfg, "max_turn_length", why)
-        need(cfg.max_turns == Config.max_turns, cfg, "max_turns", why)
-    why = "more than --max_completion_length, which limits all turns together"
-    need(cfg.max_turn_length <= cfg.max_completion_length, cfg, "max_turn_length", why)
-    dashboards.check_installed(cfg)
-    if cfg.updates_per_step > 1:
-        why = "with several updates per rollout, a clip of 0 would act on rounding errors"
-        need(cfg.clip_low > 0, cfg, "clip_low", why)
-        need(cfg.clip_high > 0, cfg, "clip_high", why)
-    if cfg.kl_in == "reward" and cfg.beta > 0:
-        why = f"takes --kl_estimator k1 only: {cfg.kl_estimator} has another gradient there"
-        need(cfg.kl_estimator == "k1", cfg, "kl_in", why)
-
-
-def prepare(cfg: Config) -> Config:
-    """Completes the flags: given ones first, then the resumed run's, then the bundled task's if no
-    model is named. Rejects impossible values before loading anything. To prepare prepared flags
-    changes nothing."""
-    chosen = resumed_flags(Config, {name: getattr(cfg, name) for name in cfg.given})
-    values = {}
-    if chosen.get("model", "") == "":
-        values.update(BUNDLED)
-        if chosen.get("train_data"):
-            values["eval_data"] = ""  # the bundled eval is another task
-        chosen.pop("model", None)  # an empty --model is the bundled one, too
-    values.update(chosen)
-    cfg = Config(**values)
-    validate(cfg)
-    if cfg.lora_rank > 0 and "learning_rate" not in chosen:
-        cfg.learning_rate = lora.learning_rate(cfg.learning_rate)
-    return cfg
-
-
-def parse_args(argv=None) -> Config:
-    return prepare(Config(**flags.parse_flags(Config, argv, "grpo.py", __doc__)))
-
-
-def autocast(cfg: Config, device: torch.device):
-    """Matrix products in bfloat16, if the run is in bfloat16. A pass with gradients caches no cast
-    weights, so that those of recomputed layers need not stay in memory."""
-    return torch.autocast(
-        device.type,
-        torch.bfloat16,
-        enabled=cfg.dtype == "bfloat16",
-        cache_enabled=not torch.is_grad_enabled(),
+@dataclass
+class Prompt:
+    ids: np.ndarray  # [P] token ids
+    text: str
+    row: dict  # from the data file
+    messages: list | None = None  # the chat; None: a string that went through no chat template
+    number: int = (
+        0  # of the row. Ranks have copies of a Prompt: count by this number, not by object
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Model, and the policy: a language model that returns log-probabilities of completion tokens
-
-
-def without_randomness(config):
-    """The model's config, and the configs in it, with every dropout and jitter at 0."""
-    for key, value in vars(config).items():
-        if hasattr(value, "to_diff_dict"):  # the config of a part, such as the text model
-            without_randomness(value)
-        elif re.search("dropout|pdrop|layerdrop|jitter", key) and isinstance(value, float):
-            setattr(config, key, 0.0)
-    return config
-
-
-def load_model(path: str, cfg: Config):
-    """A Hugging Face causal language model with float32 parameters and no randomness:
-    two forwards of the same text give the same numbers."""
-    # float32 even if the forward runs in bfloat16: at a learning rate of 1e-6, parameters in
-    # bfloat16 lose 98 % of the updates to rounding
-    dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-    source = f"--model {path}"
-    if path != cfg.model:  # a checkpoint
-        source = f"--resume {path}"
-    try:
-        config = without_randomness(transformers.AutoConfig.from_pretrained(path))
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True
-        )
-    except Exception as error:  # broken files raise errors of many types
-        raise ConfigError(f"{source}: {first_line(error)}") from None
-    if info["missing_keys"]:
-        first_missing = min(info["missing_keys"])
-        raise ConfigError(f"{source}: its files have no weights for {first_missing}")
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    return model.eval()  # for good: some models draw random numbers in training mode
-
-
-class Policy(nn.Module):
-    """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats).
-
-    The log-probability of each completion token, and the entropy of the distribution that it was
-    drawn from (without a gradient). At padding the values mean nothing. harness/fast.py has a
-    faster policy with the same numbers.
-
-    Of the batch it needs: ids [N, L], a text in each row; completion [N, T], the tokens to score;
-    before [N, T], the place in the row of the token before each of them; first, the least of these.
-    """
-
-    packs = False  # a row holds one text
-
-    def __init__(self, model, temperature: float):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def rows(self, samples) -> dict:
-        return padded_rows(samples)
-
-    def forward(self, batch: dict):
-        logps = self.logits(batch).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # -sum of p log p
-        logps = logps.gather(-1, batch["completion"][:, :, None])  # [N, T, 1]
-        return logps[:, :, 0], entropy
-
-    def logits(self, batch: dict):
-        """[N, T, V], divided by temperature. The output at one token predicts the next token."""
-        L = batch["ids"].shape[1]
-        options = {}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            options["logits_to_keep"] = L - batch["first"]  # skip the prompts' logits
-        with recomputing(self.model):
-            logits = self.model(input_ids=batch["ids"], use_cache=False, **options).logits
-        before = batch["before"] - (L - logits.shape[1])  # [N, T]
-        logits = logits.take_along_dim(before[:, :, None], dim=1)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-
-    def after_ddp(self, device: torch.device) -> None:
-        """Called once DDP has wrapped the policy. FastPolicy then makes a gradient sparse."""
-
-
-def make_policy(model, cfg: Config, prompts: list[Prompt] = ()):
-    """The fastest policy whose log-probs match the plain one's on texts of the run's length."""
-    plain = Policy(model, cfg.temperature)
-    candidates = [plain]
-    if cfg.fast and FastPolicy is not None:
-        candidates = [FastPolicy(plain, packs=True), FastPolicy(plain, packs=False), plain]
-    return check.first_right(candidates, prompts, cfg)
-
-
-# ------------------------------------------------------------------------------------------------
-# Samples, and the prompts that they answer
-
-
-@dataclass(eq=False)  # compare by identity: == on arrays gives no single bool
+@dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
 class Sample:
-    """One completion: everything after the prompt. Arrays are unpadded, [T] each."""
+    """One completion. Arrays are [T], without padding."""
 
-    group: int  # index of the prompt in the step; a prompt that is drawn twice makes two groups
+    group: int  # index of the prompt in the step: samples with the same one are compared
     prompt: Prompt
-    completion_ids: np.ndarray  # int32, with the sampled EOS: the model also learns to stop
-    sampler_logps: np.ndarray  # float32, log-probabilities under the sampler
-    finish_reason: str  # "stop" or "length"
-    text: str = ""
-    reward: float = 0.0
-    parts: dict = field(default_factory=dict)  # name of a reward function -> its value
-    extra: dict = field(default_factory=dict)  # column that a reward function logged -> its value
-    # bool: the policy drew the token. False is for tokens that something else wrote, such as a tool
-    sampled: np.ndarray = None
-    in_loss: np.ndarray = None  # bool: False leaves out a sampled token; others are out anyway
-    advantages: np.ndarray = None  # float64
-    turn_start: int = 0  # index of the first token of the policy's last turn
-    transcript: Transcript | None = None  # what was said in turns; None: no environment
-    failure: str = ""  # "cause: message" if the environment failed, which ends the episode
-    old_logps: np.ndarray | None = None  # before the first update of the step; None: not needed
+    completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
+    sampler_logps: np.ndarray  # log-probabilities as the sampler computed them
+    sampled: np.ndarray = None  # bool; False: an environment wrote the token, so it is in no loss
+    finish_reason: str = "stop"  # or "length": cut off
+    text: str = ""  # without the EOS, for the rewards
+    rewards: dict = field(default_factory=dict)  # reward function -> its value
+    reward: float = math.nan  # the weighted sum; nan: no reward function applies
+    in_loss: np.ndarray = None  # bool; False: the loss has no term for the token
+    counted: np.ndarray = None  # bool; False: the loss is not divided by the token, either
+    advantages: np.ndarray = None  # one for each token, here the same for the whole completion
+    old_logps: np.ndarray | None = None  # under the policy that sampled; None: not needed
     ref_logps: np.ndarray | None = None  # under the reference; None: not needed
-    token_notes: dict = field(default_factory=dict)  # name -> [T] floats, for the log: note_tokens
+    failure: str = ""  # why a reward function or the environment failed
+    logged: dict = field(default_factory=dict)  # metrics that a reward function logged
+    extra: dict = field(default_factory=dict)  # columns that a reward function logged
+    episode: typing.Any = None  # turns and replies, if there is an --environment
 
     def __post_init__(self):
         T = len(self.completion_ids)
         if self.sampled is None:
             self.sampled = np.ones(T, bool)
-        if self.in_loss is None:
-            self.in_loss = np.ones(T, bool)
-        if self.advantages is None:
-            self.advantages = np.zeros(T)
+        self.in_loss = np.ones(T, bool)
+        self.counted = np.ones(T, bool)
+        self.advantages = np.zeros(T)
 
     def append(self, ids: np.ndarray, logps: np.ndarray, sampled: bool) -> None:
-        """Adds a turn of the policy, or tokens that the environment wrote (sampled: False)."""
-        if not sampled:
-            self.turn_start = len(self.completion_ids) + len(ids)
+        """Adds a turn of the policy, or (sampled: False) what an environment wrote."""
         self.completion_ids = np.append(self.completion_ids, ids)
         self.sampler_logps = np.append(self.sampler_logps, logps)
         self.sampled = np.append(self.sampled, np.full(len(ids), sampled))
-        self.in_loss = np.append(self.in_loss, np.ones(len(ids), bool))
-        self.advantages = np.append(self.advantages, np.zeros(len(ids)))
+        self.__post_init__()
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.prompt.ids) + len(self.completion_ids)
-
-    @property
-    def n_sampled(self) -> int:
-        return int(self.sampled.sum())
-
-    @property
-    def trains(self) -> np.ndarray:
-        """[T] bool: the loss has a term for the token."""
+    def trained(self) -> np.ndarray:
+        """The tokens that have a term in the loss."""
         return self.sampled & self.in_loss
 
-
-def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts, in an order reshuffled every epoch. A pure function of
-    the seed and the step, so that a resumed run needs no saved position."""
-    orders = {}
-    chosen = []
-    for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
-        epoch, place = divmod(i, len(prompts))
-        if epoch not in orders:
-            rng = np.random.default_rng(stream(cfg.seed, PROMPT_ORDER, number=epoch))
-            orders[epoch] = rng.permutation(len(prompts))
-        chosen.append(prompts[orders[epoch][place]])
-    return chosen
+    @property
+    def total_length(self) -> int:
+        return len(self.prompt.ids) + len(self.completion_ids)
 
 
 # ------------------------------------------------------------------------------------------------
-# Rollout: token ids in, token ids and log-probabilities out
+# The loop
 
 
-def checkpoint_weights(model) -> dict:
-    """The tensors under their checkpoint names, which vLLM reads: parameters (a tied head once) and
-    saved buffers. Without adapters."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    saved = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            weights[name] = buffer
-    weights = lora.without_adapters(weights)
-    # transformers renames and merges some tensors as it loads them, such as those of experts
-    return transformers.core_model_loading.revert_weight_conversion(model, weights)
+def training_loop(run: Run) -> None:
+    """GRPO. `run` has all that `set_up` (below) has made; `train` calls this function."""
+    cfg = run.cfg
+    run.sampler.push(run.policy.model)  # it starts without weights
+    run.evaluate_if_due()
+    while run.step < cfg.max_steps:
+        step = run.step + 1
 
+        # Sample a group of completions for each prompt, and score them. Every rank samples a part
+        # of them, and gets them all.
+        prompts = prompts_of_step(run.train_prompts, step, cfg)
+        samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
+        run.sampler.sleep()  # the update needs the memory
+        run.lap("rollout")
+        if run.stop_is_requested():
+            break  # the weights are still those of the last whole step
 
-def repack(model) -> None:
-    """Packs a tied head and MoE experts again: vLLM's CPU build does it at the start, but not when
-    it reloads weights."""
-    head = getattr(model, "lm_head", None)
-    if hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w2_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
+        # The loss compares the policy with the one that sampled, which is the same until the
+        # optimizer has taken a step, and with the reference.
+        if cfg.num_minibatches * cfg.num_epochs > 1:
+            add_logps("old_logps", run.policy, samples, cfg)
+        if run.reference is not None:
+            add_logps("ref_logps", run.reference, samples, cfg)
+        run.lap("logps")
 
-
-def fill_with_nan(model) -> None:
-    """Sets all engine weights to NaN before a push.
-
-    On a CPU vLLM also keeps packed copies of some weights, which this does not reach. If such a
-    copy is stale, only the metric sampler_gap shows it.
-    """
-    for parameter in model.parameters():
-        parameter.data.fill_(math.nan)
-    repack(model)
-
-
-def has_alibi(model) -> bool:
-    """True if the engine's model has ALiBi slopes: tensors that are in no checkpoint."""
-    attention = [getattr(module, "impl", None) for module in model.modules()]
-    return any(getattr(impl, "alibi_slopes", None) is not None for impl in attention)
-
-
-class VLLMSampler:
-    """A vLLM engine inside the process of each rank; weights are passed in memory."""
-
-    CPU_CACHE_BYTES = 2**30  # for keys and values, on a CPU
-
-    def __init__(self, stop_ids: list[int], longest_prompt: int, cfg: Config, world: World):
-        from vllm import LLM, SamplingParams
-
-        self.SamplingParams = SamplingParams
-        self.stop_ids = stop_ids
-        self.max_completion_length = cfg.max_completion_length
-        self.on_cuda = world.device.type == "cuda"
-        self.asleep = False
-        self.dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
-        options = dict(
-            model=cfg.model,
-            dtype=self.dtype,
-            max_model_len=longest_prompt + cfg.max_completion_length,
-            seed=cfg.seed,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            use_tqdm_on_load=False,
-            logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
-            load_format="dummy",  # the first push sends the weights: skip loading them
+        # What each completion did better than its group, and the optimizer steps that follow.
+        assign_advantages(samples, cfg)
+        metrics = update(
+            run.policy, run.ddp, run.optimizer, samples, step, cfg, reference=run.reference
         )
-        if self.on_cuda:
-            options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
-            options["enable_sleep_mode"] = True
+        run.lap("update")
+
+        run.complete(step)  # run.state, a dict for changed copies, is saved and restored with the
+        # optimizer. It may be altered from here on only: a stop saves the last complete step.
+        run.sampler.push(run.policy.model)
+        run.lap("push")
+        run.log_step(samples, metrics)
+        run.evaluate_if_due()
+        run.save_if_due()
+        if run.stop_is_requested():
+            break
+
+
+# ------------------------------------------------------------------------------------------------
+# Rollout: token ids in, token ids and their log-probabilities out
+
+
+def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
+    """The next num_prompts, in an order that is shuffled anew in every epoch."""
+    chosen = []
+    for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
+        epoch, place = divmod(i, len(prompts))
+        if not chosen or place == 0:
+            order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
+        chosen.append(prompts[order[place]])
+    return chosen
+
+
+def rollout(
+    run: Run, prompts: list[Prompt], purpose: int, step: int, n: int, temperature: float
+) -> list[Sample]:
+    """n scored samples for each prompt, sorted by prompt. Each rank makes those of every
+    WORLD_SIZE-th prompt, so that a group is on one rank; then all ranks get them all."""
+    samples = []
+    seeds = []  # of one sample each: what a sample is does not depend on the samples beside it
+    for group in range(RANK, len(prompts), WORLD_SIZE):
+        seed = seed_of(run.cfg, purpose, step, group)
+        for i in range(n):
+            samples.append(Sample(group, prompts[group], np.zeros(0, np.int64), np.zeros(0)))
+            seeds.append((seed, i))
+
+    completions = run.sampler.generate([s.prompt.ids for s in samples], seeds, temperature)
+    for s, (ids, logps) in zip(samples, completions, strict=True):
+        s.append(ids, logps, sampled=True)
+        words = ids
+        if ids[-1] in run.sampler.stop_ids:
+            words = ids[:-1]
         else:
-            options["enforce_eager"] = True  # compiling costs seconds and gains nothing here
-            options["block_size"] = 32  # only full blocks are cached; the default is 128 tokens
-            options["kv_cache_memory_bytes"] = self.CPU_CACHE_BYTES
-            options["enable_chunked_prefill"] = False  # crashes if a seeded prompt is split
-        if "RANK" in os.environ:  # torchrun has started this process: the engine starts no other
-            options["distributed_executor_backend"] = "external_launcher"
-        self.llm = LLM(**options)
+            s.finish_reason = "length"
+        s.text = decode(run.tokenizer, words)
+    if run.player is not None:  # --environment: the turns after the first
+        run.player.play(samples, seeds, run.sampler.generate, temperature)
+    score(samples, run, step)
+    return sorted(gather(samples), key=lambda s: s.group)
 
-    def push(self, model):
-        """Passes the policy's weights in memory. It first fills the engine's weights with NaN, so
-        that one that is missing makes the next rollout fail. Then it loads the weights, packs them
-        as the CPU's kernels need them, and clears the cache of prefixes."""
-        if self.asleep:  # weights first, then the cache, so that their peaks never add up
-            torch.cuda.empty_cache()
-            self.wake_up("weights")
-        self.llm.apply_model(fill_with_nan)
-        weights = lora.merged(checkpoint_weights(model), model, self.dtype)
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        self.llm.apply_model(repack)
-        if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
-            raise TrainingError("vLLM did not reset its prefix cache after a push of new weights")
-        if self.asleep:
-            self.wake_up("kv_cache")
-            self.asleep = False
 
-    def sleep(self):
-        """Frees the GPU for training. Level 2 drops the weights (the next push restores them);
-        level 1 keeps a copy, for tensors that no push restores."""
-        if self.on_cuda and not self.asleep:
-            keep_copy = self.llm.apply_model(has_alibi)[0]  # of the only worker's answers
-            self.llm.sleep(level=1 if keep_copy else 2)
-            self.asleep = True
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Some models have more ids than their
+    tokenizer; these have no text."""
+    return tokenizer.decode(ids[ids < len(tokenizer)])
 
-    def wake_up(self, tag: str):
-        try:
-            self.llm.wake_up(tags=[tag])
-        except RuntimeError as error:  # what vLLM's allocator raises
-            message = f"vLLM cannot wake up its {tag}: {first_line(error)}."
-            raise torch.OutOfMemoryError(message) from error
 
-    def close(self):
-        self.llm.llm_engine.engine_core.shutdown()
+class HFSampler:
+    """Samples with the policy's own model: slow beside vLLM, but it needs nothing else."""
+
+    BATCH = 256  # completions that are sampled together
+
+    def __init__(self, model, stop_ids: list[int], cfg: Config):
+        self.model = model
+        self.stop_ids = stop_ids
+        self.cfg = cfg
+
+    def push(self, model) -> None:
+        """Nothing to do here and in the next two: model and memory are the trainer's own."""
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def generate(
-        self,
-        prompts: list[np.ndarray],
-        n: int,
-        seeds: list[int],
-        temperature: float,
-        limits: list[int] | None = None,
-    ) -> list[list[Completion]]:
-        """n completions for each prompt of ids; temperature 0 is greedy. limits: most tokens per
-        completion, for each prompt. vLLM seeds completion i with seed + i (32 bits on a CPU)."""
+        self, prompts: list[np.ndarray], seeds: list[tuple], temperature: float, limits=None
+    ) -> list[tuple]:
+        """One completion of each prompt: its ids, and their log-probabilities after the
+        temperature, both [T]. Temperature 0 is greedy. limits: the most tokens of each."""
         if limits is None:
-            limits = [self.max_completion_length] * len(prompts)
-        params = [
-            self.SamplingParams(
-                n=n,
-                seed=seed % 2**32,
-                temperature=temperature,
-                max_tokens=limit,
-                stop_token_ids=self.stop_ids,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
+            limits = [self.cfg.max_completion_length] * len(prompts)
+        completions = {}
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # pads least
+        for start in range(0, len(order), self.BATCH):
+            chosen = order[start : start + self.BATCH]
+            tokens, logps = self.sample_batch(
+                [prompts[i] for i in chosen], [seeds[i] for i in chosen], temperature, limits
             )
-            for seed, limit in zip(seeds, limits, strict=True)
-        ]
-        texts = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        requests = self.llm.generate(texts, params, use_tqdm=engine.shows_progress())
-        return [[self.completion(c) for c in request.outputs] for request in requests]
+            for place, i in enumerate(chosen):
+                length = completion_length(tokens[place], self.stop_ids, limits[i])
+                completions[i] = (tokens[place, :length], logps[place, :length])
+        return [completions[i] for i in range(len(prompts))]
 
-    def completion(self, output) -> Completion:
-        flat = output.logprobs  # with logprobs=0 one entry a token: the sampled one
-        if flat is None or list(flat.token_ids) != list(output.token_ids):
-            raise TrainingError("vLLM returned a token without its log-probability")
-        logps = np.array(flat.logprobs, np.float32)
-        if not np.isfinite(logps).all() or output.finish_reason not in ("stop", "length"):
-            raise TrainingError(
-                "vLLM returned non-finite log-probabilities or a broken completion "
-                f"({output.finish_reason}): some weights of the engine were not set by the last "
-                "push, or the policy itself is not finite"
-            )
-        return Completion(np.array(output.token_ids, np.int32), logps, output.finish_reason)
-
-
-def make_sampler(
-    kind: str,
-    model,
-    stop_ids: list[int],  # tokens that end a completion, or a turn of it
-    pad_id: int,
-    longest_prompt: int,
-    cfg: Config,
-    world: World,
-):
-    if kind == "hf":
-        return HFSampler(model, stop_ids, pad_id, cfg)
-    say("vLLM starts")
-    if world.device.type == "cuda":
-        say("vLLM compiles, which takes one to three minutes")
-    try:
-        return VLLMSampler(stop_ids, longest_prompt, cfg, world)
-    except Exception as error:
-        why = f"vllm did not start: {first_line(error)} (--rollout hf needs no vllm)"
-        raise TrainingError(why) from error
-
-
-def play(samples: list[Sample], sampler, player: Player, temperature: float, cfg: Config) -> None:
-    """The turns after the first. What the environment writes between them is context: appended as
-    tokens that the policy did not sample, and never in the loss."""
-    playing = player.reply(samples)
-    while playing:
-        texts = [np.append(s.prompt.ids, s.completion_ids) for s in playing]
-        seeds = [seed_of(*s.transcript.key, len(s.transcript.turns)) for s in playing]
-        room = [cfg.max_completion_length - len(s.completion_ids) for s in playing]
-        limits = np.minimum(room, cfg.longest_turn).tolist()
-        turns = sampler.generate(texts, 1, seeds, temperature, limits)
-        for s, [turn] in zip(playing, turns, strict=True):
-            s.append(turn.ids, turn.logps, sampled=True)
-            s.finish_reason = turn.finish_reason
-        playing = player.reply(playing)  # all turns of a round: the engine gets one large batch
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
+    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
+        """Tokens and log-probabilities, [N, T], until every completion has stopped."""
+        device = self.model.device
+        stop_ids = torch.tensor(self.stop_ids, device=device)
+        randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
+        randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
+        ids = padded(prompts, side="left").to(device)  # [N, P]
+        mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
+        has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
+        cache = None
+        tokens = []
+        logps = []
+        self.model.eval()
+        with autocast(self.cfg, device, cache=True):
+            while len(tokens) < max(limits) and not has_stopped.all():
+                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                out = self.model(
+                    ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                cache = out.past_key_values
+                logits = out.logits[:, -1]  # [N, V], of the next token
+                random = randoms[:, len(tokens), None]  # [N, 1]
+                ids, logp = draw(logits, temperature, random)  # [N, 1] both
+                tokens.append(ids)
+                logps.append(logp)
+                has_stopped = has_stopped | torch.isin(ids[:, 0], stop_ids)
+                mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        return torch.cat(tokens, 1).cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
 
 
-def sample(
-    sampler,
-    prompts: list[Prompt],
-    seeds: list[int],  # one for each prompt
-    cfg: Config,
-    world: World,
-    greedy: bool = False,
-    player: Player | None = None,  # of --environment; None: there is one turn
-) -> list[Sample]:
-    """This rank's share: num_generations samples for every world.size-th prompt, or one greedy."""
-    n = 1 if greedy else cfg.num_generations
-    temperature = 0.0 if greedy else cfg.temperature
-    share = range(world.rank, len(prompts), world.size)
-    texts = [prompts[i].ids for i in share]
-    limits = [cfg.longest_turn] * len(share)
-    groups = sampler.generate(texts, n, [seeds[i] for i in share], temperature, limits)
-    samples = []
-    keys = []
-    for i, completions in zip(share, groups, strict=True):
-        for number, c in enumerate(completions):
-            samples.append(Sample(i, prompts[i], c.ids, c.logps, c.finish_reason))
-            keys.append((seeds[i], number))
-    if player is not None:
-        player.start(samples, keys)
-        play(samples, sampler, player, temperature, cfg)
-    return samples
+def draw(logits, temperature: float, random) -> tuple:
+    """logits [N, V], random numbers in [0, 1) [N, 1] -> one token of each row and its
+    log-probability, [N, 1] both."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        logps = logits.log_softmax(-1)
+        token = logps.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds the random number
+        logps = (logits / temperature).log_softmax(-1)  # [N, V]
+        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
+        point = random * cumulative[:, -1:]  # the last entry is 1 but for rounding
+        token = torch.searchsorted(cumulative, point, right=True)
+        token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
+    return token, logps.gather(-1, token)
 
 
-def seeds_of(purpose: int, step: int, n_prompts: int, cfg: Config) -> list[int]:
-    """One per prompt, the same for any number of ranks."""
-    return [seed_of(*stream(cfg.seed, purpose, step, i)) for i in range(n_prompts)]
-
-
-def add_texts(samples: list[Sample], tokenizer) -> None:
-    """Fills in the texts, for rewards and display only, without the final EOS."""
-    for s in samples:
-        if s.transcript is None:  # else the player has set the text of the last turn
-            ids = s.completion_ids
-            if s.finish_reason == "stop":
-                ids = ids[:-1]
-            s.text = decode(tokenizer, ids)
+def completion_length(tokens: np.ndarray, stop_ids: list[int], limit: int) -> int:
+    """Up to and with the first token that stops."""
+    stops = np.flatnonzero(np.isin(tokens[:limit], stop_ids))
+    if len(stops) > 0:
+        return stops[0] + 1
+    return min(limit, len(tokens))
 
 
 # ------------------------------------------------------------------------------------------------
 # Rewards and advantages
 
 
-def score(samples: list[Sample], scorer, step: int, cfg: Config) -> Scores:
-    """Fills in rewards. A reward is NaN if no reward function applies to the sample, or
-    if one failed and --reward_failure is exclude."""
-    rows = [reward_row(s, step, cfg) for s in samples]
-    failures = [s.failure for s in samples]
-    scores = scorer.score([s.text for s in samples], rows, failures)
-    for i, s in enumerate(samples):
-        s.reward = scores.totals[i]
-        s.parts = {name: values[i] for name, values in scores.by_reward.items()}
-        s.extra = {name: values[i] for name, values in scores.extra.items()}
-        is_cut_off = s.finish_reason == "length" and not math.isnan(s.reward)
-        if is_cut_off and cfg.non_stop_reward is not None:
-            s.reward = cfg.non_stop_reward
-        if scores.failed[i] and cfg.reward_failure == "exclude":
-            s.reward = math.nan
-    return scores
+def score(samples: list[Sample], run: Run, step: int) -> None:
+    """Fills in the rewards. What fails counts as 0, and is said on the screen."""
+    cfg = run.cfg
+    scored = [s for s in samples if not s.failure]  # the others: their environment failed
+    texts = [s.text for s in scored]
+    rows = [reward_row(s, step, cfg) for s in scored]
+    for reward in run.rewards:
+        for s in samples:
+            s.rewards[reward.name] = 0.0
+        values, failures, metrics, extra = call_reward(reward, texts, rows, cfg.call_timeout)
+        for i, s in enumerate(scored):
+            s.rewards[reward.name] = values[i]
+            s.failure = s.failure or failures.get(i, "")
+            s.logged |= metrics
+            s.extra |= {column: entries[i] for column, entries in extra.items()}
+
+    for s in samples:
+        weighted = [reward.weight * s.rewards[reward.name] for reward in run.rewards]
+        if not np.isnan(weighted).all():
+            s.reward = float(np.nansum(weighted))
+            if s.finish_reason == "length" and cfg.non_stop_reward is not None:
+                s.reward = cfg.non_stop_reward
+    if run.player is not None:
+        run.player.finish(samples)
+
+
+def reward_row(s: Sample, step: int, cfg: Config) -> dict:
+    """What a reward function gets beside the completion: the data row, and what the trainer knows.
+    reward.py says how functions in TRL's form get it."""
+    row = dict(s.prompt.row)
+    if s.episode is not None:
+        row |= s.episode.reward_columns()
+    return row | dict(
+        prompt_text=s.prompt.text,
+        prompt_messages=s.prompt.messages,
+        completion_ids=s.completion_ids.tolist(),
+        completion_length=int(s.sampled.sum()),
+        max_completion_length=cfg.max_completion_length,
+        finish_reason=s.finish_reason,
+        trainer_state=dict(global_step=step - 1, max_steps=cfg.max_steps),
+    )
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample did. rewards [N], a group's rows
-    consecutive -> [N].
+    """How much better than the mean of its group each sample did. rewards [N], the rewards of a
+    group one after the other -> [N].
 
-    "group": (r - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); std with ddof 1 and eps as
-    in TRL. "batch": the same mean, std over the whole step. "none": r - mean (Dr. GRPO, arXiv
-    2503.20783). A group of equal rewards gives exactly 0. NaN rewards are ignored and get 0.
+    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
+    arXiv 2402.03300; unbiased, with eps, as in TRL). "batch": the standard deviation of all
+    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
+    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
-    is_number = ~grouped.isnan()
-    centred = torch.where(is_number, grouped - grouped.nanmean(1, keepdim=True), 0.0)
+    advantages = grouped - grouped.nanmean(1, keepdim=True)
+    advantages = zero_where_nan_or_rounding(advantages, grouped)
+    if scale == "group":
+        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
+    elif scale == "batch":
+        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
+    return advantages.flatten().to(rewards.dtype)
 
-    # Rounding error must not become a signal: 0.1 + 0.2 and 0.3 count as the same reward.
+
+def zero_where_nan_or_rounding(advantages, grouped):
+    """0.1 + 0.2 and 0.3 are the same reward: their difference must not become a signal."""
     largest = grouped.nan_to_num(0.0).abs().amax(1, keepdim=True)  # [N / G, 1]
     rounding = 4 * torch.finfo(torch.float64).eps * largest
-    centred = torch.where(centred.abs().amax(1, keepdim=True) <= rounding, 0.0, centred)
-
-    if scale == "group":
-        count = is_number.sum(1, keepdim=True)
-        variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)
-    elif scale == "batch" and is_number.sum() > 1:
-        centred = centred / (grouped[is_number].std() + eps)
-    return centred.flatten().to(rewards.dtype)
+    advantages = advantages.nan_to_num(0.0)
+    is_signal = advantages.abs().amax(1, keepdim=True) > rounding
+    return torch.where(is_signal, advantages, 0.0)
 
 
-def assign_advantages(samples: list[Sample], step: int, cfg: Config) -> float:
-    """Advantages from the step's full list, so that a group can never be split. Every token gets
-    its completion's advantage. Returns the share of groups with equal rewards."""
+def nanstd(x, dim: int):
+    """The unbiased standard deviation of the entries that are no nan, at least two."""
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def assign_advantages(samples: list[Sample], cfg: Config) -> None:
+    """Fills in `advantages`, from the samples of all ranks, so that no group is ever split.
+
+    Another method puts its own code here: an advantage for each token, and `in_loss` False for
+    tokens without a loss. Those still count where the loss is divided, unless `counted` is False,
+    too. A token with advantage 0 counts, and the KL term still acts on it.
+    """
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
-    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)
-    is_equal = (advantages.view(-1, cfg.num_generations) == 0).all(1)  # [N / G]
-
-    rng = np.random.default_rng(stream(cfg.seed, NOISE, step))
-    noise = rng.normal(0.0, cfg.advantage_noise, len(samples))
-    for i, s in enumerate(samples):
-        T = len(s.completion_ids)
-        s.advantages = np.full(T, advantages[i].item() + noise[i])
-        is_cut_off = cfg.mask_truncated and s.finish_reason == "length"
-        is_excluded = math.isnan(s.reward)
-        s.in_loss = np.full(T, not is_cut_off and not is_excluded)
-    return is_equal.double().mean().item()
+    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+        s.advantages[:] = advantage
+        leave_out = cfg.mask_truncated and s.finish_reason == "length"
+        if leave_out or math.isnan(s.reward):  # the reward of a cut-off one is in the mean, though
+            s.in_loss[:] = False
+            s.counted[:] = False
 
 
 # ------------------------------------------------------------------------------------------------
 # Objective
 
 
-def straight_through(value, x, slope=1.0):
-    """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
-    return value.detach() + slope * (x - x.detach())
+def policy_ratio(logps, old_logps, sampled, cfg: Config):
+    """[N, T]: policy / old policy, the one that sampled. Until the optimizer takes a step the two
+    are the same. Then the ratio is 1, and its gradient is that of the log-probability."""
+    log_ratio = logps - old_logps  # [N, T]
+    if cfg.ratio_level == "sequence":
+        # The geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7), with the gradient
+        # of each token's own log-probability (eq. 14).
+        length = sampled.sum(1, keepdim=True).clamp(min=1)
+        mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]; / length: the geometric mean
+        log_ratio = straight_through(mean, logps)
+    return capped(log_ratio).exp()
 
 
-def capped(exponent):
-    """The exponent, at most 20, so that products of its exponentials fit float32. Above 20 it keeps
-    its gradient, which a plain clamp would lose."""
-    return straight_through(exponent.clamp(max=20), exponent)
+def clipped_surrogate(ratio, advantages, cfg: Config):
+    """[N, T]: what the policy gains by each token (PPO, arXiv 1707.06347, eq. 7).
+
+    It gains nothing more by a ratio that is beyond the clip in the direction of its advantage. The
+    minimum leaves ratios on the wrong side as they are, so that they are still corrected.
+    """
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """Per-token estimates of KL(policy || reference) from samples of the old policy, all [N, T].
+    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
+    [N, T]. With d = log(policy / reference) and w = policy / old policy:
 
-    With d = log(policy / reference) and w = policy / old policy: k1 = d, k2 = d^2 / 2,
-    k3 = exp(-d) - 1 + d (Schulman, joschu.net/blog/kl-approx.html), k4 = w k1, wk3 = w k3
-    (DeepSeek-V3.2, arXiv 2512.02556). As losses, only k2 (on-policy), k4 and wk3 have the gradient
-    of the KL. On average, and on-policy, that of k1 is zero, and that of k3 is the gradient of
-    KL(reference || policy).
+        k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    k4 = w k1    wk3 = w k3
+
+    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is that of DeepSeek-V3.2 (arXiv
+    2512.02556). As a loss, k4 and wk3 have the gradient of the KL, wk3 with less noise, and k2 has
+    it as long as w is 1. The gradient of k1 is 0 on average: it does not hold the policy. That of
+    k3 is the gradient of KL(reference || policy), of which far from the reference little is left.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -875,245 +505,251 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # wk3's gradient by logps is w d, because the terms with exp(-d) cancel. Autograd would add them
-    # up in float32, and from about d = -20 on their rounding error is as large as d.
+    # The derivative of w k3 by logps is w d, since the terms with exp(-d) cancel. Autograd would
+    # add these up in float32, and from d = -20 on their rounding error is as large as d.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
-def policy_ratio(logps, old_logps, sampled, cfg: Config):
-    """policy now / policy before the rollout's first update, for each token: [N, T]. With one
-    update per rollout these are the same policy: the ratio is 1, and its gradient is that of the
-    log-probability."""
-    log_ratio = logps - old_logps  # [N, T]
-    if cfg.ratio_level == "sequence":
-        # / length: the geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7), with
-        # each token's own gradient (GSPO-token, eq. 14). That equals GSPO if all tokens of a
-        # sequence share one advantage, and allows for an advantage of each token.
-        length = sampled.sum(1, keepdim=True).clamp(min=1)
-        mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]
-        log_ratio = straight_through(mean, logps)
-    return capped(log_ratio).exp()
+def straight_through(value, x, slope=1.0):
+    """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
+    return value.detach() + slope * (x - x.detach())
 
 
-def clipped_surrogate(ratio, advantages, cfg: Config):
-    """What the policy gains by each token, [N, T] (PPO, arXiv 1707.06347, eq. 7).
-
-    The smaller of two products: a ratio that is beyond the clip in the direction of the advantage
-    earns nothing more, and one on the other side counts in full.
-    """
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
+def capped(exponent):
+    """At most 20, so that products of exponentials fit float32. Beyond 20 the gradient goes on,
+    where that of clamp would be 0."""
+    return straight_through(exponent.clamp(max=20), exponent)
 
 
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
-    """The advantages, [N, T]. With --kl_in reward, beta times the KL (by k1) of the token and of
-    all later tokens of its sequence is subtracted."""
+    """[N, T]. With --kl_in reward the KL is a cost: each token pays beta * k1 for itself and for
+    all later tokens of its completion."""
     if ref_logps is None or cfg.kl_in == "loss":
         return advantages
-    k1 = (old_logps - ref_logps).detach()  # [N, T]
-    return advantages - cfg.beta * k1.flip(1).cumsum(1).flip(1)  # reverse cumulative sum
-
-
-def token_loss(
-    logps,  # [N, T], as all of these
-    old_logps,
-    ref_logps,  # None: no KL term
-    sampler_logps,  # None: no correction
-    advantages,
-    sampled,  # True for the tokens that the policy drew; elsewhere all of the above are 0
-    cfg: Config,
-):
-    """The loss of every token before any reduction, [N, T]: clipped surrogate and KL term."""
-    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    surrogate = clipped_surrogate(ratio, advantages, cfg)
-
-    if sampler_logps is not None and cfg.tis_cap > 0:
-        # The sampler has the same weights, but other kernels: its probabilities differ a little.
-        # Truncated importance sampling corrects that by p_trainer / p_sampler.
-        weight = (old_logps - sampler_logps).detach().exp()
-        surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
-
-    loss = -surrogate
-    if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
-        loss = loss + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
-    return loss
-
-
-@torch.no_grad()
-def token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg: Config) -> dict:
-    """Sums over the tokens in the loss, for the log."""
-    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    clip_acts = ratio * advantages != clipped_surrogate(ratio, advantages, cfg)
-    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (clip_acts & mask).sum()}
-    if ref_logps is not None:
-        k3 = kl_estimate(logps, ref_logps, logps, "k3")
-        stats["kl"] = torch.where(mask, k3, 0).sum()
-        stats["kl_k1"] = torch.where(mask, logps - ref_logps, 0).sum()
-    return stats
+    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
+    return advantages - cfg.beta * k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
 
 def grpo_loss(
     logps,  # [N, T]
     old_logps,  # [N, T]
     ref_logps,  # [N, T]; None: no KL term
-    sampler_logps,  # [N, T]; None: no correction of the sampler's probabilities
+    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
     advantages,  # [N] or [N, T]
     mask,  # [N, T], the tokens in the loss
     cfg: Config,
-    n_tokens: int,  # in the loss, over all micro-batches and ranks of the optimizer step
+    n_tokens: int,  # of the whole optimizer step, over all micro-batches and ranks
     n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy drew; None: those of mask
+    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
+    counted=None,  # [N, T], the tokens that make the length of a completion; None: those of mask
 ):
-    """One micro-batch's share of the step's loss: a sum over tokens, divided by GLOBAL counts. The
-    sum over any split of the samples is the loss of the whole batch.
+    """One micro-batch's share of the loss of an optimizer step. It is a SUM over tokens, divided by
+    counts of the WHOLE step: so the shares of any micro-batches and ranks add up to the same loss.
+    (A mean of the micro-batches' means would weigh the tokens of a small micro-batch more.)
 
-    Tokens that are neither sampled nor in the loss are padding or context: they may hold anything,
-    even inf or nan. Returns (loss, stats); stats are sums over the tokens in the loss.
+    Where nothing was sampled the inputs may hold anything, even inf and nan.
+    Returns (loss, stats); stats are sums over the tokens in the loss.
     """
     mask = mask.bool()
     sampled = mask if sampled is None else sampled.bool()
-
-    def zero_elsewhere(x):  # before any exp, so that nan reaches neither loss nor gradient
-        return torch.where(sampled, x, 0)
-
+    counted = mask if counted is None else counted.bool()
     if advantages.dim() == 1:
-        advantages = advantages[:, None]
-    advantages = zero_elsewhere(advantages.to(logps.dtype).expand_as(logps))
-    logps = zero_elsewhere(logps)
-    old_logps = zero_elsewhere(old_logps)
-    if ref_logps is not None:
-        ref_logps = zero_elsewhere(ref_logps)
-    if sampler_logps is not None:
-        sampler_logps = zero_elsewhere(sampler_logps)
-    per_token = token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg)
+        advantages = advantages[:, None].expand_as(logps)
+    advantages = zero_outside(sampled, advantages.to(logps.dtype))
+    logps = zero_outside(sampled, logps)
+    old_logps = zero_outside(sampled, old_logps)
+    ref_logps = zero_outside(sampled, ref_logps)
+    sampler_logps = zero_outside(sampled, sampler_logps)
+
+    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
+    ratio = policy_ratio(logps, old_logps, sampled, cfg)
+    surrogate = clipped_surrogate(ratio, advantages, cfg)
+    is_clipped = surrogate < ratio * advantages
+    if sampler_logps is not None and cfg.tis_cap > 0:
+        # The sampler has the policy's weights but other kernels, so its probabilities differ a bit.
+        # Truncated importance sampling corrects that by p_trainer / p_sampler.
+        weight = (old_logps - sampler_logps).detach().exp()
+        surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
+    token_loss = -surrogate
+    if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
+        kl = kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
+        token_loss = token_loss + cfg.beta * kl
 
     if cfg.loss_reduction == "token":
-        weight = 1 / n_tokens  # every token of the step counts the same (DAPO, arXiv 2503.14476)
+        token_loss = token_loss / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
     elif cfg.loss_reduction == "sequence":
-        length = mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
-        # / length: every completion counts the same, at any length (GRPO)
-        weight = 1 / (length * n_sequences).to(logps.dtype)
-    else:
-        # / a constant, so that length has no influence (Dr. GRPO)
-        weight = 1 / (n_sequences * cfg.max_completion_length)
-    loss = torch.where(mask, per_token * weight, 0).sum()
-    return loss, token_stats(logps, old_logps, ref_logps, advantages, mask, sampled, cfg)
+        length = (counted & sampled).sum(1, keepdim=True).clamp(min=1)  # [N, 1]
+        token_loss = token_loss / length  # the mean over the completion (the original GRPO)
+        token_loss = token_loss / n_sequences  # each completion counts the same
+    else:  # by a constant, so that no length has an influence (Dr. GRPO)
+        token_loss = token_loss / (n_sequences * cfg.max_completion_length)
+    loss = zero_outside(mask, token_loss).sum()
+
+    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
+    if ref_logps is not None:
+        k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
+        stats["kl"] = zero_outside(mask, k3).sum()
+        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
+    return loss, stats
+
+
+def zero_outside(mask, x):
+    """x where the mask is True, elsewhere 0: not x * mask, which would keep nan."""
+    if x is None:
+        return None
+    return torch.where(mask, x, 0)
 
 
 # ------------------------------------------------------------------------------------------------
-# Update: deal samples to ranks, micro-batches, backward, one optimizer step per mini-batch
+# Policy: samples become tensors, and a language model returns the log-probabilities of their tokens
 
 
-def micro_batches(share: list[tuple[Sample, int]], packs: bool, budget: int) -> list[list[Sample]]:
-    """Fills one micro-batch after the other. cost: the sample's tokens that a packed row does not
-    have yet. The row leaves out the last token of a text, because no later token needs it."""
+def micro_batches(samples: list[Sample], budget: float) -> list[list[Sample]]:
+    """Samples of similar length together, at most `budget` tokens when they are padded."""
     batches = []
-    tokens = 0  # of the last micro-batch
-    width = 0  # of its padded rows: that of the first sample, which is the longest
-    for s, cost in share:
-        if packs:
-            alone, added = s.n_tokens - 1, cost - 1
-        else:
-            alone, added = s.n_tokens, width
-        if not batches or tokens + added > budget:
-            batches.append([s])
-            tokens = width = alone
-        else:
-            batches[-1].append(s)
-            tokens += added
+    for s in sorted(samples, key=lambda s: -s.total_length):
+        if not batches or (len(batches[-1]) + 1) * batches[-1][0].total_length > budget:
+            batches.append([])
+        batches[-1].append(s)  # the first sample of a batch is its longest
     return batches
 
 
-def plan(samples: list[Sample], packs: bool, cfg: Config, n_ranks: int) -> list:
-    """Each rank's micro-batches: lists of samples with at most micro_batch_tokens tokens. All
-    ranks get nearly equal token counts, so that they finish together.
+def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
+    """[N, length of the longest], filled with zeros."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
-    Packed rows hold a group's prompt once, so groups stay together; padded rows are as wide as
-    their longest sample, so samples are sorted by length. Either way the longest come first.
+
+def padded_texts(samples: list[Sample]) -> dict:
+    """What Policy needs of a micro-batch. Each row is a prompt, its completion and padding:
+
+    ids           a b c x y EOS 0        the completion x y EOS has the prompt a b c
+    predictors        2 3 4              the model's output at c predicts x, that at x predicts y
     """
-    if packs:
-        longest = {}  # group -> tokens of its longest completion
-        for s in samples:
-            longest[s.group] = max(longest.get(s.group, 0), len(s.completion_ids))
-        samples = sorted(samples, key=lambda s: (-longest[s.group], s.group))
-    else:
-        samples = sorted(samples, key=lambda s: -s.n_tokens)
-
-    # Tokens that each sample adds to a row: a prompt already in the row is not repeated.
-    costs = []
-    for i, s in enumerate(samples):
-        has_prompt = packs and i > 0 and samples[i - 1].group == s.group
-        costs.append(len(s.completion_ids) if has_prompt else s.n_tokens)
-
-    # Cut all tokens into equal shares: a sample goes to the rank that has its middle.
-    shares = [[] for _ in range(n_ranks)]
-    total = sum(costs)
-    start = 0
-    for s, cost in zip(samples, costs, strict=True):
-        rank = int((start + cost / 2) * n_ranks // total)
-        shares[rank].append((s, cost))
-        start += cost
-    return [micro_batches(share, packs, cfg.micro_batch_tokens) for share in shares]
+    completion = padded([s.completion_ids for s in samples])  # [N, T]
+    ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
+    last = torch.tensor([len(s.prompt.ids) - 1 for s in samples])  # [N], end of the prompt
+    predictors = last[:, None] + torch.arange(completion.shape[1])  # [N, T]
+    predictors = predictors.clamp(max=ids.shape[1] - 1)  # at padding any place will do
+    return dict(ids=ids, completion=completion, predictors=predictors, first=int(last.min()))
 
 
-def collate(samples: list[Sample], device: torch.device, rows=padded_rows) -> dict:
-    """The tensors of one micro-batch: token rows as made by the policy's `rows`, and the inputs of
-    the loss. All indices are made on the CPU, so no pass waits for the GPU."""
-    batch = rows(samples)
-    batch["mask"] = padded([s.trains for s in samples], bool)  # [N, T]
-    batch["sampled"] = padded([s.sampled for s in samples], bool)  # [N, T]
-    batch["advantages"] = padded([s.advantages for s in samples], np.float64)  # [N, T]
-    for name in ("sampler_logps", "old_logps", "ref_logps"):
-        values = [getattr(s, name) for s in samples]
-        missing = sum(x is None for x in values)
-        if missing == 0:
-            batch[name] = padded(values, values[0].dtype)  # [N, T]
-        elif missing < len(samples):
-            raise ValueError(
-                f"{missing} of {len(samples)} samples have no {name}: all must, or none"
-            )
+class Policy(nn.Module):
+    """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats): of each
+    completion token the log-probability, and the entropy of the distribution that it was drawn
+    from, without gradient. What stands at padding means nothing.
+
+    extras/fast.py has a policy with the same numbers that is faster with language models.
+    """
+
+    micro_batches = staticmethod(micro_batches)
+    layout = staticmethod(padded_texts)
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: dict):
+        # Padding stands on the right, where causal attention lets no token see it.
+        logits = logits_from(self.model, batch["ids"], batch["first"])  # [N, L - first, V]
+        place = batch["predictors"] - batch["first"]  # [N, T]
+        logits = logits.take_along_dim(place[:, :, None], dim=1)  # [N, T, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
+        logps = logps.gather(-1, batch["completion"][:, :, None])  # [N, T, 1]
+        return logps[:, :, 0], entropy
+
+
+def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
+    """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. A field of
+    Sample that the loss shall get has its name added here."""
+    batch = layout(samples)
+    for name in ("trained", "sampled", "counted", "advantages", "sampler_logps"):
+        batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
+    for name in ("old_logps", "ref_logps"):
+        if samples[0].__dict__[name] is not None:
+            batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
     return to_device(batch, device)
 
 
 @torch.no_grad()
-def compute_logps(
-    policy,
-    samples: list[Sample],
-    name: str,  # the field of Sample that holds them
-    cfg: Config,
-    world: World,
-) -> None:
-    """Log-probabilities of the samples under `policy`: each rank computes a share, and then every
-    rank stores all of them."""
-    index = {s: i for i, s in enumerate(samples)}
+def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
+    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+    numbers = {s: number for number, s in enumerate(samples)}
     results = []
-    for micro_batch in plan(samples, policy.packs, cfg, world.size)[world.rank]:
-        with autocast(cfg, world.device):
-            logps, _ = policy(collate(micro_batch, world.device, policy.rows))  # [N, T]
+    device = policy.model.device
+    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in samples) / WORLD_SIZE)
+    for micro_batch in policy.micro_batches(samples, budget)[RANK::WORLD_SIZE]:
+        with autocast(cfg, device):
+            logps, _ = policy(collate(micro_batch, device, policy.layout))  # [N, T]
         for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            results.append((index[s], row[: len(s.completion_ids)]))
-    for i, row in world.gather(results):
-        setattr(samples[i], name, row)
+            results.append((numbers[s], row[: len(s.completion_ids)]))
+    for number, row in gather(results):
+        setattr(samples[number], name, row)
+
+
+# ------------------------------------------------------------------------------------------------
+# Update
+
+
+def update(
+    policy,
+    ddp,  # the policy inside DistributedDataParallel; one process: the policy
+    optimizer,
+    samples: list[Sample],  # of all ranks
+    step: int,
+    cfg: Config,
+    reference=None,
+) -> dict:
+    """All optimizer steps of a rollout, by default one. Returns metrics."""
+    totals = Counter()
+    norms = []
+    taken = 0
+    number = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of optimizer steps before
+    for minibatch in minibatches(samples, step, cfg):
+        learning_rate = learning_rate_at(number, cfg)
+        number += 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP's buckets hold the gradients anyway
+        sums = backward(policy, ddp, minibatch, cfg)
+        if not norms:
+            check_gap(sums, cfg)  # before a weight changes
+        totals.update(sums)
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()
+        norms.append(norm)  # before clipping
+        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norm):
+            optimizer.step()
+            taken += 1
+    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
+
+    metrics = dict(learning_rate=learning_rate, optimizer_steps=taken)
+    metrics["skipped_steps"] = int(np.sum(~np.isfinite(norms)))
+    metrics["grad_norm"] = float(np.mean(norms))
+    metrics["loss"] = totals.pop("loss") / len(norms)
+    tokens = totals.pop("tokens")
+    metrics["sampler_gap"] = totals.pop("sampler_gap") / max(1, totals.pop("sampled_tokens"))
+    if tokens > 0:
+        metrics |= {name: total / tokens for name, total in totals.items()}
+    return metrics
 
 
 def minibatches(samples: list[Sample], step: int, cfg: Config):
     """num_epochs passes over the samples, each in num_minibatches parts of nearly equal size."""
     for epoch in range(cfg.num_epochs):
-        rng = np.random.default_rng(stream(cfg.seed, MINIBATCHES, step, epoch))
-        order = rng.permutation(len(samples))
+        order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
         for part in np.array_split(order, cfg.num_minibatches):
             yield [samples[i] for i in part]
 
 
-def learning_rate_at(update: int, cfg: Config) -> float:
-    """The learning rate of optimizer step `update` (from 0). A pure function, so that a resumed
-    run has no schedule to restore."""
-    total = cfg.max_steps * cfg.updates_per_step
-    if update < cfg.warmup_steps:
-        return cfg.learning_rate * (update + 1) / cfg.warmup_steps
-    progress = (update - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
+def learning_rate_at(number: int, cfg: Config) -> float:
+    """The learning rate of optimizer step `number` of the run, from 0."""
+    if number < cfg.warmup_steps:
+        return cfg.learning_rate * (number + 1) / cfg.warmup_steps
+    total = cfg.max_steps * cfg.num_minibatches * cfg.num_epochs
+    progress = (number - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
     if cfg.lr_schedule == "linear":
         return cfg.learning_rate * (1 - progress)
     if cfg.lr_schedule == "cosine":
@@ -1121,551 +757,1339 @@ def learning_rate_at(update: int, cfg: Config) -> float:
     return cfg.learning_rate
 
 
-def make_optimizer(policy, cfg: Config):
-    parameters = [p for p in policy.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.dim() >= 2]
-    vectors = [p for p in parameters if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
-    if vectors:
-        groups.append(dict(params=vectors, weight_decay=0.0))
-    # fused: one pass over parameters and moments, not a dozen: 5 times as fast on a CPU
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, fused=True)
+def has_gradient(s: Sample, cfg: Config) -> bool:
+    """Whether the loss has a gradient in any token of the sample. If not, it needs no pass."""
+    if cfg.beta > 0:
+        return s.trained.any()
+    return s.advantages[s.trained].any()
 
 
-NO_GRADIENT = ("left_out", "nothing_sampled", "no_advantage", "at_reference")
+def has_signal(minibatch: list[Sample], policy, reference, cfg: Config) -> bool:
+    """Whether an optimizer step has something to follow. If not, momentum alone would move the
+    weights; and while the policy is the reference, Adam would make a full step of the KL's rounding
+    errors."""
+    if any(s.advantages[s.trained].any() for s in minibatch):
+        return True
+    pulls = any(has_gradient(s, cfg) for s in minibatch)
+    return pulls and not same_weights(policy, reference)
 
 
-def why_no_gradient(sample: Sample, cfg: Config, at_reference: bool = False) -> str:
-    """One of NO_GRADIENT if the loss has no gradient in any token of this sample, else ""."""
-    if not sample.in_loss.any():
-        return "left_out"
-    if not sample.trains.any():
-        return "nothing_sampled"
-    if sample.advantages[sample.trains].any():
-        return ""
-    if cfg.beta == 0:
-        return "no_advantage"
-    if at_reference:  # the KL's gradient is rounding error; Adam would make it a full step
-        return "at_reference"
-    return ""
-
-
-def loss_counts(samples: list[Sample]) -> tuple[int, int]:
-    """The tokens and the sequences in the loss, at least 1: the reductions divide by them."""
-    n_tokens = sum(int(s.trains.sum()) for s in samples)
-    n_sequences = sum(bool(s.in_loss.any()) for s in samples)
-    return max(1, n_tokens), max(1, n_sequences)
-
-
-def batch_loss(logps, batch: dict, cfg: Config, n_tokens: int, n_sequences: int) -> tuple:
-    """grpo_loss of one micro-batch, and its sums for the log."""
-    if "old_logps" in batch:  # several updates per rollout: the policy before the first of them
-        old_logps = batch["old_logps"]
-    else:  # one update per rollout: the policy before it is this one, and the ratio is 1
-        old_logps = logps.detach()
-    loss, stats = grpo_loss(
-        logps,
-        old_logps,
-        batch.get("ref_logps"),
-        batch["sampler_logps"],
-        batch["advantages"],
-        batch["mask"],
-        cfg,
-        n_tokens,
-        n_sequences,
-        sampled=batch["sampled"],
-    )
-    gap = sampler_gap.sampler_stats(old_logps, batch["sampler_logps"], batch["mask"], cfg)
-    stats.update(gap)
-    return loss, stats
-
-
-def add_up(parts: list[dict]) -> dict:
-    """The sum of each name's values, over parts of a step. Means of parts could not be averaged,
-    since parts differ in size. For a name that ends in _max: the maximum."""
-    totals = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in totals:
-                totals[name] = value
-            elif name.endswith("_max"):
-                totals[name] = max(totals[name], value)
-            else:
-                totals[name] = totals[name] + value
-    return totals
-
-
-def backward(policy, ddp, minibatch: list[Sample], cfg: Config, world: World) -> dict:
-    """The gradient of one optimizer step, in micro-batches. Returns this rank's sums."""
-    n_tokens, n_sequences = loss_counts(minibatch)
-    trained = [s for s in minibatch if not why_no_gradient(s, cfg)]  # the others need no pass
-    shares = plan(trained, policy.packs, cfg, world.size)
-    share = shares[world.rank]
-
-    # DDP needs the same number of forwards and backwards on every rank, and at least one. A rank
-    # with fewer micro-batches adds idle rounds: a sample with all tokens masked.
-    n_rounds = max(1, *[len(share) for share in shares])
-    spare = trained[:1]
-    if not trained:
-        spare = minibatch[:1]
-    idle_rounds = [spare] * (n_rounds - len(share))
-
-    all_stats = []  # they stay on the device until the last micro-batch: no pass waits for them
-    for i, micro_batch in enumerate(share + idle_rounds):
-        batch = collate(micro_batch, world.device, policy.rows)
-        if i >= len(share):  # an idle round
-            batch["mask"].zero_()
-        # DDP averages gradients over the ranks in the last backward only.
-        ddp.require_backward_grad_sync = i == n_rounds - 1
-        with autocast(cfg, world.device):
+def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
+    """The gradient of one optimizer step, in micro-batches. Returns sums for the log: over all
+    ranks, and over the tokens of the samples that have a gradient."""
+    n_tokens = max(1, sum(int((s.sampled & s.counted).sum()) for s in minibatch))
+    n_sequences = max(1, sum(bool((s.sampled & s.counted).any()) for s in minibatch))
+    trained = [s for s in minibatch if has_gradient(s, cfg)]
+    trained = trained or minibatch[:1]  # one pass without a gradient, to check the sampler
+    # A part of the micro-batches for each rank, of which every rank gets the next in each round.
+    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in trained) / WORLD_SIZE)
+    batches = policy.micro_batches(trained, budget)
+    device = policy.model.device
+    sums = 0
+    for start in range(0, len(batches), WORLD_SIZE):
+        dealt = batches[start : start + WORLD_SIZE]
+        batch = collate(dealt[RANK % len(dealt)], device, policy.layout)
+        if RANK >= len(dealt):  # in the last round DDP needs a backward of every rank: an empty one
+            batch["trained"].zero_()
+            batch["sampled"].zero_()
+        # DDP averages the gradients over the ranks in the last backward only.
+        ddp.require_backward_grad_sync = start + WORLD_SIZE >= len(batches)
+        with autocast(cfg, device):
             logps, entropy = ddp(batch)  # [N, T]
-        loss, stats = batch_loss(logps, batch, cfg, n_tokens, n_sequences)
-        # * ranks, because DDP averages, and the loss is already divided by global counts
-        (loss * world.size).backward()
+        # Without old_logps this is the first optimizer step: the policy is the one that sampled.
+        old_logps = batch.get("old_logps", logps.detach())
+        loss, stats = grpo_loss(
+            logps,
+            old_logps,
+            batch.get("ref_logps"),
+            batch["sampler_logps"],
+            batch["advantages"],
+            batch["trained"],
+            cfg,
+            n_tokens,
+            n_sequences,
+            batch["sampled"],
+            batch["counted"],
+        )
+        # Times the ranks, because DDP divides by them, and the loss already has global counts.
+        (loss * WORLD_SIZE).backward()
         stats["loss"] = loss.detach()
-        stats["entropy"] = torch.where(batch["mask"], entropy, 0).sum()
-        all_stats.append(stats)
-
-    names = list(stats)  # the same in every micro-batch
-    table = torch.stack([torch.stack(list(stats.values())) for stats in all_stats])
-    values = table.tolist()  # [micro-batches, names], one device sync
-    return add_up([dict(zip(names, row, strict=True)) for row in values])
-
-
-def why_no_step(norm: float, minibatch: list[Sample], cfg: Config, at_reference: bool) -> str:
-    """Why the optimizer must not step; "" if it may. Equal on all ranks, like the norm."""
-    if not math.isfinite(norm):
-        return "not_finite"
-    causes = [why_no_gradient(s, cfg, at_reference) for s in minibatch]
-    if all(causes):  # only momentum would move the weights
-        return max(NO_GRADIENT, key=causes.count)  # the most frequent one
-    return ""
+        stats["entropy"] = zero_outside(batch["trained"], entropy).sum()
+        gap = (old_logps - batch["sampler_logps"]).abs()
+        stats["sampler_gap"] = zero_outside(batch["sampled"], gap).sum()
+        stats["sampled_tokens"] = batch["sampled"].sum()
+        # The sums stay on the device, so that no pass waits for them.
+        sums = sums + torch.stack([value.double() for value in stats.values()])
+    if WORLD_SIZE > 1:
+        dist.all_reduce(sums)
+    return dict(zip(stats, sums.tolist(), strict=True))
 
 
-def update_metrics(totals: dict, norms: list[float], outcomes: list[str]) -> dict:
-    """totals: sums over all tokens of the step; norms and outcomes: of each optimizer step."""
-    metrics = {
-        "loss": totals["loss"] / len(norms),
-        "grad_norm": float(np.mean(norms)),
-        "optimizer_steps": outcomes.count(""),
-        "skipped_steps": outcomes.count("not_finite"),
-    }
-    for name in ("entropy", "clip_ratio/region_mean", "kl", "kl_k1"):
-        if name in totals and totals["tokens"] > 0:  # else there is nothing to average
-            metrics[name] = totals[name] / totals["tokens"]
-    for cause in ("not_finite", *NO_GRADIENT):
-        metrics[f"skipped_steps/{cause}"] = outcomes.count(cause)
-    return metrics
-
-
-def update(
-    policy,
-    optimizer,
-    samples: list[Sample],  # of the whole step, on every rank
-    cfg: Config,
-    *,
-    step: int = 1,
-    ddp=None,  # the policy as DistributedDataParallel wraps it
-    world: World | None = None,  # None: one process
-    at_reference: bool = False,  # the policy still has the reference's weights
-) -> dict:
-    """All optimizer steps of one rollout; returns metrics."""
-    if ddp is None:
-        ddp = policy
-    if world is None:
-        world = World(0, 1, policy.model.device)
-    # DDP keeps gradients in buckets: freeing .grad would make a second copy.
-    free_gradients = world.size == 1
-    all_sums = []  # for the log, of each optimizer step
-    norms = []
-    sampler_metrics = {}
-    outcomes = []  # of each optimizer step: "" if it was taken, else why not
-
-    for number, minibatch in enumerate(minibatches(samples, step, cfg)):
-        learning_rate = learning_rate_at((step - 1) * cfg.updates_per_step + number, cfg)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.zero_grad(set_to_none=free_gradients)
-        sums = add_up(world.gather([backward(policy, ddp, minibatch, cfg, world)]))
-        if not sampler_metrics and sums["tokens"] > 0:
-            # This raises, before any weight changes, if the sampler is too far off.
-            sampler_metrics = sampler_gap.sampler_metrics(sums, cfg)
-        all_sums.append(sums)
-
-        max_norm = cfg.max_grad_norm if cfg.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm).item()  # before clipping
-        norms.append(norm)
-        outcome = why_no_step(norm, minibatch, cfg, at_reference)
-        outcomes.append(outcome)
-        if outcome == "":
-            optimizer.step()
-            at_reference = False
-    optimizer.zero_grad(set_to_none=free_gradients)
-
-    metrics = update_metrics(add_up(all_sums), norms, outcomes)
-    metrics["learning_rate"] = learning_rate
-    metrics["frac_no_gradient"] = np.mean([why_no_gradient(s, cfg) != "" for s in samples]).item()
-    metrics.update(sampler_metrics)
-    return metrics
-
-
-def note_tokens(policy, samples: list[Sample], cfg: Config, world: World) -> None:
-    """Fills in `token_notes` of a few samples, for the log. It needs a forward pass of its own,
-    before the update. For each token:
-
-    logp, entropy: under the policy, in nats
-    gap: logp less the sampler's log-probability
-    kl: logp less the reference's, which is k1
-    push: -dloss/dlogp times the step's number of tokens: how strongly the update makes the token
-        more likely, on the scale of an advantage
-    """
-    n_tokens, n_sequences = loss_counts(samples)
-    [share] = plan(log.samples_to_note(samples, cfg), policy.packs, cfg, n_ranks=1)
-    for micro_batch in share:
-        batch = collate(micro_batch, world.device, policy.rows)
-        with torch.no_grad(), autocast(cfg, world.device):
-            logps, entropy = policy(batch)  # [N, T]
-        leaf = logps.clone().requires_grad_()  # gradient by logps only
-        loss, _ = batch_loss(leaf, batch, cfg, n_tokens, n_sequences)
-        slope = torch.autograd.grad(loss, leaf)[0]
-        notes = {
-            "logp": logps,
-            "entropy": entropy,
-            "gap": logps - batch["sampler_logps"],
-            "push": -slope * n_tokens,
-        }
-        if "ref_logps" in batch:
-            notes["kl"] = logps - batch["ref_logps"]
-        for name, values in notes.items():
-            values = torch.where(batch["mask"], values, 0).cpu().numpy()
-            for s, row in zip(micro_batch, values, strict=True):
-                s.token_notes[name] = row[: len(s.completion_ids)]
+def check_gap(sums: dict, cfg: Config) -> None:
+    """Sampler and trainer have the same weights. If their log-probabilities differ by more than
+    rounding, the samples are not the policy's, and what is learned from them is wrong."""
+    gap = sums["sampler_gap"] / max(1, sums["sampled_tokens"])
+    limit = cfg.max_sampler_gap
+    if limit == 0:
+        limit = 0.1 if cfg.dtype == "bfloat16" else 1e-4
+    if not gap <= limit:  # or the gap is nan
+        raise TrainingError(
+            f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:g}: "
+            "it has other weights, or another prompt, temperature or dtype (--rollout hf has not)"
+        )
 
 
 # ------------------------------------------------------------------------------------------------
 # Eval
 
 
-def eval_rewards(
-    sampler,
-    prompts: list[Prompt],
-    tokenizer,
-    scorer,
-    player: Player | None,
-    step: int,
-    cfg: Config,
-    world: World,
-    greedy: bool,
-) -> tuple:
-    """The first reward of each sample [prompts, samples], and the mean length, over all ranks."""
-    seeds = seeds_of(EVAL, step, len(prompts), cfg)
-    samples = sample(sampler, prompts, seeds, cfg, world, greedy, player)
-    add_texts(samples, tokenizer)
-    scores = world.gather([score(samples, scorer, step, cfg)])
-    failures = [s.first_failure for s in scores if s.first_failure]
-    if failures:
-        say(f"eval of step {step}: {failures[0]}")
-    first_reward = next(iter(scores[0].by_reward))
-    results = world.gather([(s.group, s.parts[first_reward], s.n_sampled) for s in samples])
-    results.sort(key=lambda result: result[0])  # by prompt
-    values = np.array([value for _, value, _ in results]).reshape(len(prompts), -1)
-    return values, float(np.mean([length for _, _, length in results]))
-
-
-def evaluate(
-    sampler,
-    prompts: list[Prompt],
-    tokenizer,
-    scorer,
-    step: int,
-    cfg: Config,
-    world: World,
-    player: Player | None = None,
-) -> dict:
-    """Greedy accuracy (the first reward) on held-out prompts, and pass@k with --eval_samples."""
-    task = (sampler, prompts, tokenizer, scorer, player, step)
-    values, length = eval_rewards(*task, cfg, world, greedy=True)
-    values = values[~np.isnan(values)]  # a reward is NaN for rows to which it does not apply
-    metrics = {"eval_accuracy": math.nan, "eval_stderr": 0.0, "eval_length": length}
+def evaluate(run: Run, step: int) -> dict:
+    """The mean of the first reward over the eval data, greedy; with --eval_samples also pass@k."""
+    values, length = eval_rewards(run, step, 1, 0.0)
+    metrics = dict(eval_accuracy=math.nan, eval_stderr=0.0, eval_length=length)
     if len(values) > 0:
         metrics["eval_accuracy"] = float(values.mean())
     if len(values) > 1:
         metrics["eval_stderr"] = float(values.std(ddof=1)) / math.sqrt(len(values))
-
-    k = cfg.eval_samples
+    k = run.cfg.eval_samples
     if k > 0:
-        cfg = dataclasses.replace(cfg, num_generations=k)
-        values, _ = eval_rewards(*task, cfg, world, greedy=False)
-        values = values[~np.isnan(values).any(1)]  # [prompts, k]
-        if len(values) > 0:
-            metrics["eval_pass@1"] = float((values > 0.5).mean())
-            metrics[f"eval_pass@{k}"] = float((values > 0.5).any(1).mean())
+        values, _ = eval_rewards(run, step, k, run.cfg.temperature)
+        metrics["eval_pass@1"] = float((values > 0.5).mean())
+        metrics[f"eval_pass@{k}"] = float((values > 0.5).any(1).mean())
     return metrics
 
 
+def eval_rewards(run: Run, step: int, n: int, temperature: float) -> tuple:
+    """The first reward of n completions of each eval prompt to which it applies, [prompts, n], and
+    the mean length."""
+    samples = rollout(run, run.eval_prompts, EVAL, step, n, temperature)
+    name = run.rewards[0].name
+    values = np.array([s.rewards[name] for s in samples]).reshape(-1, n)
+    length = float(np.mean([s.sampled.sum() for s in samples]))
+    return values[~np.isnan(values).any(1)], length
+
+
 # ------------------------------------------------------------------------------------------------
-# Train
+# PLUMBING: what every trainer needs. Flags, errors, ranks, data, models, vLLM, the run on disk
+# ------------------------------------------------------------------------------------------------
 
 
-def wrap(policy, cfg: Config, world: World):
-    """Wraps the policy in DistributedDataParallel if there are several ranks. Call it after vLLM
-    has started: vLLM needs free memory, and it may switch this thread to another CUDA stream, of
-    which a DDP that exists already would not know."""
-    ddp = policy
-    if cfg.compile:
-        models.compile_layers(policy.model, cfg)
-    if world.size > 1:
-        device_ids = [world.device.index] if world.device.type == "cuda" else None
-        ddp = DistributedDataParallel(policy, device_ids=device_ids, gradient_as_bucket_view=True)
-    policy.after_ddp(world.device)
-    return ddp
+@dataclass
+class Config:
+    # model and data
+    model: str = ""  # policy: directory or hub name; empty: the bundled task
+    reference: str = ""  # what the KL is measured from; empty: the model as it starts
+    lora_rank: int = 0  # adapters' rank; 0: all weights learn. Adapters want 10 x learning_rate
+    train_data: str = ""  # JSONL, JSON, CSV, parquet, hub name:config:split, file.py:function
+    eval_data: str = ""  # held-out rows, same formats; empty: no eval
+    reward: str = "answer"  # name[:weight],... or file.py:function; the first is the eval accuracy
+    call_timeout: float = 10.0  # seconds for one call of a reward or an environment
+    environment: str = ""  # file.py:name, plays turns with the policy (extras/agents.py)
+    max_turns: int = 8  # turns of the policy in an episode with --environment
+    prompt_template: str = ""  # made of columns: "{question}\nThink first."; empty: column prompt
+    chat: bool = False  # string prompts become a user's turn in the chat template
+    system_prompt: str = ""  # message before every prompt; implies --chat
+    chat_template_kwargs: str = ""  # JSON for the chat template: '{"enable_thinking": false}'
+    max_prompt_length: int = 512  # tokens; longer prompts are left out
+
+    # rollout
+    num_prompts: int = 32  # prompts per step, over all ranks
+    num_generations: int = 8  # completions per prompt: the group, G
+    max_completion_length: int = 512  # tokens; a completion that reaches this is cut off
+    temperature: float = 1.0  # for sampling, and for all log-probabilities
+    rollout: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm if installed, hf for small models
+    vllm_gpu_memory_utilization: float = 0.3  # share of the GPU for vLLM while it samples
+    tis_cap: float = 2.0  # cap on a token's weight p_trainer / p_sampler (TIS); 0: no weights
+    max_sampler_gap: float = 0.0  # nats; a larger gap to the sampler ends the run; 0: by dtype
+
+    # objective
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides advantages
+    loss_reduction: Literal["token", "sequence", "constant"] = "token"  # how losses are averaged
+    kl_estimator: Literal["k1", "k2", "k3", "k4", "wk3"] = "wk3"  # KL term of the loss
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL goes; in the reward: k1 only
+    beta: float = 0.0  # KL coefficient; 0: no reference model
+    clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: float = 0.28  # the ratio is clipped above 1 + clip_high
+    ratio_level: Literal["token", "sequence"] = "token"  # ratio of each token, or sequence (GSPO)
+    mask_truncated: bool = False  # leave cut-off completions out of the loss
+    non_stop_reward: float | None = None  # reward of a cut-off completion; None: as scored
+
+    # update
+    num_minibatches: int = 1  # optimizer steps per pass over a rollout
+    num_epochs: int = 1  # passes over a rollout
+    micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048, on cuda by free memory
+    learning_rate: float = 1e-6  # AdamW, on float32 parameters
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
+    warmup_steps: int = 0  # optimizer steps; the first advantages are no worse than later ones
+    weight_decay: float = 0.0  # for matrices, not for norms and biases
+    max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; 0: off
+    max_steps: int = 100  # rollouts
+    gradient_checkpointing: bool = False  # less memory, a third more time
+    fast: bool = True  # extras/fast.py where it is faster, and if it is there
+    compile: bool = False  # torch.compile each layer: minutes at the start, faster steps
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # for matrix products
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda, else cpu
+    seed: int = 0  # every random number is a function of the seed and the step
+
+    # output
+    out_dir: str = "out"  # directory of the run; out: the first free one of out, out.1, ...
+    eval_every: int = 10  # steps between evals; 0: only before the first and after the last step
+    eval_samples: int = 0  # completions per eval prompt, for pass@k; 0: greedy only
+    save_every: int = 10  # steps between checkpoints; 0: only the last and the best
+    keep: int = 2  # newest checkpoints kept, beside the best by eval accuracy; 0: all
+    resume: bool = False  # continue the run in --out_dir; without --out_dir the newest run
+    log_completions: int = 64  # samples per step in completions.jsonl
+    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # dashboard
 
 
-def load_reference(
-    cfg: Config, device: torch.device, identity: int | None, prompts: list[Prompt] = ()
-):
-    """The frozen policy that the KL is measured from. identity: the fingerprint of the weights at
-    the start of the run; None: any."""
-    model = load_model(cfg.model, cfg).to(device).requires_grad_(False)
-    if identity is not None:
-        why = "so its KL would be measured from another reference; give those, or take --beta 0"
-        refuse_other_weights(fingerprint(model), identity, cfg, why)
-    reference = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
-    if cfg.dtype == "bfloat16":
-        models.halve_frozen(model)
-    return reference
+BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
+    model=f"{HERE}/sample_data/model",
+    train_data=f"{HERE}/sample_data/train.jsonl",
+    eval_data=f"{HERE}/sample_data/eval.jsonl",
+    max_completion_length=40,
+    learning_rate=3e-4,
+    beta=0.001,
+    max_steps=20,
+    eval_every=5,
+)
+
+LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3, vllm_gpu_memory_utilization=0)
+LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
+LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
+HIGHEST = dict(clip_low=1, vllm_gpu_memory_utilization=1)
 
 
-def load_trained_model(cfg: Config, checkpoint, device: torch.device) -> tuple:
-    """The model that the run trains, and the fingerprint of its weights at the start of the run.
-    With --lora_rank these are the frozen weights of --model, also when a run is resumed."""
-    if checkpoint:
-        refuse_other_rank(checkpoint, cfg)
-    if checkpoint and cfg.lora_rank == 0:
-        model = load_model(checkpoint.path, cfg).to(device)
-        return model, checkpoint.state["identity"]
-
-    model = load_model(cfg.model, cfg).to(device)
-    identity = fingerprint(model)
-    if cfg.lora_rank > 0:
-        lora.add_adapters(model, cfg)
-    if checkpoint:
-        start = checkpoint.state["identity"]
-        refuse_other_weights(identity, start, cfg, "and to which its adapters belong")
-        lora.load_adapters(model, checkpoint.path)
-    return model, identity
+class ConfigError(Exception):
+    """The user's mistake: one line on the screen, exit code 2."""
 
 
-def load_policies(cfg: Config, checkpoint, prompts: list[Prompt], device: torch.device) -> tuple:
-    """The flags with every `auto` resolved; the policy, from the checkpoint or --model; the
-    reference or None; the fingerprint of the weights at the start of the run."""
-    model, identity = load_trained_model(cfg, checkpoint, device)
-    models.check_sizes(model, prompts, cfg)
-    longest_prompt = max(len(p.ids) for p in prompts)
-    # DDP would wait for the gradients of parameters that no text reaches.
-    models.freeze_unused(model, longest_prompt + cfg.max_completion_length)
-    auto.set_threads(model)
-    cfg = auto.resolve_auto(cfg, model, device)
-    policy = make_policy(model, cfg, prompts)  # before the cast: its check runs without autocast
-    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
-        models.halve_frozen(model)
-        lora.add_before_rounding(model)  # else bfloat16 would round a small adapter's share away
-    reference = None
-    if cfg.beta > 0 and cfg.lora_rank > 0:
-        reference = lora.BasePolicy(policy)
-    elif cfg.beta > 0:
-        reference = load_reference(cfg, device, identity, prompts)
-    return cfg, policy, reference, identity
-
-
-def load_data(cfg: Config) -> tuple:
-    """Rewards, environment or None, tokenizer, train prompts and eval prompts."""
-    try:
-        rewards = load_rewards(cfg.reward)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"--reward {cfg.reward}: {error}") from None
-    environment = load_environment(cfg.environment, rewards)
-    tokenizer = rows.load_tokenizer(cfg)
-    train_prompts = rows.load_prompts("train_data", rewards, tokenizer, cfg, environment)
-    eval_prompts = []
-    if cfg.eval_data:
-        eval_prompts = rows.load_prompts("eval_data", rewards, tokenizer, cfg, environment)
-    return rewards, environment, tokenizer, train_prompts, eval_prompts
-
-
-def refuse_other_ranks(world: World, cfg: Config, inputs: dict, rewards, identity: int) -> None:
-    """ConfigError if the ranks hold different flags, rows, reward functions or weights. Paths may
-    differ between machines: their contents are compared."""
-    values = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items()}
-    for path in ("--tokenizer", "--out_dir", "--resume"):
-        del values[path]
-    values["--model"] = identity
-    values["--train_data"] = inputs["train_rows"]
-    values["--eval_data"] = inputs["eval_rows"]
-    code = sorted(inputs["reward_code"].values())
-    # The path of the environment's file may differ; `code` has its contents.
-    values["--environment"] = cfg.environment.rpartition(":")[2]
-    values["--reward"] = [(reward.name, reward.weight) for reward in rewards] + code
-    world.same(values)
-
-
-def agree_on_packing(policies: list, world: World) -> None:
-    """Packs rows only if every rank can: each rank plans the micro-batches of all ranks."""
-    packs = all(world.gather([p.packs for p in policies]))
-    for p in policies:
-        p.packs = packs
+class TrainingError(Exception):
+    """The run cannot go on: one line on the screen, exit code 1."""
 
 
 @contextlib.contextmanager
-def set_up(cfg: Config, command_line: bool):
-    """Setup before the first step, and teardown. Every rank checks flags and files before anything
-    is written."""
-    started = time.monotonic()
-    cfg = prepare(cfg)
-    device = ranks.pick_device(cfg.device, cfg.dtype)
-    models.keep_freed_memory(device)
-    models.quiet_transformers(cfg.verbose)
-    rewards, environment, tokenizer, train_prompts, eval_prompts = load_data(cfg)
-    prompts = train_prompts + eval_prompts
-    checkpoint = find_checkpoint(cfg)  # None: from the beginning
-    cfg, policy, reference, identity = load_policies(cfg, checkpoint, prompts, device)
-    eos_ids, pad_id = models.special_ids(policy.model, tokenizer, cfg)
-    sampler_kind, why_this_sampler = engine.choose_sampler(cfg, device, auto.is_small(policy.model))
-    scorer = Scorer(rewards, cfg.call_timeout, cfg.workers, environment=environment)
-    stop_ids = eos_ids  # they end a turn of the policy
-    player = None
+def blame(what: str):
+    """Whatever fails inside is a mistake in `what`: a flag, a file, a row."""
+    try:
+        yield
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def need(fine, flag: str, why: str) -> None:
+    if not fine:
+        raise ConfigError(f"--{flag}: {why}")
+
+
+def say(text: str) -> None:
+    if RANK == 0:
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk ends no run
+            print(text, flush=True)
+
+
+def parse_flags(argv: list[str] | None) -> Config:
+    """Given flags win over those of the run that --resume continues, and over BUNDLED."""
+
+    def refuse(message: str):
+        raise ConfigError(message)
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = refuse
+    parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
+    for f in fields(Config):
+        options = dict(type=type(f.default))
+        if f.default is None:
+            options = dict(type=float)
+        if isinstance(f.default, bool):  # --chat, --chat true, --chat false
+            options = dict(type=true_or_false, nargs="?", const=True)
+        parser.add_argument(f"--{f.name}", **options)
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
+    if unknown:
+        names = [f"--{f.name}" for f in fields(Config)]
+        closest = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0)[0]
+        refuse(f"unknown flag {unknown[0]}; did you mean {closest}? See --help")
+    if given.get("resume"):
+        out_dir = given.get("out_dir") or newest_run()
+        with blame(f"--resume: no run in {out_dir}"):
+            saved = json.loads(Path(out_dir, "config.json").read_text())
+            return Config(**saved | given | dict(out_dir=out_dir))
+    if given.get("model"):
+        return Config(**given)
+    if given.get("train_data"):
+        given.setdefault("eval_data", "")  # the bundled eval is another task
+    return Config(**BUNDLED | given | dict(model=BUNDLED["model"]))
+
+
+def true_or_false(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def newest_run() -> str:
+    runs = glob.glob("out*/config.json")
+    return os.path.dirname(max(runs, key=os.path.getmtime, default="out/"))
+
+
+def check_flags(cfg: Config) -> None:
+    """Refuses impossible values before anything is loaded or written."""
+    for name, kind in typing.get_type_hints(Config).items():
+        value = getattr(cfg, name)
+        choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
+        if choices:
+            need(value in choices, name, f"{value} is none of {', '.join(choices)}")
+        if kind in (int, float):
+            low, high = LOWEST.get(name, 0), HIGHEST.get(name, 1e300)
+            is_number = isinstance(value, (int, float)) and low <= value <= high
+            need(is_number, name, f"{value} is not a number from {low} on (to {high:g})")
+    need(cfg.model, "model", "is empty; Config(**BUNDLED) is the bundled task")
+    need(cfg.train_data, "train_data", "required if --model is given")
+    with blame("--chat_template_kwargs: no JSON object"):
+        dict(**json.loads(cfg.chat_template_kwargs or "{}"))
+    samples = cfg.num_prompts * cfg.num_generations
+    need(cfg.num_minibatches <= samples, "num_minibatches", "more than the step's samples")
+    if cfg.kl_in == "reward" and cfg.beta > 0:
+        why = f"the reward takes k1 only: {cfg.kl_estimator} has another gradient there"
+        need(cfg.kl_estimator == "k1", "kl_estimator", why)
+    if cfg.report_to != "none":
+        found = importlib.util.find_spec(cfg.report_to)
+        need(found, "report_to", f"not installed: pip install {cfg.report_to}")
+
+
+# -- Ranks
+
+
+def join_ranks(cfg: Config) -> torch.device:
+    """Meets the processes that torchrun has started, or joins the caller's. Returns the device of
+    this rank."""
+    global RANK, WORLD_SIZE
+    has_cuda = torch.cuda.is_available()
+    need(has_cuda or cfg.device != "cuda", "device", "torch finds no usable GPU here")
+    device = torch.device("cpu")
+    if has_cuda and cfg.device != "cpu":
+        device = torch.device("cuda", LOCAL_RANK)
+        torch.cuda.set_device(device)
+    elif cfg.device == "auto" and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
+        raise ConfigError("--device: torch cannot use this GPU (old driver?); or say cpu")
+    if dist.is_initialized():
+        RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    elif "RANK" in os.environ:
+        # Python objects travel over gloo, gradients on GPUs over NCCL
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def refuse_different_ranks(values: dict) -> None:
+    """Ranks that differ would train on nonsense without a word."""
+    for rank, theirs in enumerate(gather([values])):
+        different = [name for name in values if theirs[name] != values[name]]
+        if different:
+            raise ConfigError(f"{', '.join(different)}: rank {rank} has another than rank {RANK}")
+
+
+def digest_of_weights(model) -> int:
+    """The same on every device: the sum of (position of the parameter) * (sum of its bits)."""
+    total = 0
+    for position, parameter in enumerate(model.parameters(), 1):
+        bits = parameter.detach().reshape(-1).view(torch.int32)
+        total = total + position * bits.sum(dtype=torch.int64)
+    return int(total)
+
+
+def digest_of_rows(prompts: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for p in prompts:
+        digest.update(p.ids.tobytes())
+        digest.update(json.dumps(p.row, default=lambda value: type(value).__name__).encode())
+    return digest.hexdigest()[:16]
+
+
+def to_device(x, device: torch.device):
+    """Moves tensors, also those in dicts and lists; the copy runs beside what the GPU does."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device, non_blocking=True)
+    if isinstance(x, dict):
+        return {name: to_device(value, device) for name, value in x.items()}
+    if isinstance(x, list):
+        return [to_device(value, device) for value in x]
+    return x
+
+
+# -- Data
+
+
+def read_rows(path: str):
+    """Yields the rows of a file, of a hub dataset name:config:split, or of a function."""
+    kind = Path(path).suffix.lower()
+    if ".py:" in path:
+        yield from load_function(path)()
+    elif kind == ".jsonl":
+        for line in Path(path).read_text("utf-8-sig").split("\n"):
+            if line.strip():
+                yield json.loads(line)
+    elif kind == ".json":
+        yield from json.loads(Path(path).read_text("utf-8-sig"))
+    elif kind == ".csv":
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for row in csv.DictReader(file, strict=True):
+                if None in row or None in row.values():
+                    raise ValueError("more or fewer fields than the header")
+                yield row
+    else:
+        from datasets import load_dataset
+
+        if kind == ".parquet":
+            yield from load_dataset("parquet", data_files=path, split="train")
+        else:
+            name, config, split = f"{path}::".split(":")[:3]
+            yield from load_dataset(name, config or None, split=split or "train")
+
+
+def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
+    """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
+    path = getattr(cfg, flag)
+    columns = re.findall(r"\{([A-Za-z_]\w*)\}", cfg.prompt_template) or ["prompt"]
+    columns = [*columns, *(column for reward in rewards for column in reward.columns)]
+    prompts = []
+    rows = read_rows(path)
+    while True:
+        number = len(prompts)
+        with blame(f"--{flag} {path} row {number + 1}"):
+            row = next(rows, None)
+            if row is None:
+                break
+            check_row(row, columns, rewards)
+            prompts.append(make_prompt(row, number, tokenizer, environment, cfg))
+    need(prompts, f"{flag} {path}", "no rows")
+    kept = [p for p in prompts if len(p.ids) <= cfg.max_prompt_length]
+    need(kept, f"{flag} {path}", f"no prompt has at most {cfg.max_prompt_length} tokens")
+    if len(kept) < len(prompts):
+        left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
+        say(f"--{flag}: {left_out} have more than {cfg.max_prompt_length} tokens: left out")
+    if tokenizer.chat_template and kept[0].messages is None:
+        say(f"--{flag}: strings go to this chat model without its template; --chat applies it")
+    return kept
+
+
+def check_row(row, columns: list[str], rewards: list[Reward]) -> None:
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    json.dumps(row, default=str, allow_nan=False)  # for the log
+    for column in columns:
+        if row.get(column) is None:
+            raise ValueError(f"has no column '{column}'")
+    for reward in rewards:
+        if reward.check is not None:
+            reward.check(row)
+
+
+def make_prompt(row: dict, number: int, tokenizer, environment, cfg: Config) -> Prompt:
+    """The column `prompt`, or --prompt_template filled in, as token ids."""
+    prompt = row.get("prompt")
+    if cfg.prompt_template:
+        # A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq
+        template = re.sub(r"\\n(?![a-z])", "\n", cfg.prompt_template)
+        prompt = re.sub(r"\{([A-Za-z_]\w*)\}", lambda match: str(row[match[1]]), template)
+    if not prompt or not isinstance(prompt, (str, list)):
+        raise ValueError(f"the prompt is neither a text nor a list of messages: {prompt!r}")
+    is_chat = isinstance(prompt, list) or cfg.chat or cfg.system_prompt
+    if not is_chat:
+        if environment is not None and environment.tools(row):
+            raise ValueError("tools need a chat: a list of messages, or --chat")
+        return Prompt(string_ids(prompt, tokenizer), prompt, row, None, number)
+
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [dict(role="user", content=prompt)]
+    if cfg.system_prompt:
+        messages = [dict(role="system", content=cfg.system_prompt), *messages]
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"a message needs a role and a text as content: {message!r}")
+    options = json.loads(cfg.chat_template_kwargs or "{}")
     if environment is not None:
-        player = Player(environment, scorer.pool, tokenizer, eos_ids, prompts, cfg)
-        stop_ids = player.stop_ids
+        if environment.tools(row):
+            options["tools"] = environment.tools(row)
+        opening = environment.opening(row, (cfg.seed, number), tokenizer)
+        last = messages[-1]
+        messages = [*messages[:-1], last | dict(content=last["content"] + opening)]
+    goes_on = messages[-1]["role"] == "assistant"  # the policy continues this answer
+    options |= dict(add_generation_prompt=not goes_on, continue_final_message=goes_on)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    if messages[0]["content"].strip() not in text:
+        raise ValueError(f"the chat template leaves out the {messages[0]['role']} message")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes BOS
+    return Prompt(np.array(ids, np.int64), text, row, messages, number)
 
-    world = ranks.join_world(device)
-    inputs = dict(
-        train_rows=rows.fingerprint_of_data(train_prompts),
-        eval_rows=rows.fingerprint_of_data(eval_prompts),
-        reward_code=sources([*rewards, environment]),
-    )
-    refuse_other_ranks(world, cfg, inputs, rewards, identity)
-    with Run(cfg, world, checkpoint, started, command_line, inputs) as run:
-        cfg = run.cfg  # with the run's own directory
-        policies = [policy, reference] if reference else [policy]
-        agree_on_packing(policies, world)
-        longest_prompt = max(len(p.ids) for p in prompts)
-        sampler = make_sampler(
-            sampler_kind, policy.model, stop_ids, pad_id, longest_prompt, cfg, world
+
+def string_ids(text: str, tokenizer) -> np.ndarray:
+    """With one BOS, if the tokenizer has one, and without the EOS that some tokenizers add."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = tokenizer("")["input_ids"]
+    if tokenizer.bos_token_id != tokenizer.eos_token_id:
+        start = [i for i in start if i != tokenizer.eos_token_id]
+    if ids[: len(start)] != start:
+        ids = start + ids
+    if not ids:
+        raise ValueError("the prompt is empty")
+    return np.array(ids, np.int64)
+
+
+# -- Models
+
+SMALL = 10e6  # parameters; below, threads, bfloat16 and vLLM cost more than they save
+
+
+def load_model(flag: str, path: str, cfg: Config, device: torch.device):
+    """A Hugging Face causal language model without any randomness, in float32 even if the products
+    are in bfloat16: at a learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to
+    rounding."""
+    with blame(f"--{flag} {path}"):
+        config = without_randomness(transformers.AutoConfig.from_pretrained(path))
+        options = dict(dtype=torch.float64 if cfg.dtype == "float64" else torch.float32)
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # the others leave the cap out
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, info = load(path, config=config, output_loading_info=True, **options)
+        if info["missing_keys"]:
+            raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # transformers would refuse to save what it has loaded
+        ends = model.generation_config.eos_token_id
+        model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    return model.to(device).eval()
+
+
+def without_randomness(config):
+    """Every dropout and jitter at 0, in the configs inside, too."""
+    for name, value in vars(config).items():
+        if hasattr(value, "to_diff_dict"):
+            without_randomness(value)
+        elif re.search("dropout|pdrop|layerdrop|jitter", name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def logits_from(model, ids, first: int):
+    """[N, L - first, V]: the logits from this place on; those of the prompts before are not made.
+    Gradient checkpointing acts in training mode only."""
+    if model.is_gradient_checkpointing:
+        model.train(torch.is_grad_enabled())
+    kept = ids.shape[1] - first
+    options = dict(use_cache=False)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = kept
+    return model(ids, **options).logits[:, -kept:]
+
+
+def autocast(cfg: Config, device: torch.device, cache: bool = False):
+    """cache: keep the weights in bfloat16 until the block ends. The sampler uses them often."""
+    enabled = cfg.dtype == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=cache)
+
+
+def has_unused_parameters(model) -> bool:
+    """A text may reach no image tower, and not every expert. DDP must not wait for those."""
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
+    return has_experts or model.config.get_text_config() is not model.config
+
+
+def size(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def same_weights(policy, reference) -> bool:
+    if isinstance(reference, AdaptersOff):
+        adapters = [p for name, p in policy.named_parameters() if ".lora_B." in name]
+        return not any(p.any() for p in adapters)
+    pairs = zip(policy.parameters(), reference.parameters(), strict=True)
+    return all(torch.equal(p.to(q.dtype), q) for p, q in pairs)
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def resolve_auto(cfg: Config, model, device: torch.device) -> Config:
+    """The flags with a value in place of each `auto`."""
+    if cfg.dtype == "auto":
+        cfg = replace(cfg, dtype="float32")
+        if size(model) >= SMALL and fast_bfloat16(device):
+            cfg = replace(cfg, dtype="bfloat16")
+    if cfg.micro_batch_tokens == 0:
+        cfg = replace(cfg, micro_batch_tokens=2048)
+        if device.type == "cuda":
+            text = model.config.get_text_config()
+            learning = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # bytes
+            token = 16 * text.vocab_size + 80 * text.hidden_size * text.num_hidden_layers
+            free = 0.8 * (torch.cuda.mem_get_info(device)[0] - learning)
+            cfg = replace(cfg, micro_batch_tokens=int(min(16384, max(256, free / token))))
+    return cfg
+
+
+def halve_frozen(model) -> None:
+    """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not tied:
+            if not module.weight.requires_grad:
+                module.to(torch.bfloat16)
+
+
+def make_policy(model, prompts: list[Prompt], cfg: Config):
+    """The plain policy, or that of extras/fast.py if it is there, right, and faster."""
+    plain = Policy(model, cfg.temperature)
+    if not cfg.fast:
+        return plain
+    try:
+        from extras import fast
+    except ImportError:
+        say("policy: plain (extras/fast.py is not there)")
+        return plain
+    samples = []  # made up, to compare the two
+    for group, prompt in enumerate(prompts[:2]):
+        for length in (1, 5, 32):
+            ids = np.resize(prompt.ids, min(length, cfg.max_completion_length))
+            samples.append(Sample(group, prompt, ids, np.zeros(len(ids))))
+    policy, why = fast.choose(plain, samples, collate, cfg)
+    if WORLD_SIZE > 1 and len(set(gather([why]))) > 1:
+        policy, why = plain, "the ranks chose differently"
+    say(f"policy: {type(policy).__name__} ({why})")
+    return policy
+
+
+# -- LoRA (Hu et al., arXiv 2106.09685), by peft
+
+
+def add_adapters(model, cfg: Config) -> None:
+    """Freezes the model, and puts trained products beside all linear layers but the head."""
+    with blame(f"--lora_rank {cfg.lora_rank}"):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        torch.manual_seed(cfg.seed)  # every rank draws the same adapters
+        options = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+        config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, **options)
+        inject_adapter_in_model(config, model)
+
+
+class AdaptersOff:
+    """The policy without its adapters: the reference of the KL, at no memory."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.model = policy.model
+        self.micro_batches = policy.micro_batches
+        self.layout = policy.layout
+
+    def __call__(self, batch: dict):
+        layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            return self.policy(batch)
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+
+def merged_weights(model, rounded: bool = False) -> dict:
+    """Parameters (a tied head once) and saved buffers by name, with the adapters added to what they
+    stand beside. rounded: what was added to is in bfloat16."""
+    saved = model.state_dict()
+    weights = dict(model.named_parameters())
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    for number, (name, module) in enumerate(model.named_modules()):
+        if hasattr(module, "get_delta_weight"):
+            base = f"{name}.base_layer.weight"
+            weights[base] = weights[base].float() + module.get_delta_weight("default")
+            if rounded:
+                weights[base] = round_at_random(weights[base].detach(), number)
+    kept = [name for name in weights if ".lora_" not in name]
+    return {name.replace(".base_layer", ""): weights[name].detach() for name in kept}
+
+
+def round_at_random(x, seed: int):
+    """float32 to bfloat16, up or down, right on average. Rounded to the nearest, a small adapter's
+    share would vanish: it is less than half the distance between two numbers of bfloat16."""
+    bits = x.view(torch.int32)
+    generator = torch.Generator(bits.device).manual_seed(seed)
+    options = dict(dtype=torch.int32, device=bits.device, generator=generator)
+    noise = torch.randint(2**16, bits.shape, **options)
+    return (bits + noise).bitwise_and(-(2**16)).view(torch.float32).bfloat16()
+
+
+# -- vLLM
+
+
+class VLLMSampler:
+    """A vLLM engine inside the process of each rank, which gets the weights in memory."""
+
+    def __init__(self, stop_ids: list[int], longest: int, cfg: Config, on_cuda: bool):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, to share its tensors
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
+            os.environ["TRITON_F32_DEFAULT"] = "ieee"
+        import vllm
+        from vllm.platforms import current_platform
+
+        self.stop_ids = stop_ids
+        self.cfg = cfg
+        self.on_cuda = on_cuda
+        self.asleep = False
+        options = dict(
+            model=cfg.model,
+            dtype=cfg.dtype,
+            max_model_len=longest,  # prompt and completion
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the model's own, which may hold top-p
+            logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
+            load_format="dummy",  # the first push brings the weights
         )
-        run.exits.callback(sampler.close)
-        run.exits.callback(scorer.close)
-        optimizer = make_optimizer(policy, cfg)
-        source = checkpoint.path if checkpoint else cfg.model
-        run.track(policy.model, optimizer, model_writer(policy.model, tokenizer, source), identity)
-        counts = f"{len(train_prompts)} train and {len(eval_prompts)} eval prompts"
-        defaults = Config()  # the run prints only the flags that differ from them
-        run.introduce(defaults, f"{counts}, rollouts by {sampler_kind} ({why_this_sampler})")
-        say(
-            "watch reward, eval accuracy, grad and no-signal, not the loss: it can be 0 or rise "
-            "while the model learns, since only its gradient has a meaning (learn.ipynb, 1 and 9)"
-        )
-        yield SimpleNamespace(
-            cfg=cfg,
-            run=run,
-            world=world,
-            policy=policy,
-            reference=reference,
-            optimizer=optimizer,
-            sampler=sampler,
-            scorer=scorer,
-            player=player,
-            tokenizer=tokenizer,
-            train_prompts=train_prompts,
-            eval_prompts=eval_prompts,
-        )
+        if on_cuda:
+            options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
+            options["enable_sleep_mode"] = True
+        else:
+            type(current_platform).simple_compile_backend = "eager"  # compiling takes 10 s
+            options["enforce_eager"] = True
+            options["block_size"] = 32  # only full blocks are cached; the default is 128 tokens
+            options["kv_cache_memory_bytes"] = 2**30
+            options["enable_chunked_prefill"] = False  # crashes if a seeded prompt is split
+        if dist.is_initialized():  # torchrun has started the processes
+            options["distributed_executor_backend"] = "external_launcher"
+        self.llm = vllm.LLM(**options)
+        self.SamplingParams = vllm.SamplingParams
+
+    def push(self, model) -> None:
+        """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
+        next rollout."""
+        if self.asleep:  # weights first, then the cache, so that their peaks do not add up
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        self.llm.apply_model(fill_with_nan)
+        # transformers renames and merges some tensors as it loads them, such as experts
+        revert = transformers.core_model_loading.revert_weight_conversion
+        weights = revert(model, merged_weights(model, self.cfg.dtype == "bfloat16")).items()
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        self.llm.apply_model(repack)
+        if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
+            raise TrainingError("vLLM did not reset its prefix cache after new weights")
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+
+    def sleep(self) -> None:
+        """Frees the GPU for the update. Level 2 drops the weights: the next push brings them."""
+        if self.on_cuda and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def generate(self, prompts, seeds, temperature: float, limits=None) -> list[tuple]:
+        """The same as HFSampler.generate."""
+        if limits is None:
+            limits = [self.cfg.max_completion_length] * len(prompts)
+        params = []
+        for seed, limit in zip(seeds, limits, strict=True):
+            state = np.random.SeedSequence(seed).generate_state(1)  # 32 bits
+            options = dict(seed=int(state[0]), temperature=temperature)
+            options |= dict(max_tokens=limit, stop_token_ids=self.stop_ids)
+            options |= dict(logprobs=0, flat_logprobs=True, detokenize=False)  # 0: the sampled one
+            params.append(self.SamplingParams(**options))
+        texts = [dict(prompt_token_ids=ids.tolist()) for ids in prompts]
+        completions = []
+        for request in self.llm.generate(texts, params, use_tqdm=False):
+            output = request.outputs[0]
+            logps = np.array(output.logprobs.logprobs, np.float32)
+            if len(logps) != len(output.token_ids) or not np.isfinite(logps).all():
+                why = "the last push did not set all weights, or the policy itself is not finite"
+                raise TrainingError(f"vLLM's log-probabilities are not finite: {why}")
+            completions.append((np.array(output.token_ids), logps))
+        return completions
 
 
-def push_and_evaluate(parts, step: int) -> None:
-    """Pushes the weights after `step` to the sampler; evaluates if that is due."""
-    with parts.run.clock("sync"):
-        parts.sampler.push(parts.policy.model)
-    if parts.run.eval_due(step):
-        metrics = evaluate(
-            parts.sampler,
-            parts.eval_prompts,
-            parts.tokenizer,
-            parts.scorer,
-            step,
-            parts.cfg,
-            parts.world,
-            parts.player,
-        )
-        parts.run.record_eval(step, metrics)
+def repack(engine_model) -> None:
+    """Packs a tied head and MoE experts again, as vLLM's CPU build does at its start, but not when
+    it reloads weights."""
+    head = getattr(engine_model, "lm_head", None)
+    if hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+    for module in engine_model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and module.w2_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
-@models.exact_float32()
+def fill_with_nan(engine_model) -> None:
+    for parameter in engine_model.parameters():
+        parameter.data.fill_(math.nan)
+    repack(engine_model)
+
+
+def stop_ids_of(model, tokenizer, cfg: Config) -> list[int]:
+    """All end tokens of model and tokenizer that the model can sample."""
+    ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)}
+    vocabulary = range(model.get_input_embeddings().num_embeddings)
+    stop_ids = sorted(int(i) for i in ends if i in vocabulary)
+    need(stop_ids, f"model {cfg.model}", "has no EOS token")
+    return stop_ids
+
+
+def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
+    kind = cfg.rollout
+    if kind == "auto":
+        kind = "vllm"
+        if size(model) < SMALL or not importlib.util.find_spec("vllm") or cfg.dtype == "float64":
+            kind = "hf"
+    if kind == "hf":
+        return HFSampler(model, stop_ids, cfg)
+    say("vLLM starts, which takes a minute or more")
+    with blame(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
+        return VLLMSampler(stop_ids, longest, cfg, model.device.type == "cuda")
+
+
+# -- The run on disk
+
+
+def claim_out_dir(cfg: Config) -> str:
+    """A directory of its own for a new run, so that no run ever overwrites another."""
+    path = cfg.out_dir
+    if not cfg.resume:
+        number = 0
+        while cfg.out_dir == Config.out_dir and os.path.exists(path):
+            number += 1
+            path = f"{cfg.out_dir}.{number}"
+        with blame(f"--out_dir {path}"):
+            os.makedirs(path, exist_ok=True)
+            if os.listdir(path):
+                raise ValueError("holds files already; name another, or take --resume")
+    return path
+
+
+def checkpoints(out_dir: str) -> list[str]:
+    """Paths of step_NNNNNN, oldest first."""
+    names = glob.glob(f"{glob.escape(out_dir)}/step_*")
+    return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+
+
+def newest_checkpoint(cfg: Config) -> dict:
+    """What Run.save has written, with its `path`; empty if the run begins."""
+    if not cfg.resume:
+        return {}
+    for path in reversed(checkpoints(cfg.out_dir)):
+        try:
+            transformers.AutoConfig.from_pretrained(path)
+            return torch.load(f"{path}/trainer_state.pt", map_location="cpu") | dict(path=path)
+        except Exception as error:
+            say(f"--resume: {path} is damaged ({one_line(error)}); trying the one before")
+    return {}
+
+
+def write_lines(path: str, rows: list[dict], mode: str = "a") -> None:
+    with open(path, mode) as file:
+        for row in rows:
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def drop_later_lines(path: str, step: int) -> None:
+    """What comes after the checkpoint of `step` will be made and written again. The last line may
+    be half of one."""
+    kept = []
+    if os.path.exists(path):
+        for line in open(path, encoding="utf-8"):
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        Path(path).write_text("".join(kept), encoding="utf-8")
+
+
+def without_nan(metrics: dict) -> dict:
+    """JSON has no nan: such a metric has no value."""
+    return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+
+
+def sample_metrics(samples: list[Sample]) -> dict:
+    """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
+    rewards = np.array([s.reward for s in samples])
+    lengths = np.array([s.sampled.sum() for s in samples])
+    groups = {}
+    for s in samples:
+        groups.setdefault(s.group, []).append(np.abs(s.advantages).max(initial=0) == 0)
+    metrics = {
+        "reward": mean(rewards),
+        "reward_std": float(nanstd(torch.tensor(rewards), 0)),
+        "advantage_abs": mean([np.abs(s.advantages).max(initial=0) for s in samples]),
+        "frac_reward_zero_std": mean([all(has_none) for has_none in groups.values()]),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": mean([s.finish_reason == "length" for s in samples]),
+        "tokens": sum(s.total_length for s in samples),
+        "failed_rewards": sum(bool(s.failure) for s in samples),
+    }
+    for name in samples[0].rewards:
+        values = np.array([s.rewards[name] for s in samples])
+        metrics[f"rewards/{name}/mean"] = mean(values)
+        metrics[f"rewards/{name}/std"] = float(nanstd(torch.tensor(values), 0))
+    for name in {name for s in samples for name in s.logged}:
+        metrics[f"logged/{name}"] = mean([s.logged[name] for s in samples if name in s.logged])
+    return metrics
+
+
+def mean(values) -> float:
+    """The mean of those that are no nan; nan if there is none."""
+    values = np.array(values, float)
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) > 0 else math.nan
+
+
+def completion_row(s: Sample, step: int, tokenizer) -> dict:
+    """A line of completions.jsonl."""
+    row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
+    row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
+    row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason, row=s.prompt.row)
+    if s.failure:
+        row["failure"] = s.failure
+    if s.extra:
+        row["extra"] = s.extra
+    if s.episode is not None:
+        row |= s.episode.log_columns()
+    texts = [decode(tokenizer, s.completion_ids[i : i + 1]) for i in range(len(s.completion_ids))]
+    logps = [round(float(logp), 3) for logp in s.sampler_logps]
+    row["tokens"] = dict(text=texts, logp=logps, sampled=s.sampled.astype(int).tolist())
+    row["tokens"]["advantage"] = [round(float(a), 3) for a in s.advantages]
+    return without_nan(row)
+
+
+SHOWN = {  # metric: its name in the line of a step
+    "reward": "reward",
+    "completions/mean_length": "length",
+    "loss": "loss",
+    "grad_norm": "grad",
+    "frac_reward_zero_std": "no-signal",
+    "kl_k1": "kl",
+    "sampler_gap": "gap",
+    "tokens_per_s": "tok/s",
+}
+
+
+def open_dashboard(cfg: Config, step: int):
+    """A function that sends metrics, under TRL's names: train/reward, eval/accuracy."""
+    if RANK > 0 or cfg.report_to == "none":
+        return lambda metrics: None
+    if cfg.report_to == "tensorboard":
+        module = importlib.import_module("torch.utils.tensorboard")
+        writer = module.SummaryWriter(cfg.out_dir, purge_step=step + 1)
+    else:
+        module = importlib.import_module(cfg.report_to)
+        name = os.path.basename(cfg.out_dir)
+        module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
+
+    def send(metrics: dict) -> None:
+        values = {f"train/{k}".replace("train/eval_", "eval/"): v for k, v in metrics.items()}
+        try:
+            if cfg.report_to == "tensorboard":
+                for name, value in values.items():
+                    writer.add_scalar(name, value, metrics["step"])
+                writer.flush()
+            else:
+                module.log(values, step=metrics["step"])
+        except Exception as error:  # costs no step
+            say(f"--report_to {cfg.report_to} failed: {one_line(error)}")
+
+    return send
+
+
+@dataclass
+class Run:
+    """All that a run holds."""
+
+    cfg: Config
+    tokenizer: typing.Any
+    rewards: list[Reward]
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    policy: nn.Module
+    reference: typing.Any  # None without a KL
+    sampler: typing.Any
+    player: typing.Any  # plays the environment's turns; None without --environment
+    optimizer: torch.optim.Optimizer
+    ddp: nn.Module
+    digests: dict  # of the data and the weights that the run began with
+    checkpoint: dict  # it continues from this one; empty: from the beginning
+    step: int = 0  # the last whole one
+    history: list = field(default_factory=list)  # the lines of metrics.jsonl
+    state: dict = field(default_factory=dict)  # a changed copy's own: tensors, numbers, text, lists
+    signals: list = field(default_factory=list)  # SIGTERM and Ctrl-C that came
+    times: dict = field(default_factory=dict)
+    bad_steps: int = 0  # in a row
+
+    def __post_init__(self):
+        self.step = self.saved = self.checkpoint.get("step", 0)
+        self.history = self.checkpoint.get("history", [])
+        self.state = self.checkpoint.get("state", {})
+        self.send = open_dashboard(self.cfg, self.step)
+        self.weights_are_between_steps = False  # then an error must not save them
+        self.optimizer.register_step_pre_hook(self.begin_to_change)
+        self.started = self.lap_started = time.perf_counter()
+
+    def begin_to_change(self, *_) -> None:
+        self.weights_are_between_steps = True
+
+    def complete(self, step: int) -> None:
+        self.step = step
+        self.weights_are_between_steps = False
+
+    def stop_is_requested(self) -> bool:
+        """On any rank."""
+        return any(gather(self.signals))
+
+    def lap(self, phase: str) -> None:
+        """Notes the seconds since the last lap, once the GPU has done what it was given."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.times[f"time_{phase}"] = now - self.lap_started
+        self.lap_started = now
+
+    def log(self, metrics: dict, rows: list[dict] = ()) -> None:
+        self.history.append(without_nan(metrics))
+        if RANK == 0:
+            write_lines(f"{self.cfg.out_dir}/metrics.jsonl", self.history[-1:])
+            write_lines(f"{self.cfg.out_dir}/completions.jsonl", rows)
+            self.send(self.history[-1])
+
+    def log_step(self, samples: list[Sample], metrics: dict) -> None:
+        cfg = self.cfg
+        metrics = dict(step=self.step) | metrics | sample_metrics(samples) | self.times
+        if self.player is not None:
+            metrics |= self.player.metrics(samples)
+        metrics["step_time"] = sum(self.times.values())
+        metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
+        first = samples[: cfg.log_completions]
+        self.log(metrics, [completion_row(s, self.step, self.tokenizer) for s in first])
+
+        words = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
+        for name in ("failed_rewards", "skipped_steps"):
+            if metrics[name] > 0:
+                words.append(f"{name.upper()} {metrics[name]}")
+        say(f"step {self.step}/{cfg.max_steps} {' '.join(words)}")
+        failures = [s.failure for s in samples if s.failure]
+        if failures and sum(line.get("failed_rewards", 0) > 0 for line in self.history) == 1:
+            say(failures[0])
+        if len(failures) == len(samples) and self.step == 1:
+            raise TrainingError(f"every sample of the first step failed: {failures[0]}")
+        self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0
+        if self.bad_steps == 5:
+            raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
+
+    def is_due(self, every: int) -> bool:
+        return self.step == self.cfg.max_steps or (every > 0 and self.step % every == 0)
+
+    def evaluate_if_due(self) -> None:
+        is_done = any(m["step"] == self.step and "eval_length" in m for m in self.history)
+        due = self.step == 0 or self.is_due(self.cfg.eval_every)
+        if not self.eval_prompts or is_done or not due or self.stop_is_requested():
+            return
+        metrics = dict(step=self.step) | evaluate(self, self.step)
+        shown = f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
+        say(f"step {self.step}: eval accuracy {shown}, length {metrics['eval_length']:.3g}")
+        self.log(metrics)
+        self.lap_started = time.perf_counter()
+
+    def best_step(self) -> int:
+        """The step with the highest eval accuracy so far; 0: none."""
+        evals = {m["step"]: m["eval_accuracy"] for m in self.history if m.get("eval_accuracy")}
+        evals.pop(0, None)
+        return max(evals, key=evals.get, default=0)
+
+    def save_if_due(self) -> None:
+        if self.is_due(self.cfg.save_every) or self.step == self.best_step():
+            self.save()
+
+    def save(self) -> None:
+        """Writes a directory that from_pretrained loads. It gets its name once it is complete."""
+        if RANK > 0 or self.step == self.saved or self.weights_are_between_steps:
+            return
+        cfg = self.cfg
+        model = self.policy.model
+        weights = merged_weights(model)
+        if not all(w.isfinite().all() for w in weights.values()):
+            say(f"the weights after step {self.step} are not finite: not saved")
+            return
+        check_loadable(self.state)
+        partial = f"{cfg.out_dir}/.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
+        try:
+            model.save_pretrained(partial, state_dict=weights)
+            self.tokenizer.save_pretrained(partial)
+            state = dict(step=self.step, history=self.history, state=self.state)
+            state |= dict(digests=self.digests, optimizer=self.optimizer.state_dict())
+            state["adapters"] = {k: p for k, p in model.named_parameters() if ".lora_" in k}
+            torch.save(state, f"{partial}/trainer_state.pt")
+            path = f"{cfg.out_dir}/step_{self.step:06d}"
+            shutil.rmtree(path, ignore_errors=True)  # a damaged one that was passed over
+            os.replace(partial, path)
+        except OSError as error:  # such as a full disk; the next save may succeed
+            say(f"step {self.step} is not saved: {one_line(error)}")
+            return
+        self.saved = self.step
+        if cfg.keep > 0:
+            best = f"{cfg.out_dir}/step_{self.best_step():06d}"
+            for old in checkpoints(cfg.out_dir)[: -cfg.keep]:
+                if old != best:
+                    shutil.rmtree(old)
+
+
+def check_loadable(state: dict) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        torch.load(file)
+    except Exception as error:
+        why = f"holds more than tensors, numbers, text, lists and dicts ({one_line(error)})"
+        raise TrainingError(f"run.state {why}: it could not be loaded again") from None
+
+
+# -- Set-up
+
+
+def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
+    """What the KL is measured from; None: nothing."""
+    if cfg.beta == 0:
+        return None
+    if cfg.lora_rank > 0 and not cfg.reference:
+        return AdaptersOff(policy)
+    flag = "reference" if cfg.reference else "model"
+    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
+    sizes = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
+    need(sizes[0] == sizes[1], "reference", f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
+    reference = make_policy(model, prompts, cfg)
+    if cfg.dtype == "bfloat16":
+        halve_frozen(model)
+    return reference
+
+
+def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
+    groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
+    return torch.optim.AdamW(groups, cfg.learning_rate, fused=True)  # fused: 5 times as fast
+
+
+def check_sizes(model, prompts: list[Prompt], cfg: Config) -> int:
+    """The most tokens of a prompt and its completion; the model must have room for them."""
+    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+    why = f"with the longest prompt {longest} tokens; the model has {positions} positions"
+    need(longest <= positions, f"max_completion_length {cfg.max_completion_length}", why)
+    largest = max(int(p.ids.max()) for p in prompts)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    why = f"its tokenizer makes the id {largest}, but its vocabulary has {vocabulary} tokens"
+    need(largest < vocabulary, f"model {cfg.model}", why)
+    return longest
+
+
+def set_up(cfg: Config, device: torch.device, closing: contextlib.ExitStack) -> Run:
+    """Everything is loaded and checked, on all ranks, before anything is written."""
+    with blame(f"--model {cfg.model}: no tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
+        words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+        if not words - set(tokenizer.all_special_tokens):  # made up by transformers
+            raise ValueError("there are no tokenizer files")
+    with blame(f"--reward {cfg.reward}"):
+        rewards = load_rewards(cfg.reward)
+    environment = player = None
+    if cfg.environment:
+        with blame(f"--environment {cfg.environment}"):
+            from extras import agents
+
+            environment = agents.load_environment(cfg.environment, cfg.call_timeout)
+    train_prompts = load_prompts("train_data", tokenizer, rewards, environment, cfg)
+    eval_prompts = []
+    if cfg.eval_data:
+        eval_prompts = load_prompts("eval_data", tokenizer, rewards, environment, cfg)
+    prompts = train_prompts + eval_prompts
+
+    checkpoint = newest_checkpoint(cfg)
+    model = load_model("model", cfg.model, cfg, device)
+    digests = dict(weights=digest_of_weights(model), data=digest_of_rows(train_prompts))
+    began = checkpoint.get("digests", digests)
+    same = began["weights"] == digests["weights"]
+    need(same, f"model {cfg.model}", "not the weights that this run began with")
+    if began["data"] != digests["data"]:
+        say("--train_data has changed since this run began")
+    if cfg.lora_rank > 0:
+        add_adapters(model, cfg)
+        model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
+    elif checkpoint:
+        model = load_model("model", checkpoint["path"], cfg, device)
+    if size(model) < SMALL:
+        torch.set_num_threads(1)
+    longest = check_sizes(model, prompts, cfg)
+    cfg = resolve_auto(cfg, model, device)
+    policy = make_policy(model, prompts, cfg)
+    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
+        halve_frozen(model)
+    reference = load_reference(cfg, policy, prompts, device)
+    stop_ids = stop_ids_of(model, tokenizer, cfg)
+    if environment is not None:
+        with blame(f"--environment {cfg.environment}"):
+            player = agents.Player(environment, tokenizer, stop_ids, prompts, cfg)
+            stop_ids = player.stop_ids
+
+    ours = {f"--{name}": value for name, value in asdict(cfg).items()}
+    for path in ("--model", "--train_data", "--eval_data", "--reward", "--out_dir"):
+        ours.pop(path)  # paths may differ between machines: what they hold is compared
+    ours["--eval_data"] = digest_of_rows(eval_prompts)
+    ours["--reward"] = [(r.name, r.weight, r.columns) for r in rewards]
+    ours["--resume"] = checkpoint.get("step", 0)
+    refuse_different_ranks(ours | digests | dict(trained=digest_of_weights(model)))
+
+    cfg = replace(cfg, out_dir=on_rank_0(claim_out_dir, cfg))
+    if RANK == 0:
+        lock = closing.enter_context(open(f"{cfg.out_dir}/.lock", "w"))
+        with blame(f"--out_dir {cfg.out_dir}: another run is writing there"):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        step = checkpoint.get("step", 0)
+        write_lines(f"{cfg.out_dir}/metrics.jsonl", checkpoint.get("history", []), "w")
+        drop_later_lines(f"{cfg.out_dir}/completions.jsonl", step)
+
+    sampler = make_sampler(model, stop_ids, longest, cfg)
+    closing.callback(sampler.close)
+    optimizer = make_optimizer(policy, cfg)
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint.pop("optimizer"))
+    if cfg.compile:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(dynamic=True)
+    ddp = policy
+    if WORLD_SIZE > 1:  # after vLLM, which may switch this thread to another CUDA stream
+        options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
+        options["find_unused_parameters"] = has_unused_parameters(model)
+        ddp = DistributedDataParallel(policy, **options)
+    say(f"{cfg.model}: {size(model) / 1e6:.2f} M parameters, {cfg.dtype}, {WORLD_SIZE} x {device}")
+    say(f"{type(sampler).__name__}, {len(train_prompts)} prompts, out_dir {cfg.out_dir}")
+    say(f"first prompt: {decode(tokenizer, train_prompts[0].ids)!r}")
+    say("watch reward and eval accuracy, not the loss: it can be 0 in every step of a good run")
+    models = dict(policy=policy, reference=reference, sampler=sampler, player=player, ddp=ddp)
+    data = dict(rewards=rewards, train_prompts=train_prompts, eval_prompts=eval_prompts)
+    state = dict(optimizer=optimizer, digests=began, checkpoint=checkpoint)
+    return Run(cfg, tokenizer, **data, **models, **state)
+
+
+def on_rank_0(function, *args):
+    """Its result, or its ConfigError, on every rank."""
+    result = error = None
+    if RANK == 0:
+        try:
+            result = function(*args)
+        except ConfigError as caught:
+            error = str(caught)
+    result, error = gather([(result, error)])[0]
+    if error:
+        raise ConfigError(error)
+    return result
+
+
+@contextlib.contextmanager
+def signals_into(caught: list):
+    """SIGTERM and Ctrl-C only go on this list. A second one ends the process at once."""
+
+    def catch(number, _):
+        caught.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"stopping after this phase; a second signal ends the process at once\n")
+
+    try:
+        before = [
+            (number, signal.signal(number, catch)) for number in (signal.SIGTERM, signal.SIGINT)
+        ]
+    except ValueError:  # signals are for the main thread
+        before = []
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 @torch.inference_mode(False)  # whatever mode the caller is in
 @torch.enable_grad()
-def train(cfg: Config, command_line: bool = False) -> list[dict]:
-    """The whole run; returns the lines of metrics.jsonl. command_line: a signal ends the process.
-    Otherwise it raises KeyboardInterrupt."""
-    if cfg.show_prompt:
-        _, _, _, train_prompts, _ = load_data(prepare(cfg))
-        say(f"{train_prompts[0].text}\n{train_prompts[0].ids.tolist()}")
-        return []
-    with set_up(cfg, command_line) as parts:
-        cfg, world, run = parts.cfg, parts.world, parts.run
-        policy, reference, tokenizer = parts.policy, parts.reference, parts.tokenizer
-        ddp = wrap(policy, cfg, world)
-        at_reference = reference is not None and models.same_weights(policy.model, reference.model)
-        push_and_evaluate(parts, run.start_step)
-
-        for step in run.steps():  # and saves after a step, if that is due
-            with run.clock("rollout"):
-                prompts = prompts_of_step(parts.train_prompts, step, cfg)
-                seeds = seeds_of(SAMPLING, step, len(prompts), cfg)
-                samples = sample(parts.sampler, prompts, seeds, cfg, world, player=parts.player)
-                parts.sampler.sleep()
-            with run.clock("reward"):
-                add_texts(samples, tokenizer)
-                scores = world.gather([score(samples, parts.scorer, step, cfg)])
-                samples = sorted(world.gather(samples), key=lambda s: s.group)  # all on all ranks
-            failures = parts.scorer.failure_metrics(scores, step, len(samples))
-            frac_zero_std = assign_advantages(samples, step, cfg)
-
-            with run.clock("logps"):
-                kept = [s for s in samples if s.in_loss.any()]
-                if cfg.updates_per_step > 1:
-                    compute_logps(policy, kept, "old_logps", cfg, world)
-                if reference:
-                    compute_logps(reference, kept, "ref_logps", cfg, world)
-                note_tokens(policy, samples, cfg, world)
-            with run.clock("update"):
-                metrics = update(
-                    policy,
-                    parts.optimizer,
-                    samples,
-                    cfg,
-                    step=step,
-                    ddp=ddp,
-                    world=world,
-                    at_reference=at_reference,
-                )
-                if metrics["optimizer_steps"] > 0:
-                    at_reference = False
-
-            metrics["frac_reward_zero_std"] = frac_zero_std
-            metrics.update(sample_metrics(samples))
-            metrics.update(failures)
-            run.record(step, metrics, completion_rows(samples, step, tokenizer))
-            push_and_evaluate(parts, step)
-        del ddp  # before vLLM is closed, which may end the process group that DDP needs
-    return run.log.history
+def train(cfg: Config) -> list[dict]:
+    """The whole run. Returns the lines of metrics.jsonl."""
+    check_flags(cfg)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
+    started_group = not dist.is_initialized()
+    with contextlib.ExitStack() as closing:
+        run = set_up(cfg, join_ranks(cfg), closing)
+        with signals_into(run.signals):
+            try:
+                training_loop(run)
+            finally:
+                run.save()  # the last whole step, also if a signal or an error ended the loop
+        if WORLD_SIZE > 1:
+            dist.barrier()  # nobody leaves while rank 0 saves
+        run.ddp = None  # before vLLM closes, which may end the process group
+    if started_group and dist.is_initialized():
+        dist.destroy_process_group()
+    finish(run)
+    return run.history
 
 
-@record  # torchrun's report then names the rank that failed first, and why
-def main() -> int:
-    less_memory = (
-        "lower --micro_batch_tokens or --vllm_gpu_memory_utilization, or take "
-        "--gradient_checkpointing or --beta 0"
-    )
-    return flags.exit_code("grpo.py", lambda: train(parse_args(), command_line=True), less_memory)
+def finish(run: Run) -> None:
+    """Curves, and what a reader wants to know at the end."""
+    if RANK > 0:
+        return
+    with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
+        from extras import view
+
+        say(f"curves: {view.draw(run.cfg.out_dir)}")
+    accuracies = [m["eval_accuracy"] for m in run.history if "eval_accuracy" in m]
+    if accuracies:
+        say(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
+    say(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
+    say(f"out_dir: {run.cfg.out_dir}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code; errors of the user and of the run are one line."""
+    code = 1
+    try:
+        train(parse_flags(argv))
+        return 0
+    except ConfigError as error:
+        message = str(error)
+        code = 2
+    except TrainingError as error:
+        message = str(error)
+    except torch.OutOfMemoryError as error:
+        less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"
+        message = f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0"
+    if LOCAL_RANK > 0:
+        time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 speak
+    print(f"grpo.py: error: {message}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

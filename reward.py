@@ -1,40 +1,138 @@
-"""The built-in reward functions and their table.
+"""The built-in reward functions, and how those of your own files are loaded and called.
 
-A reward function is fn(completion: str, row: dict) -> float. It returns None if it does not apply.
-`row` is the data row with what the trainer adds: prompt_text, completion_length and so on.
-Completions are untrusted: the model is rewarded for any loophole it finds. Parsing takes linear
-time.
-"""
+A reward function is fn(completion: str, row: dict) -> float; None: it does not apply. `row` is the
+row of the data file with prompt_text, prompt_messages, completion_ids, completion_length,
+max_completion_length, finish_reason and trainer_state; in episodes also turns, replies,
+completion_messages and environments. TRL's form, fn(completions, **columns), works unchanged.
+The built-in functions read the form of an answer, not its words: "not 18" says 18. They raise
+ValueError if no completion can earn the reward of a row."""
 
+import asyncio
+import inspect
 import logging
+import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from contextlib import contextmanager
+from decimal import Decimal
 from fractions import Fraction
+from functools import cache, partial
+from numbers import Real
+from pathlib import Path
+from signal import ITIMER_REAL, SIGALRM, setitimer, signal
+from threading import current_thread, main_thread
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
-from harness.numbers import as_text, final_number, plain_signs, read_number
 
-SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")  # <|im_end|>, even as ordinary text
-TAG = re.compile(r"</?[A-Za-z_][A-Za-z0-9_-]*\s*/?>")  # <answer>, </b>, <br />
-LABEL = re.compile("^[*_ ]*(?:final )?answer[*_ ]*:", re.IGNORECASE)  # **Answer:**
+# -- The built-in reward functions
+def answer_reward(completion, row):
+    """1.0 if the answer is row["answer"], as exact text or as a plain number (1,042 is 1042.0)."""
+    gold = as_text(row["answer"]).translate(SIGNS)
+    if not gold or answer_of(gold, {}) != gold:
+        raise ValueError(f"no completion can have the answer {gold!r}")
+    answer = answer_of(completion, row).translate(SIGNS)
+    if NUMBER.fullmatch(answer) and NUMBER.fullmatch(gold):
+        return float(final_number(answer) == final_number(gold))
+    return float(answer == gold)
+
+
+def gsm8k_reward(completion, row):
+    """1.0 if the final number is that of row["answer"], which may be a solution with `####`."""
+    gold = final_number(as_text(row["answer"]))
+    if gold is None:
+        raise ValueError("row['answer'] has no final number")
+    return float(final_number(answer_of(completion, row)) == gold)
+
+
+def math_reward(completion, row):
+    """1.0 if math-verify finds the answer equal to row["answer"]."""
+    from math_verify import parse, verify
+
+    # It warns if its own time limits are off. They would switch off the one of call_reward.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = as_text(row["answer"])
+    if "$" not in gold and "\\boxed" not in gold:
+        gold = f"\\boxed{{{gold}}}"
+    expected = parse(gold, parsing_timeout=None)
+    if not expected:
+        raise ValueError("math-verify cannot parse row['answer']")
+    answer = parse(answer_of(completion, row), parsing_timeout=None)
+    return float(verify(expected, answer, timeout_seconds=None))
+
+
+def format_reward(completion, row):
+    """1.0 for exactly `<think>words</think>words`, also with <answer> tags around the answer."""
+    text = with_prefill(completion.strip(), row)
+    return float(FORMAT.fullmatch(" ".join(text.split())) is not None)
+
+
+def countdown_reward(completion, row):
+    """1.0 if the last line makes row["target"] of all row["numbers"], by + - * / and ()."""
+    target = Fraction(as_text(row["target"]))
+    numbers = sorted(map(str, row["numbers"]))
+    if not "".join(numbers).isdecimal():
+        raise ValueError("row['numbers'] must be a list of whole numbers")
+    line = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
+    expression = line.partition("=")[0].strip(" .*`")
+    if not ARITHMETIC.fullmatch(expression) or sorted(re.findall("[0-9]+", expression)) != numbers:
+        return 0.0
+    try:  # Python may evaluate such a text: it has no names and no powers, and is not too deep
+        return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", expression)) == target)
+    except Exception:
+        return 0.0
+
+
+def overlong_reward(completion, row):
+    """0.0 up to 80 % of the maximal length, then down to -1.0 (DAPO, arXiv 2503.14476, eq. 13)."""
+    share = len(row["completion_ids"]) / row["max_completion_length"]
+    return min(0.0, max(-1.0, 4 - 5 * share))
+
+
+def environment_reward(completion, row):
+    """What get_reward() of the episode's environment says; None if its class has no such method."""
+    get_reward = getattr(row["environments"], "get_reward", None)
+    return get_reward and get_reward()
+
+
+BUILT_IN = {
+    "answer": answer_reward,
+    "gsm8k": gsm8k_reward,
+    "math": math_reward,
+    "format": format_reward,
+    "countdown": countdown_reward,
+    "overlong": overlong_reward,
+    "environment": environment_reward,
+}
+answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
+countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
+
+# -- How they read a text
+SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7", "------****/")
+FORMAT = re.compile(r"""(?x)  # a special token as <|im_end|> is no word
+    <think>  (?: (?!</?think>|<[|\uff5c])\W )* \w (?: (?!</?think>). )*  </think>[ ]?
+    (<answer>)?  (?: (?!</?\w[\w-]*[ ]?/?>|<[|\uff5c])\W )* \w (?: (?!</?\w[\w-]*[ ]?/?>). )*
+    (?(1)</answer>)""")
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
+BOX = re.compile(r"(?s:.*)\\f?box(?:ed)?[ ]?\{(?:((?:[^{}]|\{[^{}]*\})*)\})?")  # open: no group
+LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
+NUMBER = re.compile(r"""(?x)  # of at most 1,000 digits: int() takes quadratic time
+    (?<![A-Za-z0-9_./^-]) (?<![0-9]:)      # no part of 17/18, 2^5, 10-7, 5:30
+    [-+]? (?: [0-9]{1,1000} (?: (?: , | \{,\} | ,?\\[,!] ) [0-9]{3} ){0,30} (?: \.[0-9]{0,1000} )?
+        | \.[0-9]{1,1000} )                # 1,042 and 1{,}042 and 1042.50; .5
+    (?! [0-9] | [-/:.,][0-9] | \^(?!\{?\\circ) | [A-Za-z](?![A-Za-z])     # 18cm, but not 18x
+      | [ ]?(?:dozen|hundred|thousand|million|billion)\b | [\xb2\xb3\xbd\u5343\u4e07\u4ebf] )""")
 
 
-# -- The answer in a completion
-
-
-def with_prefill(completion: str, row: dict) -> str:
+def with_prefill(completion, row):
     """The completion, after the `<think>` that the chat template may already have written."""
-    if row.get("prompt_text", "").rstrip().endswith("<think>"):
-        return "<think>" + completion
-    return completion
+    prefilled = row.get("prompt_text", "").rstrip().endswith("<think>")
+    return "<think>" + completion if prefilled else completion
 
 
-def answer_of(completion: str, row: dict) -> str:
+def answer_of(completion, row):
     """The text after the last `</think>`, and there the inside of the last `<answer>...</answer>`.
-
-    "" if one of them is opened and never closed.
-    """
+    "" if one of the two is opened and never closed."""
     text = with_prefill(completion, row).rpartition("</think>")[2]
     inside, closed, after = text.rpartition("</answer>")
     if "<think>" in text or "<answer>" in after:
@@ -44,157 +142,179 @@ def answer_of(completion: str, row: dict) -> str:
     return text.strip()
 
 
-def is_visible(text: str) -> bool:
-    """Tells if a reader sees anything of the text."""
-    text = SPECIAL_TOKEN.sub("", text)
-    return any(char.isprintable() and not char.isspace() for char in text)
+def as_text(value):
+    """The text of a value in a data row. Numbers are written out: 5e-05 becomes 0.00005."""
+    if not isinstance(value, (str, Real)):
+        raise ValueError(f"{value!r} is neither a text nor a number")
+    text = str(value).strip()
+    if isinstance(value, Real) and re.search("e[-+]", text):  # NumPy's numbers are Real, too
+        return format(Decimal(text), "f")
+    return text
 
 
-# -- The reward functions
-
-
-def answer_reward(completion: str, row: dict) -> float:
-    """1.0 if the answer is row["answer"], as exact text or as a plain number (1,042 == 1042.0)."""
-    answer = answer_of(completion, row)
-    gold = as_text(row["answer"])
-    if not is_visible(answer):
-        return 0.0
-    if answer == gold:
-        return 1.0
-    value = read_number(answer)
-    return float(value is not None and value == read_number(gold))
-
-
-def check_answer(row: dict) -> None:
-    """If the gold answer itself does not earn the reward, no completion can."""
-    gold = row["answer"]
-    if isinstance(gold, (list, tuple, dict)) or answer_reward(as_text(gold), row) == 0.0:
-        raise ValueError(f"no completion can have the answer {gold!r}")
-
-
-def gsm8k_reward(completion: str, row: dict) -> float:
-    """1.0 if the final number is that of row["answer"], which may be a solution with `####`."""
-    return float(final_number(answer_of(completion, row)) == gsm8k_gold(row))
-
-
-def gsm8k_gold(row: dict) -> Fraction:
-    number = final_number(as_text(row["answer"]))
-    if number is None:
-        raise ValueError("row['answer'] ends in no number")
-    return number
-
-
-def format_reward(completion: str, row: dict) -> float:
-    """1.0 for exactly `<think>reasoning</think>answer` without other tags.
-
-    The answer may stand between `<answer>` and `</answer>`.
-    """
-    text = with_prefill(completion.strip(), row)
-    reasoning, closed, answer = text.partition("</think>")
-    if not reasoning.startswith("<think>") or not closed:
-        return 0.0
-    reasoning = reasoning.removeprefix("<think>")
-    inside = re.fullmatch("<answer>(.*)</answer>", answer.strip(), re.DOTALL)
-    if inside:
-        answer = inside[1]
-    if "<think>" in reasoning or TAG.search(answer):
-        return 0.0
-    return float(is_visible(reasoning) and is_visible(answer))
-
-
-def countdown_reward(completion: str, row: dict) -> float:
-    """1.0 if the answer's last line uses each of row["numbers"] once to make row["target"].
-
-    The line is an expression of whole numbers, + - * / and (), and nothing else but the label
-    `Answer:`, Markdown marks around the line, and the target on the other side of an equals sign.
-    """
-    target = Fraction(row["target"])
-    line = plain_signs(answer_of(completion, row).rpartition("\n")[2])
-    expression, equals, result = LABEL.sub("", line).partition("=")
-    expression = expression.strip(" .*`")
-    result = result.strip(" .*`")
-    if equals and read_number(expression) == target:  # 24 = (8 - 2) * 4
-        expression = result
-    elif equals and read_number(result) != target:
-        return 0.0
-    if not ARITHMETIC.fullmatch(expression):
-        return 0.0
-    numbers = [int(digits) for digits in re.findall("[0-9]+", expression)]
-    if sorted(numbers) != sorted(int(number) for number in row["numbers"]):
-        return 0.0
-    try:  # Python may evaluate such a text: it has no names and no powers, and is not too deep
-        value = eval(re.sub("([0-9]+)", r"Fraction(\1)", expression))
-    except (SyntaxError, TypeError, ZeroDivisionError, RecursionError, MemoryError):
-        return 0.0
-    return float(value == target)
-
-
-def check_countdown(row: dict) -> None:
-    Fraction(row["target"])  # a ValueError if it is no number
-    if not all(str(number).isdecimal() for number in row["numbers"]):
-        raise ValueError("row['numbers'] must be a list of whole numbers")
-
-
-def overlong_reward(completion: str, row: dict) -> float:
-    """In [-1, 0]: 0 up to 80 % of the maximal length, then linearly down to -1 (DAPO, eq. 13)."""
-    limit = row["max_completion_length"]
-    cache = max(1, round(0.2 * limit))
-    # All that --max_completion_length limits: in an episode also what the environment wrote.
-    excess = len(row["completion_ids"]) - (limit - cache)
-    return -min(1.0, max(0.0, excess / cache))
-
-
-def environment_reward(completion: str, row: dict) -> float | None:
-    """What get_reward() of the episode's environment says; None if its class has no such method."""
-    get_reward = getattr(row["environments"], "get_reward", None)
-    if get_reward is None:
+def final_number(text):
+    r"""The number that a text gives as its answer: the one in its last `\boxed{}`, else in the line
+    after its last `####`, else its last number. None if the box or the line has two numbers."""
+    text = text.translate(SIGNS).replace("$", "")
+    marked = BOX.match(text) or LINE.match(text)
+    if marked:
+        text = marked[1] or ""
+    numbers = NUMBER.findall(text)
+    if not numbers or (marked and len(numbers) > 1):
         return None
-    return get_reward()
+    return Fraction(re.sub("[^0-9.-]", "", numbers[-1]))
 
 
-def math_reward(completion: str, row: dict) -> float:
-    """1.0 if math-verify finds the answer equal to row["answer"]."""
-    from math_verify import parse, verify
-
-    # math-verify warns if its own time limits are off. They are: they need SIGALRM.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = as_text(row["answer"])
-    if "$" not in gold and "\\boxed" not in gold:
-        gold = f"\\boxed{{{gold}}}"
-    expected = parse(gold, parsing_timeout=None)
-    answer = parse(answer_of(completion, row), parsing_timeout=None)
-    if not expected:
-        raise ValueError("math-verify cannot parse row['answer']")
-    return float(verify(expected, answer, timeout_seconds=None))
-
-
-# -- The table
-
-
-@dataclass(frozen=True)
-class Reward:
-    """One reward of a run. The total of a sample is the sum of weight * value over the rewards."""
-
+# -- Loading your functions
+class Reward(NamedTuple):
     name: str
-    weight: float
-    function: Callable
-    columns: tuple[str, ...] = ()  # keys that every data row must have
-    check: Callable | None = None  # check(row): a ValueError if no completion can earn the reward
-    trusted: bool = False  # it runs in the trainer's process, not in a worker
-    reads_objects: bool = False  # row["environments"]: an object of --environment's class
-    batched: bool = False  # TRL's form: fn(completions, **columns) -> list
-    path: str = ""  # the file it came from
-    text: str = ""  # the text of this file: workers that start later run the same text
+    weight: float  # a sample's reward is the sum of weight * value over the rewards
+    function: object  # fn(completion, row), or TRL's form
+    columns: tuple = ()  # keys that every data row must have
+    check: object = None  # check(row): a ValueError if no completion can earn the reward
+    batched: bool = False  # TRL's form: fn(completions, **columns)
 
 
-BUILT_IN = {
-    "answer": Reward("answer", 1.0, answer_reward, ("answer",), check_answer, trusted=True),
-    "gsm8k": Reward("gsm8k", 1.0, gsm8k_reward, ("answer",), gsm8k_gold, trusted=True),
-    "format": Reward("format", 1.0, format_reward, trusted=True),
-    "countdown": Reward(
-        "countdown", 1.0, countdown_reward, ("numbers", "target"), check_countdown, trusted=True
-    ),
-    "overlong": Reward("overlong", 1.0, overlong_reward, trusted=True),
-    "environment": Reward("environment", 1.0, environment_reward, reads_objects=True),
-    "math": Reward("math", 1.0, math_reward, ("answer",)),
-}
+def load_rewards(spec: str) -> list[Reward]:
+    """The rewards of "name[:weight],file.py:function[:weight],...". A ValueError is one line."""
+    rewards = {}
+    for item in spec.split(","):
+        match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
+        if match is None or not (match[1] or match[2] in BUILT_IN):
+            known = ", ".join(BUILT_IN)
+            raise ValueError(f"{item!r} is neither file.py:function[:weight] nor one of {known}")
+        path, name, weight = match.groups()
+        if name in rewards:
+            raise ValueError(f"two rewards are called {name}")
+        function = load_function(path + name) if path else BUILT_IN[name]
+        try:
+            if function is math_reward:
+                import math_verify  # noqa: F401  now: the import takes longer than a call may
+            parameters = inspect.signature(function).parameters
+        except (ImportError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        batched = "**" in str(parameters) and "row" not in parameters
+        # By these names: fn(completion, answer) would get the whole row as its answer.
+        if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
+            raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
+        columns = getattr(function, "columns", ())
+        check = partial(function, "") if columns and not path else None
+        rewards[name] = Reward(name, float(weight or 1), function, columns, check, batched)
+    return list(rewards.values())
+
+
+def load_function(spec: str):
+    """What "path/to/file.py:name" holds. A ValueError in one line, whatever the file raises."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().absolute()
+    try:
+        return getattr(module_of(path), name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path}: {error!r}") from error
+
+
+@cache  # so that a file that two flags name runs once
+def module_of(path):
+    """Runs a Python file. Its imports find its neighbours first, also instead of loaded modules."""
+    folder, name = str(path.parent), str(path)
+    neighbours = {file.stem for file in path.parent.glob("*.py")} - sys.stdlib_module_names
+    hidden = {key: sys.modules.pop(key) for key in neighbours & sys.modules.keys()}
+    sys.modules[name] = module = ModuleType(name)  # dataclasses look for their module there
+    module.__file__ = name
+    sys.path.insert(0, folder)
+    try:
+        exec(compile(path.read_bytes(), name, "exec"), module.__dict__)
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)  # for imports inside of functions
+        sys.modules.update(hidden)
+    return module
+
+
+# -- Calling them
+class TimeUp(BaseException):
+    """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
+
+
+@contextmanager
+def time_limit(seconds):
+    """Raises TimeUp in the code inside after so many seconds, and again each second after that.
+    In the main thread only: others get no signals. Compiled code that never looks for signals has
+    no limit, nor what follows an alarm of its own, as TRL's accuracy_reward sets it."""
+    if current_thread() != main_thread():
+        yield
+        return
+
+    def ring(*_):
+        raise TimeUp(f"no result after {seconds} s")
+
+    before = signal(SIGALRM, ring)
+    setitimer(ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        setitimer(ITIMER_REAL, 0)
+        signal(SIGALRM, before)
+
+
+def call_reward(reward, completions, rows, seconds):
+    """Calls a function for each completion, or in TRL's form once for all of them. Returns
+    values: a float for each completion; nan: the reward does not apply; 0.0: the call failed
+    failures: {index of a completion: why its call failed, in one line}
+    metrics: {name: number}, extra: {column: a text for each completion}, as TRL logs them"""
+    values, failures, metrics, extra = [0.0] * len(rows), {}, {}, {}
+    size = max(1, len(rows)) if reward.batched else 1
+    timeouts = 0  # in a row
+    for start in range(0, len(rows), size):
+        call = slice(start, start + size)
+        try:
+            if timeouts >= 3:
+                raise TimeUp("given up after 3 timeouts in a row")
+            with time_limit(seconds):
+                values[call] = numbers_of(reward, completions[call], rows[call], metrics, extra)
+            timeouts = 0
+        except (Exception, SystemExit, TimeUp) as error:
+            timeouts = timeouts + 1 if isinstance(error, TimeUp) else 0
+            message = f"reward {reward.name} failed: {error!r:.500}"
+            failures |= dict.fromkeys(range(start, start + size), message)
+    return values, failures, metrics, extra
+
+
+def numbers_of(reward, completions, rows, metrics, extra):
+    """What one call returns, as floats. An error if one of its values is no finite number."""
+    if reward.batched:
+        returned = reward.function(**trl_columns(completions, rows, metrics, extra))
+    else:
+        returned = reward.function(completions[0], rows[0])
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
+    numbers = []
+    for value in returned if reward.batched else [returned]:
+        if value is None:
+            value = math.nan
+        elif not math.isfinite(value):  # an error if it is no number
+            raise ValueError(f"{value!r:.100} is no finite number")
+        numbers.append(float(value))
+    if len(numbers) != len(rows):
+        raise ValueError(f"{len(numbers)} rewards for {len(rows)} completions")
+    return numbers
+
+
+def trl_columns(completions, rows, metrics, extra):
+    """The arguments that TRL's trainer would pass: a list for each column, and its own names."""
+
+    def log_metric(name, value):
+        metrics[name] = float(value)
+
+    def log_extra(column, values):
+        extra[column] = [str(value) for value, _ in zip(values, rows, strict=True)]
+
+    columns = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
+    prompts = columns["prompt_text"]
+    if rows[0]["prompt_messages"]:  # a chat: as in TRL the first row decides for all
+        prompts = columns["prompt_messages"]
+        chats = [[dict(role="assistant", content=text)] for text in completions]
+        completions = columns.get("completion_messages", chats)
+    columns["trainer_state"] = SimpleNamespace(**rows[0]["trainer_state"])
+    own = dict(prompts=prompts, completions=completions, log_metric=log_metric, log_extra=log_extra)
+    return columns | own

@@ -15,20 +15,16 @@ import pytest
 import torch
 
 import grpo
-import harness.ranks
 from grpo import Config, group_advantages, grpo_loss, kl_estimate
 from tests.common import (
     F64,
     REDUCTIONS,
-    fast_policy,
-    leave_world,
+    on_ranks,
     random_samples,
     relative,
     tiny_model,
     update_gradient,
 )
-
-pytest_plugins = "tests.common"
 
 TOLERANCE = {torch.float32: 1e-6, F64: 1e-12}
 NUMPY_TYPE = {torch.float32: np.float32, F64: np.float64}
@@ -52,14 +48,12 @@ def test_gradient_is_the_same_for_every_micro_batch_split(dtype, tolerance, redu
     cfg = Config(loss_reduction=reduction, beta=0.1, max_grad_norm=0, **options)
     samples = random_samples(15, 5, NUMPY_TYPE[dtype])
     in_one_batch = dataclasses.replace(cfg, micro_batch_tokens=10**6)
-    whole, expected = update_gradient(in_one_batch, samples, dtype, packs=False)
+    whole, expected = update_gradient(in_one_batch, samples, dtype)
     assert whole.norm() > 1e-3
 
-    policy = fast_policy(tiny_model(dtype=dtype), 1.0)
-    # One sample in a micro-batch; several; several in padded rows; groups of 5 that are cut.
-    for micro_batch_tokens, packs in ((1, True), (45, True), (45, False), (100, False)):
+    for micro_batch_tokens in (1, 45, 100):  # one sample in a micro-batch; groups of 5 are cut
         split = dataclasses.replace(cfg, micro_batch_tokens=micro_batch_tokens)
-        grad, metrics = update_gradient(split, samples, dtype, policy=policy, packs=packs)
+        grad, metrics = update_gradient(split, samples, dtype)
         assert relative(grad, whole) < tolerance
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=tolerance, abs=tolerance)
         assert metrics["kl"] == pytest.approx(expected["kl"], rel=1e-6)
@@ -110,45 +104,35 @@ def samples_of_ranks(dtype, reduction):
     samples = random_samples(15, 5, NUMPY_TYPE[dtype])
     if reduction == "sequence":
         samples[3].in_loss[:] = False
+        samples[3].counted[:] = False
     return samples
 
 
-def gradients_on_this_rank(world):
-    """{name of a case: (gradient [P], loss)}: every dtype with every reduction, in several
-    micro-batches, and steps with so few samples that some ranks have none."""
+def gradients_of_ranks(out):
+    """Runs on every rank. Rank 0 saves {name of a case: (gradient [P], loss)}: every dtype with
+    every reduction, and steps with so few samples that some ranks have none."""
+    grpo.join_ranks(Config(device="cpu"))
     results = {}
     for dtype, reduction in itertools.product(TOLERANCE, REDUCTIONS):
-        policy = fast_policy(tiny_model(dtype=dtype), 0.8)
-        ddp = grpo.wrap(policy, Config(), world)
-        is_gpt2 = dtype == F64  # its embedding is tied; on a CPU its gradient is sparse
-        assert policy.model.get_input_embeddings().sparse == is_gpt2
+        policy = grpo.Policy(tiny_model(dtype=dtype), 0.8)
+        ddp = torch.nn.parallel.DistributedDataParallel(policy)
         cfg = Config(loss_reduction=reduction, micro_batch_tokens=40, **OPTIONS_OF_RANKS)
         samples = samples_of_ranks(dtype, reduction)
-        packs = reduction != "token"
-        grad, metrics = update_gradient(cfg, samples, dtype, ddp, policy, world, packs)
+        grad, metrics = update_gradient(cfg, samples, dtype, policy, ddp)
         results[f"{dtype} {reduction}"] = (grad, metrics["loss"])
-
     for n in (1, 2):  # with the last policy and configuration of the loop
-        grad, metrics = update_gradient(cfg, random_samples(n, n), F64, ddp, policy, world)
+        grad, metrics = update_gradient(cfg, random_samples(n, n), F64, policy, ddp)
         results[f"{n} samples"] = (grad, metrics["loss"])
-    return results
-
-
-def gradients_of_ranks(out):
-    """Runs on every rank, each a process; rank 0 saves the results."""
-    world = harness.ranks.join_world(torch.device("cpu"))
-    results = gradients_on_this_rank(world)
-    if world.rank == 0:
+    if grpo.RANK == 0:
         torch.save(results, out)
-    leave_world()
+    torch.distributed.barrier()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, fork, tmp_path_factory):
+def ranks(request, tmp_path_factory):
     """What gradients_of_ranks() saved, with 2 and with 3 ranks."""
     out = tmp_path_factory.mktemp("ranks") / "out.pt"
-    _, wait = fork("test_grpo.gradients_of_ranks", out, ranks=request.param)
-    done = wait()
+    done = on_ranks(request.param, "test_grpo.gradients_of_ranks", out)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out)
 
@@ -224,7 +208,7 @@ def test_an_excluded_reward_does_not_change_the_others():
 # ------------------------------------------------------------------------------------------------
 # KL estimators: their expectations, by enumeration of all sequences
 
-V = 4  # words
+V = 4  # tokens of the vocabulary
 LENGTH = 3  # tokens of a sequence: T
 SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=LENGTH)))  # [V^T, T]
 
@@ -243,7 +227,7 @@ class Toy:
             self.tables.append(table.requires_grad_())
 
     def conditionals(self):
-        """For each position, log-probabilities of all words after each sequence's prefix:
+        """For each position, log-probabilities of all tokens after each sequence's prefix:
         T x [V^T, V]."""
         conditionals = []
         row = torch.zeros(len(SEQUENCES), dtype=torch.long)  # the prefix in base V: 2, 0, 3 is 203
@@ -254,8 +238,8 @@ class Toy:
 
     def logps(self):
         """Log-probabilities of the sequences' tokens: [V^T, T]."""
-        words = torch.stack(self.conditionals(), 1)  # [V^T, T, V]
-        return words.gather(2, SEQUENCES[:, :, None])[:, :, 0]
+        table = torch.stack(self.conditionals(), 1)  # [V^T, T, V]
+        return table.gather(2, SEQUENCES[:, :, None])[:, :, 0]
 
     def probabilities(self):
         """Whole sequences': [V^T]."""
@@ -312,7 +296,7 @@ def exact_gradient(policy, reference, sampler):
 
 
 def test_kl_gradients_on_policy(toy, request):
-    """The table in REFERENCE.md: the expected gradient of each estimator against the KL's."""
+    """The expected gradient of each estimator against that of the KL."""
     policy, reference, _ = toy
     exact = exact_gradient(policy, reference, policy)
     expected = {name: expected_gradient(policy, reference, policy, name) for name in ESTIMATORS}
@@ -425,27 +409,6 @@ def test_first_step_value_is_zero_and_gradient_is_not():
     # The ratio is 1, so the gradient is that of plain REINFORCE.
     expected = torch.where(mask, -advantages[:, None] / n_tokens, 0.0)
     assert torch.allclose(gradient(loss, logps), expected)
-
-
-def test_advantage_noise_changes_the_value_but_not_the_expected_gradient():
-    logps, mask, advantages = on_policy_batch()
-    cfg = Config(beta=0, loss_reduction="sequence")
-
-    def loss_and_gradient(advantages):
-        counts = (int(mask.sum()), 12)
-        loss, _ = grpo_loss(logps, logps.detach(), None, None, advantages, mask, cfg, *counts)
-        return loss.item(), gradient(loss, logps)
-
-    _, exact = loss_and_gradient(advantages)
-    noise = 0.1 * torch.randn(500, 12, dtype=F64, generator=torch.Generator().manual_seed(0))
-    values = []
-    grads = []
-    for e in torch.cat([noise, -noise]):  # in pairs, so that their mean is exactly zero
-        value, grad = loss_and_gradient(advantages + e)
-        values.append(abs(value))
-        grads.append(grad)
-    assert min(values) > 0
-    assert relative(torch.stack(grads).mean(0), exact) < 1e-12
 
 
 @pytest.mark.parametrize("ratio, advantage, clip_acts", [
@@ -572,19 +535,6 @@ def test_kl_goes_through_the_same_reduction():
         assert loss.item() == pytest.approx(0.7 * value.item())
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_loss_of_tokens_can_be_had_before_it_is_summed(reduction):
-    torch.manual_seed(0)
-    logps, old, ref, sampler, advantages = (torch.randn(5, 3, 4, dtype=F64) - 1).unbind()
-    mask = torch.ones(3, 4, dtype=torch.bool)
-    cfg = Config(loss_reduction=reduction, beta=0.1, max_completion_length=50)
-    tokens = grpo.token_loss(logps, old, ref, sampler, advantages, mask, cfg)
-    loss, _ = grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, 12, 3)
-    assert tokens.shape == (3, 4)
-    divisor = {"token": 12, "sequence": 4 * 3, "constant": 50 * 3}[reduction]
-    assert loss.item() == pytest.approx((tokens.sum() / divisor).item())
-
-
 def test_a_token_out_of_the_loss_still_counts_in_its_sequence():
     """Such as one that an entropy mask leaves out: GSPO's ratio is the mean over all tokens that
     were sampled."""
@@ -598,3 +548,36 @@ def test_a_token_out_of_the_loss_still_counts_in_its_sequence():
     ratio = (logps - old)[0, :3].mean().exp()
     assert loss.item() == pytest.approx(-ratio.item())
     assert stats["tokens"] == 2
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_token_mask_leaves_the_divisors_alone(reduction):
+    """`mask` has the tokens in the loss, `counted` those by which the loss is divided."""
+    torch.manual_seed(0)
+    logps, old = (torch.randn(2, 3, 6, dtype=F64) * 0.1).unbind()
+    advantages = torch.randn(3, 6, dtype=F64)
+    counted = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    mask = counted & (torch.arange(6) % 2 == 0)
+    cfg = Config(loss_reduction=reduction, beta=0)
+    some, _ = grpo_loss(
+        logps, old, None, None, advantages, mask, cfg, 12, 3, sampled=counted, counted=counted
+    )
+    # The same as with advantages of 0 for the tokens outside the mask.
+    advantages = torch.where(mask, advantages, 0)
+    every, _ = grpo_loss(logps, old, None, None, advantages, counted, cfg, 12, 3)
+    assert some.item() == pytest.approx(every.item(), rel=1e-12)
+
+
+def test_distillation_is_a_kl_to_a_teacher_without_a_reward():
+    """--reference TEACHER --beta 1 with rewards of weight 0: the gradient is that of a policy
+    gradient with the advantage log p_teacher - log p for each token."""
+    torch.manual_seed(0)
+    logps, teacher = (torch.randn(2, 4, 5, dtype=F64) - 1).unbind()
+    logps.requires_grad_()
+    old = logps.detach()
+    mask = torch.arange(5) < torch.tensor([[5], [2], [3], [1]])
+    nothing = torch.zeros(4, dtype=F64)
+    distilled, _ = grpo_loss(logps, old, teacher, None, nothing, mask, Config(beta=1.0), 11, 4)
+    advantages = (teacher - logps).detach()
+    rewarded, _ = grpo_loss(logps, old, None, None, advantages, mask, Config(beta=0.0), 11, 4)
+    assert torch.allclose(gradient(distilled, logps), gradient(rewarded, logps), rtol=1e-12)

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.common import small_run, tiny_model
+from tests.common import tiny_model
 
 CHATML = """{% if messages[0].role != 'system' %}
     {{- '<|im_start|>system\nBe kind.<|im_end|>\n' }}
@@ -301,13 +301,3 @@ def family(path, name, generation=None, size=None, **changes):
         json.dumps(generation | dict(transformers_version="4.45.0"))
     )
     return path, ids
-
-
-def family_run(path, out, rows, **options):
-    """One step on two prompts of different lengths, as chats."""
-    settings = dict(
-        model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1, num_minibatches=1
-    )
-    # noise: there is always a signal
-    settings |= dict(learning_rate=1e-3, advantage_noise=1.0, log_completions=-1)
-    return small_run(out, **(settings | options))

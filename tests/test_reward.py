@@ -1,154 +1,452 @@
-"""The scorer: totals, failures, and what the trainer makes of them."""
+"""The built-in reward functions pay right answers only. Users' functions are found and called, and
+whatever one does costs its own samples."""
 
 import math
-import re
+import os
+import signal
+import sys
+import threading
+import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
-import grpo
-from grpo import Config, Prompt
-from harness.flags import ConfigError, TrainingError
-from harness.scorer import Scorer
-from harness.user_code import load_rewards
-from tests.common import REWARDS, ids_of, random_samples, small_run
+import reward
 
-pytest_plugins = "tests.common"
+PREFILLED = "User: hi\nAssistant: <think>\n"
 
 
-def test_token_ids_are_lists(tmp_path):
-    (tmp_path / "ids.py").write_text(
-        "def last(completion, row):\n    return row['completion_ids'].index(9) + 0.5\n"
+def part(name, completion, prompt="", **row):
+    return reward.BUILT_IN[name](completion, {"prompt_text": prompt} | row)
+
+
+# -- The built-in functions
+
+TAGGED = "so <answer>17</answer> no <answer>\n42\n</answer> done"
+RIGHT = ["42", "<think>a</think>no<think>b</think>42\n", "a</think>42", "42.0", "+42", TAGGED]
+WRONG = [
+    "<think>42</think>",
+    "<think>42",
+    "<answer>42",
+    "<think>a</think>42<think>",
+    "",
+    "1e999999999",
+]
+WRONG += ["the answer is 42", " ".join(map(str, range(100))), "4_2", "\u0664\u0662", "-42"]
+ANSWERS = [  # row["answer"], completions that earn it, others
+    ("42", RIGHT, WRONG),
+    ("-.5", ["-0.50", "\u2212.5"], [".5", "-,5"]),
+    ("1234", ["1,234", "1234.0"], ["12,34", "1,2,34"]),
+    ("blue whale", ["blue whale"], ["Blue whale", "a blue whale"]),
+    ("5e-05", ["5e-05"], ["0.00005"]),  # a text
+    (5e-5, ["0.00005", "<answer>.00005</answer>"], ["5e-05", "0.000051"]),
+    (np.float32(5e-5), ["0.00005"], ["0.000050001"]),
+    (1e16, ["10,000,000,000,000,000"], ["1e+16"]),
+    (np.int64(7), ["7", "7.0"], ["8"]),
+    (True, ["True"], ["1"]),
+    ("9" * 1001, ["9" * 1001], ["9" * 1001 + ".0"]),  # as text only
+]
+
+
+@pytest.mark.parametrize(("gold", "right", "wrong"), ANSWERS, ids=range(len(ANSWERS)))
+def test_answer(gold, right, wrong):
+    assert [text for text in right + wrong if part("answer", text, answer=gold)] == right
+
+
+FINAL_NUMBERS = {
+    "5": ["#### Step 2: Add\n2 + 3 = 5", "2 + 3 = <<2+3=5>>5 eggs", "18 - 13 = 5!", "5 \ud800"],
+    "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "it takes 18 m^2", "$18$.", "18%", "17, 18"],
+    "18.0": ["\\(x = 18\\,\\text{m}^2\\)", "\\fbox{18}, not 17", "\\boxed{17} or \\boxed{18}"],
+    "18.00": ["\\boxed{18}\n#### 17", "17\n#### 18\n7 a day", "#### 18", "\\boxed{18^\\circ}"],
+    "-7": ["#### -$7", "#### \u22127", "it is -7.", "(-7)"],
+    "1042.5": ["so $1,042.50.", "\\boxed{\\$1{,}042.5 \\text{ a day}}.", "1,\\!042.5"],
+    "1/2": [".5", "0.50"],
+    "9" * 1000: ["9" * 1000],
+    None: [*("", "eighteen", "9" * 1001, "\u0664\u0662 or \uff14\uff12", "\\boxed{}", "\\boxed{}5")]
+    + ["#### 18 or 19", "\\boxed{17, 18}", "\\boxed{\\frac{1}{2}}"]  # marked, and two numbers
+    + ["First \\boxed{5}. No, \\boxed{7", "\\boxed{5} \\boxed{\\frac{7}{7}"]  # not closed
+    + [f"#### {n}" for n in ("18x", "18k", "18/2", "18^2", "5:30", "10-7/2", "5 million")]
+    + ["17/18", "2^7", "x18", "3.14.15", "18\xb2"],
+}
+
+
+@pytest.mark.parametrize("expected", FINAL_NUMBERS, ids=range(len(FINAL_NUMBERS)))
+def test_final_number(expected):
+    number = None if expected is None else Fraction(expected)
+    found = {text: reward.final_number(text) for text in FINAL_NUMBERS[expected]}
+    assert set(found.values()) == {number}, found
+
+
+def test_gsm8k():
+    gold = "He pays 2 * $600 = $<<2*600=1200>>1200.\n#### 1,200"
+    right = ["So it is $1200.00.", "<answer>1200</answer>", "<think>3</think>#### 1,200"]
+    wrong = ["<think>1200</think>1201", "<think>1200", "", "1200 #### 3"]
+    assert [text for text in right + wrong if part("gsm8k", text, answer=gold)] == right
+    assert part("gsm8k", "42", answer=42.0) == part("gsm8k", "0.00005", answer=5e-5) == 1
+
+
+FIVES = ("5", "x=5", "2+3=5", "f(4)=5", "x_1 = 5", "\\theta = 5", "|AB|=5", "5.0", "5\\text{ km}")
+MATH = [
+    ("\\frac{1}{2}", ["$\\frac{2}{4}$", "<think>x</think> \\boxed{0.5}"], ["\\boxed{0.51}"]),
+    ("0.5", ["\\boxed{50\\%}"], ["<think>\\boxed{0.5}</think>", "", "\\boxed{}"]),
+    ("5", [f"\\boxed{{{five}}}" for five in FIVES], ["\\boxed{4,5}", "\\boxed{6}"]),
+    ("70^\\circ", ["$\\angle ABC=70^\\circ$", "\\boxed{70}"], ["\\boxed{71^\\circ}"]),
+    ("x=1 \\text{ or } x=2", ["\\boxed{x=1 \\text{ or } x=2}", "$1, 2$"], ["$1$"]),
+    ("$y=2x+1$", ["\\boxed{y=2x+1}", "\\boxed{y=1+2x}"], ["\\boxed{2x}"]),
+]
+
+
+@pytest.mark.parametrize(("gold", "right", "wrong"), MATH, ids=range(len(MATH)))
+def test_math(gold, right, wrong):
+    pytest.importorskip("math_verify")
+    assert [text for text in right + wrong if part("math", text, answer=gold)] == right
+
+
+def test_format():
+    right = ["<think>a</think>b", "\n<think>\na <b>\n</think>\n\nb < 3 and c > 4\n"]
+    right += ["<think>a</think>b<|im_end|>", "<think>a</think><answer>b</answer>"]
+    right += ["<think> two and two </think> <answer> 4 </answer>"]
+    wrong = ["<think>a", "a</think>b", "b", "", "x<think>a</think>b", "<think><think>a</think>b"]
+    wrong += ["<think> \n</think>b", "<think></think>b", "<think><|im_end|></think>b"]
+    wrong += ["<think>a</think></think>b", "<think>a</think>b<think>c</think>d"]
+    answers = ["", "\u200b\x00", "\U000e0041", "<\uff5cend\uff5c> <|im_end|>", "b<br />"]
+    answers += ["<answer> </answer>", "<answer>b", "b</answer>", "<answer>b</answer> c"]
+    answers += ["<answer>b</answer><answer>c</answer>", "the <b>answer</b>"]
+    wrong += [f"<think>a</think>{answer}" for answer in answers]
+    assert [text for text in right + wrong if part("format", text)] == right
+
+
+def test_think_prefilled_by_the_chat_template():
+    for name in ("answer", "gsm8k"):
+        assert part(name, "a</think>42", PREFILLED, answer="42") == 1
+        assert part(name, "42", PREFILLED, answer="42") == 0
+        assert part(name, "42", "<think>\n\n</think>\n\n", answer="42") == 1
+    assert part("format", "a</think>42", PREFILLED) == 1
+    assert part("format", "<think>a</think>42", PREFILLED) == 0
+
+
+def test_countdown():
+    right = ["4*(8-2)/1", "(8-2)*4*1 = 24", "so\n**(8-2)*4*1 = 24**.", "`(8-2)*4*1`", "-(2-8)*4*1"]
+    right += ["<think>x</think> so <answer>(8 - 2) * 4 * 1</answer> done"]
+    right += ["<answer>8-2*4*1</answer><answer>(8\u22122)\u00d74\u00f71</answer>"]
+    right += ["(" * 60 + "8-2" + ")" * 60 + "*4*1"]
+    wrong = ["1/(2/8)*4", "(8-2)*4", "(8-2)*4*1*1", "24", "24 = 24", "", "x = (8-2)*4*1"]
+    wrong += ["The answer: (8-2)*4*1", "(8-2)*4*1 or 24", "8/(2-2)*4*1", "(8-2)*4*1()"]
+    wrong += ["()*8*4*2*1", "8(2)(4)(1)", "8 2 4 1"]
+    wrong += ["__import__('os')", "(08-2)*4*1", "(\uff18-2)*4*1", "(8-2)*4*1\x00", "(" * 100_000]
+    wrong += ["<think><answer>(8-2)*4*1</answer></think>", "<answer>(8-2)*4*1"]
+    wrong += ["-" * 400 + "(8-2)*4*1"]
+    row = dict(numbers=[8, 4, 2, 1], target=24)
+    assert [text for text in right + wrong if part("countdown", text, **row)] == right
+    assert part("countdown", "1/3*3", numbers=["1", 3, 3], target="1") == 1  # exactly
+    assert part("countdown", "1/3+1", numbers=np.array([1, 1, 3]), target="4/3") == 1
+    for text, numbers in (("2**3", [2, 3]), ("17//2", [17, 2]), ("9**9**9", [9, 9, 9])):
+        assert part("countdown", text, numbers=numbers, target=8) == 0
+    assert part("countdown", "5 / 0", numbers=[5, 0], target=np.float32(5)) == 0
+
+
+def test_overlong():
+    lengths = (1, 800, 801, 900, 999, 1000, 1100)
+    rows = [dict(completion_ids=[0] * n, max_completion_length=1000) for n in lengths]
+    values = [part("overlong", "", **row) for row in rows]
+    assert values == pytest.approx([0, 0, -1 / 200, -0.5, -199 / 200, -1, -1])
+
+
+HOSTILE = ["9" * 10**5, "1,234" * 20_000, ",111" * 25_000, " 1." * 40_000, "1{,}" * 30_000]
+HOSTILE += ["$" * 10**5, "1 " * 50_000, "1 million" * 9999, "\\boxed{" + "a{}" * 40_000 + "{"]
+HOSTILE += ["\\boxed{" * 15_000, "<think>" * 40_000, "<answer>" * 40_000 + "</answer>" * 40_000]
+HOSTILE += ["<a" + " " * 10**5, "<|" * 50_000, ". <" * 40_000 + "b>", "####" + " " * 10**5]
+HOSTILE += [
+    "#### 1" + " apple" * 20_000,
+    "\ud800" * 10**5,
+    "\x00",
+    "\u202e43\u202c",
+    "9**9**9",
+    "\\",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_text_breaks_a_built_in_or_takes_more_than_linear_time(text):
+    row = dict(answer="42", numbers=[7, 42, 0], target=49)
+    start = time.process_time()
+    for completion in (text, "<think>a</think>" + text):
+        for name in ("answer", "gsm8k", "countdown"):
+            assert reward.BUILT_IN[name](completion, row) == 0
+        assert reward.format_reward(completion, row) in (0, 1)
+    assert time.process_time() - start < 10  # at most 0.5 s on one core; quadratic takes minutes
+
+
+GOLDS = dict(answer=["", " \n", ["5"], {"a": 5}, None, "<answer>5</answer>", "a</think>5"])
+GOLDS |= dict(gsm8k=["#### 18 or 19", "", "five", math.nan], math=["", "\\boxed{}", ["5"]])
+UNEARNABLE = [(name, {"answer": gold}) for name in GOLDS for gold in GOLDS[name]]
+UNEARNABLE += [("countdown", {"numbers": n, "target": 3}) for n in ([1.5, 2], [-1, 2], "1 2", [])]
+UNEARNABLE += [("countdown", {"numbers": [1, 2], "target": "three"})]
+
+
+@pytest.mark.parametrize(("name", "row"), UNEARNABLE)
+def test_a_row_that_nothing_can_satisfy_is_refused(name, row):
+    if name == "math":
+        pytest.importorskip("math_verify")
+    [found] = reward.load_rewards(name)
+    with pytest.raises(ValueError):
+        found.check(row)
+    found.check({"answer": "#### 8", "numbers": ["1", 2], "target": "3"})
+
+
+# -- Functions from files
+
+FUNCTIONS = r"""
+from __future__ import annotations
+import asyncio, sys, time
+from dataclasses import dataclass
+import neighbour
+@dataclass
+class Parsed:
+    text: str
+def length(completion, row, **_): return len(completion) + neighbour.ZERO
+def needs_gold(completion: dict[str, int], row: dict): return float(completion == row["gold"])
+needs_gold.columns = ("gold",)
+async def waits(completion, _row): await asyncio.sleep(0.001); return 1.0
+def only_even(completion, row): return None if len(completion) % 2 else 4.0
+
+def misbehave(completion, row):
+    values = {"nan": float("nan"), "inf": -float("inf"), "text": "1.0", "list": [1.0], "bool": True}
+    if completion == "raise": raise KeyError("two\nlines \033 \ud800")
+    if completion == "exit": sys.exit(1)
+    if completion == "interrupt": raise KeyboardInterrupt
+    start = time.monotonic()
+    if completion == "swallow":
+        try: time.sleep(9)
+        except BaseException: completion = "hang"  # until the alarm rings again
+    while completion == "hang" and time.monotonic() < start + 9:
+        try: time.sleep(1)
+        except Exception: pass
+    return (values | {"huge": 10**5000, "none": None}).get(completion, 0.5)
+
+def same(left, right): return [float(a == b) for a, b in zip(left, right, strict=True)]
+def trl(completions, answer, **kwargs): return same(completions, answer)
+def trl_keywords(prompts, *, completions, answer, level=3, **_): return same(completions, answer)
+def trl_overlong(completion_ids, **kwargs): return [-len(ids) for ids in completion_ids]
+def trl_only_keywords(**kwargs): return iter(same(kwargs["completions"], kwargs["answer"]))
+async def trl_waits(completions, **_): return [None if c == "x" else 2 for c in completions]
+def trl_everything(prompts, completions, trainer_state, log_extra, log_metric, answer, **_):
+    log_extra("seen", answer)
+    log_metric("batch", len(completions))
+    assert prompts[0][0]["role"] == "user" and completions[0][0]["role"] == "assistant"
+    progress = trainer_state.global_step / trainer_state.max_steps
+    return [len(chat[0]["content"]) + progress for chat in completions]
+def trl_misbehave(completions, log_extra, **_):
+    if "hang" in completions: time.sleep(9)
+    if "log" in completions: log_extra("not one text for each", ["a"])
+    return [1 / 0 if c == "raise" else c == "a" for c in completions if c != "short"]
+def trl_hint(completions, completion_ids=(), **_): return [bool(ids) for ids in completion_ids]
+def trl_environments(environments, **_): return [e.score for e in environments]
+class Function:
+    def __call__(self, completions, answer, **kwargs): return same(completions, answer)
+trl_object = Function()
+def takes_answer(completion, answer): return 1.0
+def one_argument(completion): return 1.0
+trl_hidden = (lambda function: lambda *args, **kwargs: function(*args, **kwargs))(trl)
+constant = 3
+"""
+ADDED = dict(prompt_text="", prompt_messages=None, trainer_state=dict(global_step=1, max_steps=4))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "neighbour.py").write_text("ZERO = 0\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "exits.py").write_text("import sys\nsys.exit('no\\nGPU')\n")
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return str(folder / "functions.py")
+
+
+@pytest.fixture
+def call(file):
+    """call(name, completions, rows, seconds) -> what call_reward returns."""
+
+    def call(name, completions, rows=None, seconds=5):
+        [found] = reward.load_rewards(f"{file}:{name}")
+        rows = [ADDED | row for row in rows or [{}] * len(completions)]
+        return reward.call_reward(found, completions, rows, seconds)
+
+    return call
+
+
+def test_load(file):
+    names = ("length:-1e-1", "needs_gold", "trl", "trl_keywords:0", "trl_everything", "trl_object")
+    specs = ["gsm8k", " format:0.2", *(f"{file}:{name}" for name in names)]
+    found = reward.load_rewards(",".join(specs))
+    assert [r.name for r in found] == [spec.split(":")[0].strip() for spec in (*specs[:2], *names)]
+    assert [r.weight for r in found] == [1.0, 0.2, -0.1, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert [r.columns for r in found] == [("answer",), (), (), ("gold",), (), (), (), ()]
+    assert [r.batched for r in found] == [False] * 4 + [True] * 4
+    assert reward.load_function(f"{file}:Parsed")("a").text == "a"
+
+
+LOAD_ERRORS = {
+    "gsm9k": "answer, gsm8k, math, format, countdown, overlong, environment",
+    **dict.fromkeys(("gsm8k:nan", "gsm8k:", "gsm8k:a", "", "gsm8k,"), "file.py:function[:weight]"),
+    "gsm8k,gsm8k:2": "two rewards are called gsm8k",
+    "missing.py:f": "No such file",
+    "FILE:nothing": "nothing",
+    "FILE:constant": "constant: 3 is not a callable",
+    "FILE:one_argument": "one_argument is no fn(completion, row)",
+    "FILE:takes_answer": "takes_answer is no fn(completion, row)",
+    "FOLDER/broken.py:f": "ZeroDivisionError('division by zero')",
+    "FOLDER/exits.py:f": "SystemExit",
+    "math": "math: ",
+}
+
+
+@pytest.mark.parametrize("spec", LOAD_ERRORS)
+def test_load_errors_are_one_line(spec, file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # as if it were not installed
+    path = spec.replace("FILE", file).replace("FOLDER", os.path.dirname(file))
+    with pytest.raises(ValueError) as caught:
+        reward.load_rewards(path)
+    assert LOAD_ERRORS[spec] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
+    """Even if one is called reward.py, as ours is, or as a neighbour of another file is."""
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    source = "import reward, helpers, types\ndef f(completion, row):\n    import late\n"
+    source += "    return reward.N + helpers.N + late.N"
+    for folder, number in (("a", 1), ("b", 10)):
+        files = dict.fromkeys(("reward", "helpers"), f"N = {number}")
+        files |= dict(mine=source, late="N = 0", types="1 / 0")  # types: of the standard library
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / f"{name}.py").write_text(files[name])
+        function = reward.load_function(f"{folder}/mine.py:f")
+        assert function("", {}) == 2 * number
+        assert reward.load_function(f"{folder}/mine.py:f") is function  # the file ran once
+    assert sys.modules["reward"] is reward and sys.path[: len(before)] == before
+
+
+# -- Calling
+
+
+def test_each_misbehaviour_costs_its_own_sample(call):
+    bad = ["raise", "exit", "nan", "inf", "text", "list", "huge", "hang", "swallow"]
+    values, failures, metrics, extra = call("misbehave", [*bad, "bool", "none", "a"], seconds=0.2)
+    assert values == pytest.approx([0.0] * len(bad) + [1.0, math.nan, 0.5], nan_ok=True)
+    assert list(failures) == list(range(len(bad))) and metrics == extra == {}
+    for i, cause in ((0, "KeyError"), (1, "SystemExit(1)"), (7, "no result after 0.2 s")):
+        assert failures[i].startswith("reward misbehave failed: ") and cause in failures[i]
+    assert all(line.isprintable() for line in failures.values())
+    with pytest.raises(KeyboardInterrupt):
+        call("misbehave", ["interrupt"])
+
+
+def test_three_timeouts_in_a_row_end_the_call(call):
+    values, failures, *_ = call(
+        "misbehave", ["hang", "hang", "a", *["hang"] * 3, "a", "hang"], seconds=0.1
     )
-    samples = random_samples(2, 2)
-    for sample in samples:
-        sample.prompt.row = {"answer": "1"}
-        sample.completion_ids = ids_of([4, 5, 9])
-    scorer = Scorer(load_rewards(f"overlong,{tmp_path}/ids.py:last"), timeout=60, workers=1)
-    scores = grpo.score(samples, scorer, 1, Config())
-    scorer.close()
-    assert scores.by_reward == {"overlong": [0.0, 0.0], "last": [2.5, 2.5]}
+    assert values == [0, 0, 0.5, 0, 0, 0, 0, 0] and list(failures) == [0, 1, 3, 4, 5, 6, 7]
+    given_up = [i for i in failures if "given up after 3 timeouts in a row" in failures[i]]
+    assert given_up == [6, 7]
+    assert call("misbehave", ["a"])[0] == [0.5]  # the next call starts anew
 
 
-def test_a_reward_that_fails_counts_zero_or_is_left_out():
-    samples = random_samples(4, 4)
-    for sample, text in zip(samples, ("<think>1</think>7", "7", "8", "7"), strict=True):
-        sample.text = text
-        sample.prompt = Prompt([2], "", {"answer": "7"})
-    samples[3].prompt = Prompt([2], "", {})  # the reward fails without an answer
-    scorer = Scorer(load_rewards("answer"))
-    for failure, last_reward, mean in (("zero", 0.0, 1 / 2), ("exclude", math.nan, 2 / 3)):
-        cfg = Config(num_generations=4, reward_failure=failure, scale_rewards="none")
-        assert grpo.score(samples, scorer, 1, cfg).failures == {"exception": 1}
-        rewards = [sample.reward for sample in samples]
-        assert rewards == pytest.approx([1.0, 1.0, 0.0, last_reward], nan_ok=True)
-        grpo.assign_advantages(samples, 1, cfg)
-        assert samples[0].advantages[0] == pytest.approx(1 - mean)
-        assert samples[3].in_loss.all() == (failure == "zero")
-        assert grpo.sample_metrics(samples)["reward"] == pytest.approx(mean)
-    scorer.close()
+@pytest.mark.parametrize("bad", ("raise", "short", "hang", "log"))
+def test_a_trl_function_that_fails_costs_the_samples_of_its_call(call, bad):
+    values, failures, *_ = call("trl_misbehave", ["a", bad], seconds=0.2)
+    assert values == [0.0, 0.0] and list(failures) == [0, 1]
+    assert call("trl_misbehave", ["a", "b"])[:2] == ([1.0, 0.0], {})
 
 
-def test_a_cut_off_completion_gets_the_reward_of_the_flag():
-    samples = random_samples(2, 2)
-    scorer = Scorer(load_rewards("answer"))
-    for sample, reason in zip(samples, ("stop", "length"), strict=True):
-        sample.text = "7"
-        sample.finish_reason = reason
-        sample.prompt = Prompt([2], "", {"answer": "7"})
-    for value, expected in ((None, 1.0), (0.0, 0.0), (-1.0, -1.0)):  # 0 is a value
-        grpo.score(samples, scorer, 1, Config(non_stop_reward=value))
-        assert [sample.reward for sample in samples] == [1.0, expected]
-        assert samples[1].parts["answer"] == 1.0
-    scorer.close()
+def test_no_samples_are_no_error(call):
+    for name in ("trl", "length"):  # a rank may have none
+        assert call(name, []) == ([], {}, {}, {})
 
 
-def test_a_cut_off_completion_without_a_reward_stays_without_one(tmp_path):
-    """The flag replaces a reward; it makes none for a sample to which no reward applies."""
-    (tmp_path / "none.py").write_text(
-        "def some(completions, **_):\n    return [None if c == 'x' else 1.0 for c in completions]\n"
+def test_functions_in_both_forms(call):
+    rows = [dict(answer=str(i), completion_ids=[1] * i) for i in (1, 2, 3)]
+    expected = dict.fromkeys(
+        ("trl", "trl_keywords", "trl_only_keywords", "trl_object", "trl_hidden"), [1, 0, 1]
     )
-    samples = random_samples(2, 2)
-    for sample, text in zip(samples, ("7", "x"), strict=True):
-        sample.text = text
-        sample.finish_reason = "length"
-        sample.prompt = Prompt([2], "", {})
-    scorer = Scorer(load_rewards(f"{tmp_path}/none.py:some"), timeout=60, workers=1)
-    grpo.score(samples, scorer, 1, Config(num_generations=2, non_stop_reward=-1.0))
-    scorer.close()
-    assert [sample.reward for sample in samples] == pytest.approx([-1.0, math.nan], nan_ok=True)
+    expected |= dict(trl_overlong=[-1, -2, -3], trl_waits=[2, math.nan, 2], waits=[1, 1, 1])
+    for name in expected:
+        values, failures, *_ = call(name, ["1", "x", "3"], rows)
+        assert values == pytest.approx(expected[name], nan_ok=True) and failures == {}, name
+    rows = [dict(answer="1"), dict(answer="1", completion_ids=[1])]  # a column of any row
+    assert call("trl_hint", ["1", "1"], rows)[0] == [0, 1]
+    assert call("only_even", ["ab", "abc"])[0] == pytest.approx([4, math.nan], nan_ok=True)
 
 
-def test_a_reward_that_fails_is_said(tmp_path, capsys):
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    with pytest.raises(
-        TrainingError, match="in every sample of step 1 a reward failed or returned None"
-    ):
-        small_run(tmp_path / "out", reward=f"{tmp_path}/rewards.py:wrong_key")
-    line = r"reward wrong_key failed: exception: KeyError: 'anwser'"
-    assert re.search(line, capsys.readouterr().out)
-    metrics = small_run(tmp_path / "out.1", reward=f"{tmp_path}/rewards.py:sometimes")
-    output = capsys.readouterr().out
-    assert output.count("reward sometimes failed: ") == 1
-    assert "ZeroDivisionError" in output
-    with_failures = [line for line in metrics if line.get("failed_rewards")]
-    for line in with_failures:
-        assert line["failed_rewards"] == line["reward_failed/exception"]
-    shown = [int(n) for n in re.findall(r"FAILED REWARDS (\d+)", output)]
-    assert shown == [line["failed_rewards"] for line in with_failures]
-    assert 0 < shown[0] < 15
-    with pytest.raises(
-        TrainingError, match="in every sample of step 1 a reward failed or returned None"
-    ):
-        small_run(tmp_path / "none", reward=f"{tmp_path}/rewards.py:none")
+def test_trl_chats_state_logs_and_environments(call):
+    chat = [{"role": "user", "content": "a"}]
+    row = dict(answer=1, prompt_messages=chat, prompt_text="<user>a", completion_ids=[1, 2])
+    values, failures, metrics, extra = call("trl_everything", ["abc", "de"], [row] * 2)
+    assert (values, failures) == ([3.25, 2.25], {})
+    assert (metrics, extra) == ({"batch": 2.0}, {"seen": ["1", "1"]})
+    episode = [{"role": "assistant", "content": "first"}, *chat]  # all turns, not only the last
+    assert call("trl_everything", ["a"], [row | dict(completion_messages=episode)])[0] == [5.25]
+    one, other = type("Env", (), {"score": 2})(), type("Env", (), {"get_reward": lambda self: 7})()
+    assert call("trl_environments", ["a"], [{"environments": one}])[0] == [2.0]
+    [own] = reward.load_rewards("environment")
+    values, *_ = reward.call_reward(own, ["", ""], [{"environments": x} for x in (one, other)], 5)
+    assert values == pytest.approx([math.nan, 7], nan_ok=True)
 
 
-def test_a_gold_answer_that_nothing_can_match_is_named_by_row(tmp_path):
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "a", "answer": "5"}\n{"prompt": "b", "answer": ["5"]}\n')
-    cfg = Config(**grpo.BUNDLED | dict(train_data=str(data), eval_data=""))
-    message = (
-        f"--train_data {re.escape(str(data))} row 2: no completion can have the answer \\['5'\\]"
-    )
-    with pytest.raises(ConfigError, match=message):
-        grpo.load_data(cfg)
+OWN = """
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward
+from trl.rewards import get_soft_overlong_punishment
+cosine = get_cosine_scaled_reward(max_len=10)
+repetition = get_repetition_penalty_reward(ngram_size=2)
+overlong = get_soft_overlong_punishment(10, 4)
+"""
 
 
-def test_built_ins_start_no_process():
-    scorer = Scorer(load_rewards("gsm8k:2,format:0.5"))
-    rows = [{"answer": "42"}, {"answer": "42"}, {"question": "a\nb", "prompt_text": "c"}]
-    scores = scorer.score(["<think>a</think>42", "42", "42"], rows)
-    assert not any(worker.process for worker in scorer.pool.workers)
-    assert scores.totals == [2.5, 2.0, 0.0]
-    assert scores.by_reward == {"gsm8k": [1.0, 1.0, 0.0], "format": [1.0, 0.0, 0.0]}
-    assert scores.failed == [False, False, True] and scores.failures == {"exception": 1}
-    line = r"reward gsm8k failed: exception: KeyError: 'answer' \(reward.py:\d+\)"
-    assert re.fullmatch(
-        line + r"; row: {'question': 'a\\nb', 'prompt_text': 'c'}", scores.first_failure
-    )
-    assert scorer.score([], []).totals == []
-    scorer.close()
+@pytest.mark.parametrize("chat", (True, False))
+def test_trl_own_functions(chat, tmp_path):
+    """TRL's own functions give the values that they give to TRL's trainer."""
+    trl = pytest.importorskip("trl.rewards")
+    (tmp_path / "own.py").write_text(OWN)
+    names = ["repetition", "overlong"]
+    texts = ["<think>a</think>$\\boxed{4}$", "$\\boxed{5}$", "<think>$4$</think> so $4$", "", "$4$"]
+    columns = dict(prompts=["2+2"] * 5, completions=texts, solution=["$4$"] * 4 + ["?"])
+    columns["completion_ids"] = [[1, 2, 3], list(range(8)), [5] * 12, [], [1, 2, 1, 2]]
+    if chat:
+        names += ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "cosine"]
+        assert len(names) == sum(len(n) for n in trl._import_structure.values())  # all of them
+        columns["prompts"] = [[{"role": "user", "content": "2+2"}]] * 5
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    rows = []
+    for i in range(5):
+        row = {name: columns[name][i] for name in ("solution", "completion_ids")}
+        rows.append(ADDED | row | dict(prompt_messages=columns["prompts"][i] if chat else None))
+    logs = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
+    for name in names:
+        [found] = reward.load_rewards(f"{tmp_path}/own.py:{name}")
+        values, failures, *_ = reward.call_reward(found, texts, rows, 60)
+        expected = [math.nan if x is None else x for x in found.function(**columns, **logs)]
+        assert values == pytest.approx(expected, nan_ok=True) and not failures, name
 
 
-def test_none_means_that_a_reward_does_not_apply(scorer):
-    scores = scorer("only_even", "trl_waits:2").score(["ab", "abc", "none", "n"], [{}] * 4)
-    assert str(scores.by_reward["only_even"]) == "[4.0, nan, 4.0, nan]"
-    assert str(scores.by_reward["trl_waits"]) == "[2.0, 2.0, nan, 2.0]"
-    assert scores.totals == [8.0, 4.0, 4.0, 4.0] and not scores.failures
-    scores = scorer("only_even").score(["ab", "abc"], [{}] * 2)
-    assert str(scores.totals) == "[4.0, nan]"  # no reward applies: no total
-    assert scores.failed == [False, False]
+def test_the_time_limit_leaves_nothing_behind():
+    before = signal.signal(signal.SIGALRM, mine := lambda *_: None)
+    try:
+        with pytest.raises(reward.TimeUp), reward.time_limit(0.01):
+            time.sleep(9)
+        with reward.time_limit(60):
+            pass
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
-def test_a_trl_function_that_fails_costs_the_samples_of_its_call(scorer):
-    row = {"prompt_text": ""}
-    for completion, cause in (("raise", "exception"), ("short", "exception"), ("hang", "timeout")):
-        scores = scorer("trl_misbehave", "length", timeout=3).score(["a", completion], [row] * 2)
-        assert scores.by_reward["trl_misbehave"] == [0.0, 0.0]
-        assert scores.totals == [1.0, len(completion)]
-        assert scores.failures == {cause: 2} and scores.failed == [True, True]
-        assert scores.first_failure.startswith(f"reward trl_misbehave failed: {cause}: ")
-    scores = scorer("trl_string").score(["a", "b"], [{}] * 2)
-    assert scores.failures == {"invalid": 2}
-    line = "reward trl_string failed: invalid: '"
-    assert scores.first_failure.startswith(line) and "' is no finite number" in scores.first_failure
-    assert scorer("trl").score([], []).totals == []  # a rank may have no samples
+def test_there_is_no_limit_in_other_threads(call):
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(call("length", ["abc"])))
+    thread.start()
+    thread.join()
+    assert returned[0][:2] == ([3.0], {})

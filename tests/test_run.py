@@ -1,348 +1,627 @@
-"""The run on disk: its directory, and what --resume means."""
+"""A run as its user sees it: the command line, bad input, the directory, checkpoints, a resume to
+the bit, stops, ranks, rewards that fail."""
 
-import contextlib
+import dataclasses
 import json
 import math
 import os
+import random
 import shutil
-import threading
+import signal
+import subprocess
+import sys
 import time
-import weakref
+import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import grpo
-import harness.checkpoints
-import harness.dashboards
-import harness.directory
-import harness.log
-import harness.rows
-import harness.run
 from grpo import Config
-from harness.flags import ConfigError, TrainingError
-from harness.ranks import World
-from harness.scorer import Scorer, Scores
 from tests.common import (
-    BUNDLED,
-    CPU,
-    at_step,
-    config_of,
-    copy_cut_back,
-    names_in,
+    HERE,
+    command,
+    fake_run,
+    flags_of,
+    lines,
+    metrics_of,
+    on_ranks,
+    random_samples,
+    run,
+    small_config,
     small_run,
-    state_of,
+    tiny_model,
+    weights_of,
 )
 
-pytest_plugins = "tests.common"
+MODEL = f"{HERE}/sample_data/model"
 
 
-# -- the directory
+def same_run(a, b):
+    """The same metrics, completions and weights, to the bit."""
+    assert metrics_of(a) == metrics_of(b)
+    completions = [lines(Path(out, "completions.jsonl")) for out in (a, b)]
+    assert completions[0] == completions[1]
+    newest = [grpo.checkpoints(str(out))[-1] for out in (a, b)]
+    assert os.path.basename(newest[0]) == os.path.basename(newest[1])
+    assert torch.equal(weights_of(newest[0]), weights_of(newest[1]))
 
 
-def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch, capsys):
+# ------------------------------------------------------------------------------------------------
+# Bad input: one line, exit code 2, and nothing is left behind
+
+
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
+        (["--beta", "x"], ["--beta"]),
+        (["--beta", "-1"], ["--beta"]),
+        (["--beta", "inf"], ["--beta"]),
+        (["--chat", "perhaps"], ["--chat"]),
+        (["--num_generations", "1"], ["--num_generations"]),
+        (["--num_prompts", "0"], ["--num_prompts"]),
+        (["--clip_low", "1.5"], ["--clip_low"]),
+        (["--kl_estimator", "k5"], ["--kl_estimator", "k5"]),
+        (["--num_minibatches", "300"], ["--num_minibatches"]),
+        (["--kl_in", "reward"], ["--kl_estimator"]),
+        (["--chat_template_kwargs", "[1]"], ["--chat_template_kwargs"]),
+        (["--model", "nowhere"], ["--train_data"]),
+        (["--model", "nowhere", "--train_data", "x.jsonl"], ["--model", "nowhere"]),
+        (["--reference", "nowhere"], ["--reference", "nowhere"]),
+        (["--reward", "nothing"], ["--reward", "nothing"]),
+        (["--reward", "missing.py:f"], ["--reward", "missing.py"]),
+        (["--environment", "missing.py:f"], ["--environment", "missing.py"]),
+        (["--train_data", "missing.jsonl"], ["--train_data", "missing.jsonl"]),
+        (["--eval_data", "missing.jsonl"], ["--eval_data", "missing.jsonl"]),
+        (["--max_completion_length", "9999"], ["--max_completion_length"]),
+        (["--max_prompt_length", "2"], ["--train_data"]),
+        (["--report_to", "wandb"], ["--report_to", "wandb"]),
+        (["--resume", "--out_dir", "nowhere"], ["--resume", "nowhere"]),
+        (["--chat"], ["--train_data", "row 1"]),  # the bundled model has no chat template
+    ],
+)
+def test_bad_input_is_one_line(args, named, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    options = dict(max_steps=1, train_data=BUNDLED.train_data)
-    (tmp_path / "out.1").mkdir()
-    (tmp_path / "out.1" / "notes.txt").write_text("mine")
-    small_run("out", **options)
-    before = (tmp_path / "out" / "metrics.jsonl").read_text()
-    small_run("out", **options, seed=1)
-    assert "out_dir: out.2" in capsys.readouterr().out
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before and len(
-        os.listdir("out.1")
-    ) == 1
-    assert json.loads((tmp_path / "out.2" / "config.json").read_text())["out_dir"] == "out.2"
+    if "wandb" in args:
+        monkeypatch.setattr(grpo.importlib.util, "find_spec", lambda name: None)
+    if args == ["--kl_in", "reward"]:
+        args = [*args, "--beta", "0.1"]
+    assert grpo.main(args) == 2
+    [line] = [x for x in capfd.readouterr().err.splitlines() if x.strip()]
+    for word in named:
+        assert word in line
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_named_directory_with_a_run_or_a_model_is_refused(undisturbed, again, tmp_path):
-    for holds in (undisturbed, BUNDLED.model, undisturbed / "step_000001"):
-        out = tmp_path / "out"
-        shutil.copytree(holds, out)
-        files = sorted(out.rglob("*"))
-        with pytest.raises(
-            ConfigError, match=r"--out_dir .*/out: holds files of a run or a model; --resume"
-        ):
-            again(out)
-        assert sorted(out.rglob("*")) == files
-        shutil.rmtree(out)
+def test_the_command_line_ends_with_the_exit_code(tmp_path):
+    done = run("--betas", "1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "--betas" in done.stderr
+    assert os.listdir(tmp_path) == []
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for f in dataclasses.fields(Config):
+        assert f.name in done.stdout
 
 
-def test_a_directory_that_a_run_leaves_while_another_waits_for_it_is_refused(tmp_path):
-    out, first = tmp_path / "out", contextlib.ExitStack()
-    cfg = harness.directory.claim_out_dir(Config(out_dir=str(out)), first)
-    harness.directory.write_config(cfg, {})
-    before = (out / "config.json").read_bytes()
-    os.rename(out / "config.json", out / "later")  # as it was when the second one first looked
-    timer = threading.Timer(
-        0.5, lambda: (os.rename(out / "later", out / "config.json"), first.close())
+def test_flags_reach_the_config_and_win_over_the_bundled_task():
+    cfg = grpo.parse_flags(
+        ["--beta", "0.5", "--chat", "--fast", "false", "--non_stop_reward", "-1"]
     )
-    timer.start()
-    with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="holds files of a run"):
-        harness.directory.claim_out_dir(Config(out_dir=str(out)), second)
-    timer.join()
-    assert (out / "config.json").read_bytes() == before
+    assert (cfg.beta, cfg.chat, cfg.fast, cfg.non_stop_reward) == (0.5, True, False, -1.0)
+    assert (cfg.model, cfg.learning_rate) == (MODEL, 3e-4)
+    assert grpo.parse_flags(["--train_data", "x.jsonl"]).eval_data == ""
+    other = grpo.parse_flags(["--model", "m", "--train_data", "x.jsonl"])
+    assert other == Config(model="m", train_data="x.jsonl")
+    assert grpo.parse_flags(flags_of(cfg)) == cfg
 
 
-def files_of(folder):
-    """Everything in a directory, but for the lock."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
-    return {path: path.read_bytes() for path in paths}
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (grpo.ConfigError("--x: y"), 2),
+        (grpo.TrainingError("it went wrong"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1),
+    ],
+)
+def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, monkeypatch, capsys):
+    def train(cfg):
+        raise error
+
+    monkeypatch.setattr(grpo, "train", train)
+    assert grpo.main([]) == code
+    assert str(error) in capsys.readouterr().err
+    assert code != 1 or "--x" not in capsys.readouterr().err
 
 
-def test_a_resume_that_is_refused_late_leaves_no_trace(undisturbed, again, tmp_path, monkeypatch):
-    """By a part that the checkpoint lacks, a model that cannot be written, a dashboard."""
-    out = tmp_path / "out"
-    shutil.copytree(undisturbed, out)
-    before = files_of(out)
-    track = harness.run.Run.track
-
-    def track_more(run, *args):
-        run.checkpoint_parts["other"] = (dict, dict)
-        track(run, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.run.Run, "track", track_more)
-        with pytest.raises(ConfigError, match="holds no other"):
-            again(out, resume="latest", num_prompts=4)
-    assert files_of(out) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "model_writer", lambda *_: lambda path, trial=False: 1 / 0)
-        with pytest.raises(ConfigError, match="no checkpoint can be saved"):
-            again(out, resume="latest", num_prompts=4)
-    assert files_of(out) == before
-    with monkeypatch.context() as patch:
-        patch.setitem(harness.dashboards.DASHBOARDS, "none", lambda cfg, first: 1 / 0)
-        with pytest.raises(ConfigError, match="--report_to"):
-            again(out, resume="latest", num_prompts=4)
-    assert files_of(out) == before
-    again(out, resume="latest")
-    assert state_of(out) == state_of(undisturbed)
+# ------------------------------------------------------------------------------------------------
+# The directory
 
 
-def test_a_new_run_that_is_refused_late_leaves_its_directory_free(tmp_path, monkeypatch):
+def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "model_writer", lambda *_: lambda path, trial=False: 1 / 0)
-        with pytest.raises(ConfigError, match="no checkpoint can be saved there"):
-            small_run("out", max_steps=1, train_data=BUNDLED.train_data)
-    assert not os.path.exists("out")
+    for name in ("out", "out.1", "out.2"):
+        cfg = small_config(tmp_path / "run", max_steps=0)
+        grpo.train(dataclasses.replace(cfg, out_dir="out"))
+        assert json.loads(Path(name, "config.json").read_text())["out_dir"] == name
 
 
-# -- what --resume means
+def test_a_named_directory_with_anything_in_it_is_refused(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=1)
+    before = sorted(os.listdir(out))
+    with pytest.raises(grpo.ConfigError, match="run"):
+        small_run(out, max_steps=1)
+    assert sorted(os.listdir(out)) == before
 
 
-def test_resume_to_the_bit(undisturbed, again, tmp_path, capsys):
-    for saved in (1, 3):
-        out = tmp_path / str(saved)
-        copy_cut_back(undisturbed, out, saved)
-        assert [m["step"] for m in again(out, resume="latest")] == [1, 2, 3, 4]
-        assert f"resumed from {out}/step_00000{saved} at step {saved}" in capsys.readouterr().out
-        assert state_of(out) == state_of(undisturbed)
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=1)
+    with open(out / ".lock", "w") as lock:
+        grpo.fcntl.flock(lock, grpo.fcntl.LOCK_EX)
+        with pytest.raises(grpo.ConfigError, match="another run"):
+            small_run(out, max_steps=2, resume=True)
+    assert len(small_run(out, max_steps=2, resume=True)) == 2
 
 
-def flags_of(*args):
-    cfg = grpo.parse_args(list(args))
-    return cfg.out_dir, cfg.resume, cfg.seed, cfg.num_prompts
+def test_what_a_run_leaves(tmp_path):
+    out = tmp_path / "run"
+    history = small_run(out, eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=1)
+    assert lines(out / "metrics.jsonl") == history
+    eval_line, step_line, _ = history
+    assert eval_line["step"] == 0 and -1 <= eval_line["eval_accuracy"] <= 0
+    named = {"reward", "reward_std", "loss", "grad_norm", "entropy", "kl", "sampler_gap"}
+    assert named | {"completions/mean_length", "rewards/overlong/mean"} <= set(step_line)
+    rows = lines(out / "completions.jsonl")
+    assert len(rows) == 15
+    assert {"prompt", "completion", "reward", "advantage", "row", "tokens"} <= set(rows[0])
+    assert (out / "curves.png").stat().st_size > 1000
 
 
-def test_resume_finds_the_run_and_its_flags(undisturbed, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert (
-        flags_of("--resume") == ("out", "", 0, 32)
-        and "no run in out yet, so one begins" in capsys.readouterr().out
+def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+
+    def evaluate(run, step):
+        return dict(eval_accuracy=next(accuracies), eval_stderr=0.0, eval_length=1.0)
+
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    out = tmp_path / "run"
+    small_run(out, eval_data=f"{HERE}/sample_data/eval.jsonl", eval_every=1, keep=2)
+    names = [os.path.basename(path) for path in grpo.checkpoints(str(out))]
+    assert names == ["step_000001", "step_000003", "step_000004"]
+
+
+def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
+    def spoil(policy, ddp, optimizer, samples, step, cfg, reference):
+        with torch.no_grad():
+            next(policy.parameters()).fill_(math.nan)
+        return dict(skipped_steps=0)
+
+    monkeypatch.setattr(grpo, "update", spoil)
+    small_run(tmp_path / "run", max_steps=1)
+    assert grpo.checkpoints(str(tmp_path / "run")) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# Resume
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_epochs=2, weight_decay=0.1), dict(lora_rank=2)])
+def test_resume_to_the_bit(options, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    evals = dict(eval_data=f"{HERE}/sample_data/eval.jsonl", eval_every=2)
+    small_run(whole, **evals, **options)
+    small_run(parts, max_steps=2, **evals, **options)
+    small_run(parts, resume=True, **evals, **options)
+    same_run(whole, parts)
+
+
+def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(tmp_path, capsys):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    small_run(whole)
+    shutil.copytree(whole, broken)
+    state = broken / "step_000004" / "trainer_state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    capsys.readouterr()
+    small_run(broken, resume=True)
+    assert "step_000004" in capsys.readouterr().out
+    same_run(whole, broken)
+
+
+def test_half_a_line_in_a_log_does_not_stop_a_resume(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    small_run(whole)
+    small_run(out, max_steps=2)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with open(out / name, "a") as file:
+            file.write('{"step": 3, "rew')
+    small_run(out, resume=True)
+    same_run(whole, out)
+
+
+def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys):
+    out = tmp_path / "run"
+    cfg = small_config(out, max_steps=2, seed=7)
+    grpo.train(cfg)
+    resumed = grpo.parse_flags(["--resume", "--out_dir", str(out), "--max_steps", "3"])
+    assert resumed == dataclasses.replace(grpo.replace(cfg, max_steps=3, resume=True), **{
+        name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens")
+    })  # fmt: skip
+    assert len(grpo.train(resumed)) == 3
+
+
+def test_a_resume_with_another_model_is_refused_and_other_rows_are_said(tmp_path, capsys):
+    out = tmp_path / "run"
+    small_run(out, max_steps=1)
+    other = tmp_path / "rows2.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in lines(tmp_path / "rows.jsonl")[:4]))
+    small_run(out, max_steps=2, resume=True, train_data=str(other))
+    assert "--train_data" in capsys.readouterr().out
+    model = tmp_path / "model"
+    shutil.copytree(out / "step_000001", model)
+    with pytest.raises(grpo.ConfigError, match="--model"):
+        small_run(out, max_steps=3, resume=True, model=str(model))
+
+
+def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
+    """A copy keeps how often each row was drawn."""
+    assign_advantages = grpo.assign_advantages
+    runs = []
+    honest = grpo.Run.log_step
+
+    def log_step(self, samples, metrics):
+        runs.append(self)
+        for s in samples:
+            key = str(s.prompt.number)
+            self.state[key] = self.state.get(key, 0) + 1
+        honest(self, samples, metrics)
+
+    monkeypatch.setattr(grpo.Run, "log_step", log_step)
+    small_run(tmp_path / "whole")
+    whole = runs[-1].state
+    small_run(tmp_path / "parts", max_steps=2)
+    small_run(tmp_path / "parts", resume=True)
+    assert runs[-1].state == whole and sum(whole.values()) == 4 * 15
+    assert assign_advantages is grpo.assign_advantages
+
+    runs[-1].state["array"] = np.zeros(3)  # torch.save() takes it; a resume could not load it
+    with pytest.raises(grpo.TrainingError, match="run.state"):
+        grpo.check_loadable(runs[-1].state)
+
+
+def test_kill_9_at_random_moments_loses_nothing(tmp_path):
+    """In the rollout, the update, a save, a rename. Resumed each time, the run ends in the bits of
+    an undisturbed one."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    options = dict(max_steps=12, num_prompts=8)
+    small_run(whole, **options)
+    args = flags_of(small_config(out, **options))
+    rng = random.Random(0)
+    kills = 0
+    for number in range(20):
+        more = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen(command(*args, *more), stdout=subprocess.PIPE, text=True)
+        if number < 3:
+            until = f"step {4 * number + 1}/12"
+            for line in process.stdout:
+                if line.startswith(until):
+                    break
+            time.sleep(rng.random() * 0.3)
+            process.kill()
+            kills += 1
+        process.stdout.read()
+        if process.wait() == 0:
+            break
+        for path in grpo.checkpoints(str(out)):  # whole or absent
+            assert torch.load(f"{path}/trainer_state.pt")["step"] > 0
+    assert kills == 3
+    same_run(whole, out)
+
+
+# ------------------------------------------------------------------------------------------------
+# Stops and errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_saves_and_the_run_can_go_on(number, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    small_run(whole, save_every=0)
+    honest = grpo.Run.log_step
+
+    def stop(self, samples, metrics):
+        honest(self, samples, metrics)
+        if self.step == 2:
+            os.kill(os.getpid(), number)
+
+    grpo.Run.log_step = stop
+    try:
+        history = small_run(out, save_every=0)
+    finally:
+        grpo.Run.log_step = honest
+    assert [m["step"] for m in history] == [1, 2]
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000002"]
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    small_run(out, save_every=0, resume=True)
+    same_run(whole, out)
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    code = (
+        "import time, grpo\n"
+        "from tests.common import small_run\n"
+        "def rollout(*args):\n    print('now', flush=True); time.sleep(600)\n"
+        f"grpo.rollout = rollout\nsmall_run({str(tmp_path / 'run')!r})"
     )
-    for number, name in enumerate(("out.2", "out", "out.10", "out.x", "named")):
-        shutil.copytree(undisturbed, name)
-        config = config_of(undisturbed) | dict(seed=number)
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        os.utime(tmp_path / name / "config.json", (1000 + number, 1000 + number))
-    os.utime(tmp_path / "out.2" / "config.json", (1010, 1010))  # it was started last
-    assert flags_of("--resume") == ("out.2", "latest", 0, 3)
-    assert flags_of("--resume", "--seed", "0", "--num_prompts", "32") == ("out.2", "latest", 0, 32)
-    assert flags_of("--resume", "--out_dir", "named") == ("named", "latest", 4, 3)
-    assert flags_of("--resume", "out") == ("out", "latest", 1, 3)  # and not the newest
-    assert flags_of("--resume", "named") == flags_of("--resume", "named", "--out_dir", "./named/")
-    assert flags_of("--resume", "named") == ("named", "latest", 4, 3)  # a run's own folder
-    assert flags_of("--resume", "named", "--out_dir", "new") == ("new", "named/step_000004", 0, 3)
-    # the flags of that moment
-    assert flags_of("--resume", "named/step_000002") == ("out", "named/step_000002", 0, 3)
-    # the same for a Config made in Python, where a default that is given counts, too
-    cfg = grpo.prepare(Config(resume="latest", out_dir="named", beta=0.5, num_prompts=32))
-    assert (cfg.seed, cfg.num_prompts, cfg.beta, cfg.reward, cfg.out_dir) == (
-        4,
-        32,
-        0.5,
-        "overlong",
-        "named",
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=HERE
     )
-    assert grpo.prepare(cfg) == cfg
+    while process.stdout.readline().strip() != b"now":
+        pass
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.stderr.readline()  # it says that it stops
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+    assert time.monotonic() - started < 30
 
 
-def test_a_named_checkpoint_begins_a_run_of_its_own(
-    undisturbed, again, tmp_path, monkeypatch, capsys
-):
-    shutil.copytree(undisturbed, tmp_path / "whole")
-    monkeypatch.chdir(tmp_path)
-    resume = str(tmp_path / "whole" / "step_000002")
-    metrics, completions, weights = state_of(undisturbed)
-    for out in ("new", "out"):  # named, and the first free one
-        assert [m["step"] for m in again(out, resume=resume)] == [3, 4]
-        assert state_of(tmp_path / out)[2] == weights
-        ours, theirs = (
-            [m["reward"] for m in log] for log in (state_of(tmp_path / out)[0], metrics)
-        )
-        assert ours == theirs[2:]
-    with pytest.raises(ConfigError, match="holds"):
-        again(str(tmp_path / "whole"), resume=resume)
-    assert state_of(tmp_path / "whole") == state_of(undisturbed)
+def test_an_error_saves_the_last_whole_step(tmp_path, monkeypatch):
+    honest = grpo.update
+
+    def fail(policy, ddp, optimizer, samples, step, *rest, **options):
+        if step < 3:
+            return honest(policy, ddp, optimizer, samples, step, *rest, **options)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(grpo, "update", fail)
+    with pytest.raises(RuntimeError):
+        small_run(tmp_path / "run", save_every=0)
+    [path] = grpo.checkpoints(str(tmp_path / "run"))
+    assert path.endswith("step_000002")
 
 
-def test_before_its_first_checkpoint_a_run_begins_where_it_began(
-    undisturbed, again, tmp_path, monkeypatch
-):
-    """And not with the model of --model."""
-    out = tmp_path / "out"
-    monkeypatch.chdir(undisturbed)
-    for i in range(2):  # killed twice
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-            at_step(patch, {3: lambda: 1 / 0})
-            again(out, resume="latest" if i else "step_000002")
-    assert names_in(out) == []
-    monkeypatch.chdir(tmp_path)
-    history = again(out, resume="latest")
-    assert [m["step"] for m in history] == [3, 4]
-    assert state_of(out)[2] == state_of(undisturbed)[2]
+def test_an_error_between_optimizer_steps_saves_nothing(tmp_path, monkeypatch):
+    """The weights are then those of no step."""
+    honest = grpo.backward
+    calls = []
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) == 4:  # the second mini-batch of step 2
+            raise RuntimeError("no")
+        return honest(*args)
+
+    monkeypatch.setattr(grpo, "backward", fail)
+    with pytest.raises(RuntimeError):
+        small_run(tmp_path / "run", save_every=0)
+    assert grpo.checkpoints(str(tmp_path / "run")) == []
 
 
-def test_a_restart_by_torchrun_resumes_nothing_by_itself(undisturbed, again, tmp_path, monkeypatch):
-    """In a container torchrun has the same process id and rendezvous id each time: another run in
-    `out` looks as if this torchrun had started it."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(undisturbed, "out")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert [m["step"] for m in again("out", max_steps=1)] == [1]
-    assert state_of(tmp_path / "out") == state_of(undisturbed)
-    assert names_in("out.1") == ["step_000001"]
+def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
+    def infinite(samples, cfg):
+        for s in samples:
+            s.advantages[:] = math.inf
+
+    monkeypatch.setattr(grpo, "assign_advantages", infinite)
+    with pytest.raises(grpo.TrainingError, match="5 steps"):
+        small_run(tmp_path / "run", max_steps=9)
+    assert [m["skipped_steps"] for m in metrics_of(tmp_path / "run")] == [2] * 5
 
 
-def test_a_restart_by_torchrun_resumes_where_the_command_says_so(
-    undisturbed, again, tmp_path, monkeypatch
-):
-    out = tmp_path / "named"
-    for restart in range(2):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        with pytest.MonkeyPatch.context() as patch:
-            at_step(patch, {2 + restart: lambda: 1 / 0})
-            with pytest.raises(ZeroDivisionError):
-                again(out, resume="latest")
-    again(out, resume="latest")
-    assert state_of(out) == state_of(undisturbed)
+def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path, monkeypatch, capsys):
+    honest = torch.save
+    calls = []
+
+    def full(*args, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("No space left on device")
+        return honest(*args, **options)
+
+    monkeypatch.setattr(grpo, "check_loadable", lambda state: None)
+    monkeypatch.setattr(torch, "save", full)
+    small_run(tmp_path / "run", max_steps=2)
+    assert "No space left" in capsys.readouterr().out
+    assert [os.path.basename(p) for p in grpo.checkpoints(str(tmp_path / "run"))] == ["step_000002"]
 
 
-def test_the_reference_is_the_runs_own(undisturbed, again, tmp_path):
-    out, options = tmp_path / "out", dict(model=str(undisturbed / "step_000004"), beta=0.1)
-    again(out, **options, max_steps=1)
-    with pytest.raises(
-        ConfigError, match="--model .*: not the weights that this run began with.*--beta 0"
-    ):
-        again(out, model=BUNDLED.model, beta=0.1, resume="latest")
-    again(out, model=BUNDLED.model, beta=0, max_steps=2, resume="latest")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_still_trains(mode, tmp_path):
+    with mode():
+        [metrics] = small_run(tmp_path / "run", max_steps=1)
+    assert metrics["grad_norm"] > 0 and metrics["optimizer_steps"] == 2
 
 
-def test_what_changed_is_said_and_other_checkpoints_are_refused(
-    again, tmp_path, monkeypatch, capsys
-):
-    out, rewards = tmp_path / "out", tmp_path / "rewards.py"
-    for number in (1, 2):
-        rewards.write_text(f"def length(completion, row): return {number} * len(completion)")
-        resume = dict(resume="latest", num_prompts=4) if number == 2 else {}
-        again(out, reward=f"{rewards}:length", max_steps=1, **resume)
-    assert "at step 1; changed since then: num_prompts, reward_code\n" in capsys.readouterr().out
-    assert json.loads((out / "config.json").read_text())["reward_code"].keys() == {str(rewards)}
-
-    def gather(self, items):  # another machine found no checkpoint
-        return [*items, 0] if type(items[0]) is int else items
-
-    monkeypatch.setattr(World, "gather", gather)
-    with pytest.raises(TrainingError, match="the machines hold different checkpoints"):
-        again(out, resume="latest")
+# ------------------------------------------------------------------------------------------------
+# Ranks
 
 
-def test_a_flag_of_the_optimizer_counts_on_a_resume(undisturbed, again, tmp_path):
-    for name, decay in (("same", 0.0), ("other", 0.9)):
-        copy_cut_back(undisturbed, tmp_path / name, 3)
-        again(tmp_path / name, resume="latest", weight_decay=decay)
-        assert (state_of(tmp_path / name) == state_of(undisturbed)) == (decay == 0)
+def test_two_ranks_divide_anything_and_resume_to_the_bit(tmp_path):
+    """Prompts, G, ranks, micro-batch and mini-batches are pairwise prime."""
+    one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
+    options = dict(max_steps=3, num_minibatches=2, micro_batch_tokens=61)
+    small_run(one, **options)
+    for out, more in ((two, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
+        args = flags_of(small_config(out, **options | more))
+        done = on_ranks(2, "tests.common.main", *args)
+        assert done.returncode == 0, done.stderr[-3000:]
+    same_run(two, parts)
+    for a, b in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert a.keys() == b.keys()
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    texts = [[row["completion"] for row in lines(out / "completions.jsonl")] for out in (one, two)]
+    assert texts[0] == texts[1]
 
 
-def test_a_stop_while_a_named_checkpoint_loads_has_nothing_to_save(undisturbed, tmp_path, capsys):
-    checkpoint = harness.checkpoints.load_checkpoint(str(undisturbed / "step_000002"))
-    cfg = Config(model="m", out_dir=str(tmp_path / "out"), resume=checkpoint.path, max_steps=4)
-    run = harness.run.Run(cfg, CPU, checkpoint, time.monotonic())
-    run.save_last("signal: ")  # before track()
-    run.exits.close()
-    assert "signal: stopped in step 3, nothing is saved" in capsys.readouterr().out
+def differ(what, out):
+    """Runs on every rank; rank 1 has another `what`."""
+    cfg = small_config(out, max_steps=1)
+    if grpo.RANK == 1 and what == "--beta":
+        cfg.beta = 0.5
+    if grpo.RANK == 1 and what == "data":
+        small_rows = lines(cfg.train_data)[:4]
+        cfg.train_data = f"{out}.rows.jsonl"
+        Path(cfg.train_data).write_text("".join(json.dumps(row) + "\n" for row in small_rows))
+    if grpo.RANK == 1 and what == "weights":
+        honest = grpo.load_model
+
+        def other(*args):
+            model = honest(*args)
+            next(model.parameters()).data += 1
+            return model
+
+        grpo.load_model = other
+    try:
+        grpo.train(cfg)
+    except grpo.ConfigError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
 
 
-def test_a_resume_keeps_no_second_copy_of_adams_moments(undisturbed, again, tmp_path, monkeypatch):
-    out, loaded, alive = tmp_path / "out", [], []
-    copy_cut_back(undisturbed, out, 2)
-    load, moved = (
-        harness.checkpoints.load_checkpoint,
-        torch.optim.Optimizer._process_value_according_to_param_policy,
+@pytest.mark.parametrize("what", ["--beta", "data", "weights"])
+def test_ranks_that_differ_are_refused(what, tmp_path):
+    done = on_ranks(2, "tests.test_run.differ", what, tmp_path / "run")
+    assert done.returncode == 2
+    assert f"refused: {what}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    """As a user starts two ranks; a third rank that dies ends the others."""
+    args = flags_of(small_config(tmp_path / "run", max_steps=2))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*launch, f"{HERE}/grpo.py", *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small_run(tmp_path / "one", max_steps=2)
+    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rewards and dashboards in a run
+
+
+def write_rewards(folder, text):
+    path = Path(folder, "rewards.py")
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_reward_that_fails_or_hangs_costs_its_samples_and_is_said_once(tmp_path, capsys):
+    text = """
+import time
+
+def fails(completion, row):
+    if "1" in completion:
+        raise KeyError("no such thing")
+    return len(completion)
+
+def hangs(completion, row):
+    if completion.startswith("0"):
+        time.sleep(60)
+    return 0.0
+"""
+    path = write_rewards(tmp_path, text)
+    rewards = f"{path}:fails,{path}:hangs"
+    history = small_run(tmp_path / "run", reward=rewards, call_timeout=0.2, max_steps=2)
+    said = capsys.readouterr().out
+    rows = lines(tmp_path / "run" / "completions.jsonl")
+    for row in rows:
+        if "1" in row["completion"]:
+            assert row["rewards"]["fails"] == 0.0 and "no such thing" in row["failure"]
+    for metrics in history:
+        failed = [r for r in rows if r["step"] == metrics["step"] and "failure" in r]
+        assert metrics["failed_rewards"] == len(failed) > 0
+    assert said.count("no such thing") + said.count("0.2 s") == 1
+
+
+def test_a_cut_off_completion_gets_the_reward_of_the_flag():
+    samples = random_samples(4, 2)
+    samples[0].finish_reason = samples[1].finish_reason = "length"
+    reward = grpo.load_rewards("format")[0]._replace(function=lambda text, row: row["value"])
+    for s, value in zip(samples, (1.0, None, 0.5, None), strict=True):
+        s.prompt = grpo.Prompt(s.prompt.ids, "", dict(value=value))
+    grpo.score(samples, fake_run(Config(non_stop_reward=-2.0), rewards=[reward]), 1)
+    assert samples[0].reward == -2.0
+    assert samples[2].reward == 0.5
+    assert math.isnan(samples[1].reward) and math.isnan(samples[3].reward)
+
+
+def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(tmp_path):
+    text = """
+def even(completion, row):
+    return None if int(row["answer"]) % 2 else 1.0
+"""
+    path = write_rewards(tmp_path, text)
+    options = dict(reward=f"{path}:even", eval_data=f"{HERE}/sample_data/eval.jsonl")
+    history = small_run(tmp_path / "run", max_steps=0, eval_samples=2, **options)
+    assert history[0]["eval_accuracy"] == history[0]["eval_pass@2"] == 1.0
+
+
+def test_a_group_is_scored_in_one_call(tmp_path):
+    """So a reward may rank the samples of a group, in TRL's form; every rank has whole groups."""
+    text = """
+def rank(prompts, completions, completion_ids, log_metric, log_extra, **columns):
+    log_metric("calls", 1.0)
+    log_extra("length", [len(ids) for ids in completion_ids])
+    values = []
+    for prompt, completion in zip(prompts, completions):
+        group = [c for p, c in zip(prompts, completions) if p == prompt]
+        values.append(sum(len(completion) < len(other) for other in group))
+    return values
+"""
+    path = write_rewards(tmp_path, text)
+    args = flags_of(small_config(tmp_path / "run", reward=f"{path}:rank", max_steps=1))
+    done = on_ranks(2, "tests.common.main", *args)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [metrics] = metrics_of(tmp_path / "run")
+    assert metrics["logged/calls"] == 1.0
+    groups = {}
+    for row in lines(tmp_path / "run" / "completions.jsonl"):
+        groups.setdefault(row["group"], []).append(row)
+        assert row["extra"]["length"] == str(len(row["tokens"]["text"]))
+    for rows in groups.values():
+        shortest = min(len(row["completion"]) for row in rows)
+        best = max(row["reward"] for row in rows)
+        assert all(r["reward"] == best for r in rows if len(r["completion"]) == shortest)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypatch):
+    sent = []
+    fake = types.ModuleType(name)
+    fake.__spec__ = types.SimpleNamespace(name=name)
+    fake.init = lambda **options: None
+
+    def log(values, step):
+        sent.append((step, values))
+        raise ConnectionError("no network")
+
+    fake.log = log
+    monkeypatch.setitem(sys.modules, name, fake)
+    small_run(
+        tmp_path / "run",
+        report_to=name,
+        eval_data=f"{HERE}/sample_data/eval.jsonl",
+        max_steps=1,
     )
-
-    def noted(path):
-        checkpoint = load(path)
-        moments = checkpoint.state["optimizer"]["state"].values()
-        loaded.extend(weakref.ref(value) for moment in moments for value in moment.values())
-        return checkpoint
-
-    monkeypatch.setattr(harness.checkpoints, "load_checkpoint", noted)
-    # as if they went to a GPU
-    elsewhere = staticmethod(lambda *args, **options: moved(*args, **options).clone())
-    monkeypatch.setattr(
-        torch.optim.Optimizer, "_process_value_according_to_param_policy", elsewhere
-    )
-    at_step(monkeypatch, {3: lambda: alive.extend(ref() for ref in loaded if ref() is not None)})
-    again(out, resume="latest")
-    assert len(loaded) > 30 and alive == []
-    assert state_of(out) == state_of(undisturbed)
+    assert [step for step, _ in sent] == [0, 1, 1]
+    assert "eval/accuracy" in sent[0][1]
+    assert {"train/reward", "train/completions/mean_length"} <= set(sent[1][1])
 
 
-# -- the steps
-
-
-def test_what_rewards_log_has_names_of_its_own_and_without_any_the_run_ends():
-    def failures(step, *scores):
-        return Scorer([]).failure_metrics(scores, step, 4)
-
-    scores = [Scores([1.0] * 2, {}, [False] * 2, metrics=dict(step=n)) for n in (2.0, 4)]
-    assert failures(1, *scores) == {"logged/step": 3.0, "failed_rewards": None}
-    none, failed = Scores([math.nan] * 2, {}, [False] * 2), Scores([0.0] * 2, {}, [True] * 2)
-    with pytest.raises(
-        TrainingError, match="in every sample of step 1 a reward failed or returned None"
-    ):
-        failures(1, none, none)
-    with pytest.raises(
-        TrainingError, match="in every sample of step 1 a reward failed or returned None"
-    ):
-        failures(1, none, failed)
-    assert failures(1, none, scores[0])["logged/step"] == 2 and failures(2, none, none) == dict(
-        failed_rewards=None
-    )
-
-
-def test_a_phase_waits_for_the_device(monkeypatch):
-    waits = []
-    for name in ("cuda", "mps"):
-        monkeypatch.setattr(
-            getattr(torch, name), "synchronize", lambda name=name: waits.append(name)
-        )
-    for name in ("cpu", "cuda", "mps"):
-        clock = harness.run.Clock(torch.device(name))
-        with clock("rollout"):
-            pass
-        assert list(clock.take()) == ["time_rollout"]
-    assert waits == ["cuda", "mps"]
+def test_the_micro_batch_follows_the_cards_memory(monkeypatch):
+    model = tiny_model()
+    sizes = []
+    for free in (2**24, 2**33, 2**40):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        cfg = grpo.resolve_auto(Config(dtype="float32"), model, torch.device("cuda"))
+        sizes.append(cfg.micro_batch_tokens)
+    assert 256 <= sizes[0] < sizes[1] == sizes[2] == 16384
+    cfg = grpo.resolve_auto(Config(), model, torch.device("cpu"))
+    assert (cfg.micro_batch_tokens, cfg.dtype) == (2048, "float32")  # a small model

@@ -1,54 +1,50 @@
-"""The update: advantages that reach it, mini-batches, which steps are taken and which passes are
-made, learning rates, gradients in DDP's buckets."""
+"""The policy, the sampler and an update: what is computed, what is trained, and which optimizer
+steps are taken."""
 
 import dataclasses
-import json
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import grpo
-import harness.log
-import harness.ranks
-import view
-from grpo import Config, grpo_loss
-from harness.flags import TrainingError
+from grpo import Config, HFSampler, Prompt, Sample, grpo_loss
 from tests.common import (
     CPU,
     F64,
+    HERE,
     REDUCTIONS,
     Recorder,
-    fast_policy,
-    leave_world,
-    logps_of,
     random_samples,
-    read,
     relative,
-    small_run,
     tiny_model,
     update_gradient,
 )
 
-pytest_plugins = "tests.common"
-
 
 def tiny_policy():
-    return fast_policy(tiny_model(), 1.0)
+    return grpo.Policy(tiny_model(), 1.0)
+
+
+def other_policy():
+    """A reference that is another model."""
+    return grpo.Policy(tiny_model(seed=1), 1.0)
 
 
 def make_config(**options):
     """The samples' log-probabilities are made up, so that the gap to the sampler is large."""
-    return Config(max_sampler_gap=1e9, **options)
+    return Config(**dict(max_sampler_gap=1e9, micro_batch_tokens=2048) | options)
 
 
 def set_advantages(samples, value):
     for s in samples:
-        s.advantages = np.full(len(s.completion_ids), value)
+        s.advantages[:] = value
 
 
-def weights_of(policy):
+def copy_of(policy):
     return [p.detach().clone() for p in policy.parameters()]
 
 
@@ -57,55 +53,167 @@ def has_moved(policy, before):
     return any(not torch.equal(a, b) for a, b in pairs)
 
 
-def causes_of(metrics):
-    """Why steps were not taken."""
-    causes = ("not_finite", *grpo.NO_GRADIENT)
-    return [cause for cause in causes if metrics[f"skipped_steps/{cause}"]]
+def steps(policy, samples, cfg, step=1, reference=None, optimizer=None):
+    """The metrics of update(), and whether weights have changed."""
+    before = copy_of(policy)
+    optimizer = optimizer or grpo.make_optimizer(policy, cfg)
+    metrics = grpo.update(policy, policy, optimizer, samples, step, cfg, reference)
+    return metrics, has_moved(policy, before)
 
 
-def count_rows(policy):
-    """A list that grows by the number of rows [N] of every forward pass."""
-    counts = []
-    policy.register_forward_pre_hook(lambda _, args: counts.append(args[0]["shape"][0]))
-    return counts
+def count_passes(policy):
+    passes = []
+    policy.register_forward_pre_hook(lambda _, args: passes.append(len(args[0]["ids"])))
+    return passes
 
 
 # ------------------------------------------------------------------------------------------------
-# Advantages and mini-batches
+# Policy
 
 
-def test_advantage_noise_is_seeded_by_the_step_and_has_mean_zero():
-    samples = random_samples(4000, 8)
-    for s in samples:
-        s.reward = 1.0
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_logps_are_the_models_own(kind):
+    """One row at a time, from the logits of the whole text."""
+    model = tiny_model(kind)
+    samples = random_samples(6, 3)
+    logps, entropy = grpo.Policy(model, 0.7)(grpo.collate(samples, CPU))
+    for s, row, entropies in zip(samples, logps, entropy, strict=True):
+        text = torch.from_numpy(np.append(s.prompt.ids, s.completion_ids))[None]
+        table = (model(text).logits[0] / 0.7).log_softmax(-1)[len(s.prompt.ids) - 1 : -1]
+        expected = table.gather(1, torch.from_numpy(s.completion_ids)[:, None])[:, 0]
+        T = len(s.completion_ids)
+        assert torch.allclose(row[:T], expected, atol=1e-5)
+        assert torch.allclose(entropies[:T], -(table.exp() * table).sum(-1), atol=1e-5)
 
-    def noise(step, level):
-        grpo.assign_advantages(samples, step, Config(num_generations=8, advantage_noise=level))
-        return np.array([s.advantages[0] for s in samples])
 
-    assert (noise(1, 0.0) == 0).all()
-    first = noise(1, 0.1)
-    assert (noise(2, 0.1) != first).any()
-    assert (noise(1, 0.1) == first).all()
-    assert abs(first.mean()) < 4 * 0.1 / math.sqrt(4000)
-    assert first.std() == pytest.approx(0.1, rel=0.1)
+def test_gradient_checkpointing_changes_memory_only():
+    cfg = Config(beta=0.1, max_grad_norm=0)
+    model = tiny_model()
+    grad, _ = update_gradient(cfg, random_samples(6, 3), policy=grpo.Policy(model, 1.0))
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    again, _ = update_gradient(cfg, random_samples(6, 3), policy=grpo.Policy(model, 1.0))
+    assert relative(again, grad) < 1e-6
+
+
+def test_dropout_is_forced_to_zero_in_configs_inside_configs():
+    inner = transformers.LlamaConfig(attention_dropout=0.5)
+    outer = transformers.LlavaConfig(text_config=inner, vision_config=None)
+    assert grpo.without_randomness(outer).text_config.attention_dropout == 0.0
+
+
+def test_float64_stays_float64():
+    """Advantages that differ in the tenth digit give gradients that differ there, too."""
+    cfg = Config(beta=0, max_grad_norm=0)
+    gradients = []
+    for change in (0.0, 1e-10):
+        samples = random_samples(6, 3, np.float64)
+        samples[0].advantages = samples[0].advantages + change
+        gradients.append(update_gradient(cfg, samples, F64)[0])
+    assert 1e-13 < relative(*gradients) < 1e-8
+
+
+# ------------------------------------------------------------------------------------------------
+# Rollout
+
+
+def prompts_of(*ids):
+    return [np.array(one) for one in ids]
+
+
+def test_prompts_of_a_step_are_a_function_of_seed_and_step():
+    prompts = [Prompt(np.array([i]), "", {}) for i in range(7)]
+    cfg = Config(num_prompts=3)
+
+    def drawn(step, cfg=cfg):
+        return [p.ids[0] for p in grpo.prompts_of_step(prompts, step, cfg)]
+
+    stream = list(itertools.chain(*(drawn(step) for step in range(1, 15))))
+    epochs = [stream[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    assert drawn(5) == stream[12:15]
+    assert drawn(1, Config(num_prompts=3, seed=1)) != stream[:3]
+    assert len(drawn(1, Config(num_prompts=20))) == 20  # more than there are
+
+
+def test_the_streams_of_earlier_runs_are_the_same():
+    """Runs of one seed can be compared across versions."""
+    cfg = Config(seed=3)
+    assert grpo.seed_of(cfg, grpo.SAMPLING, 2, 5) == 1097549577811238910
+    order = grpo.generator(cfg, grpo.ORDER, 0, 1).permutation(8)
+    assert order.tolist() == [0, 1, 6, 3, 5, 7, 4, 2]
+
+
+def test_samples_follow_the_scored_distribution():
+    """The sampler's log-probabilities are the policy's, and frequencies match them: temperature
+    only, whatever else the model's generation config asks for."""
+    model = tiny_model()
+    options = dict(top_p=0.1, top_k=2, repetition_penalty=2.0, do_sample=True)
+    model.generation_config = transformers.GenerationConfig(**options)
+    sampler = HFSampler(model, [1], Config(max_completion_length=1))
+    n = 4000
+    completions = sampler.generate(prompts_of([5, 6, 7]) * n, [(0, i) for i in range(n)], 0.7)
+    logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
+    counts = torch.bincount(torch.tensor([ids[0] for ids, _ in completions]), minlength=32)
+    assert (counts / n - logps.exp()).abs().max() < 4 * 0.5 / n**0.5
+    for ids, row in completions[:50]:
+        assert row[0] == pytest.approx(logps[ids[0]].item(), abs=1e-5)
+    [(ids, _)] = sampler.generate(prompts_of([5, 6, 7]), [(0, 0)], 0.0)
+    assert ids[0] == logps.argmax()
+
+
+def test_a_sample_depends_on_its_seed_only():
+    sampler = HFSampler(tiny_model(), [1], Config(max_completion_length=10))
+    prompts = prompts_of([5, 6, 7], [8], [9, 10, 11, 12, 13])
+    together = sampler.generate(prompts * 4, [(p, i) for i in range(4) for p in range(3)], 1.0)
+    for number, (ids, _) in enumerate(together):
+        i, p = divmod(number, 3)
+        [(alone, _)] = sampler.generate([prompts[p]], [(p, i)], 1.0)
+        assert ids.tolist() == alone.tolist()
+    assert len({tuple(ids) for ids, _ in together}) > 6
+    assert sampler.generate([], [], 1.0) == []
+
+
+def test_every_eos_id_stops_and_is_kept_and_a_limit_only_cuts():
+    eos = list(range(1, 9))
+    sampler = HFSampler(tiny_model(), eos, Config(max_completion_length=20))
+    prompts = prompts_of([9, 10]) * 64
+    seeds = [(0, i) for i in range(64)]
+    whole = sampler.generate(prompts, seeds, 1.0)
+    for ids, logps in whole:
+        assert len(logps) == len(ids)
+        assert ids[-1] in eos or len(ids) == 20
+        assert not any(i in eos for i in ids[:-1])
+    assert min(len(ids) for ids, _ in whole) < 20
+    cut = sampler.generate(prompts, seeds, 1.0, limits=[3, 7] * 32)
+    for (ids, _), (shorter, _), limit in zip(whole, cut, [3, 7] * 32, strict=True):
+        assert shorter.tolist() == ids[:limit].tolist()
+
+
+def test_a_reward_sees_special_tokens_and_ids_without_a_text_are_dropped():
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{HERE}/sample_data/model")
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
+    written = "<think>1+2=3</think>3"
+    ids = np.array(tokenizer(written, add_special_tokens=False)["input_ids"])
+    assert grpo.decode(tokenizer, np.append(ids, len(tokenizer) + 5)) == written
+
+
+# ------------------------------------------------------------------------------------------------
+# What is trained
 
 
 def test_masked_truncation_counts_in_the_baseline_but_not_in_the_loss():
-    cfg = Config(num_generations=4, mask_truncated=True, non_stop_reward=None)
+    cfg = Config(num_generations=4, mask_truncated=True)
     samples = random_samples(4, 4)
-    samples[0].reward = 1.0
-    samples[2].finish_reason = "length"
-    samples[3].finish_reason = "length"
-    grpo.assign_advantages(samples, 1, cfg)
-    baseline = 0.25  # the mean of all four rewards
-    assert samples[0].advantages[0] == pytest.approx((1 - baseline) / (0.5 + 1e-4))
-
-    # The truncated samples are neither in the sums nor in the counts that divide them.
+    for s, reward in zip(samples, (1.0, 0.0, 0.0, 0.0), strict=True):
+        s.reward = reward
+    samples[2].finish_reason = samples[3].finish_reason = "length"
+    grpo.assign_advantages(samples, cfg)
+    assert samples[0].advantages[0] == pytest.approx((1 - 0.25) / (0.5 + 1e-4))
     grad, metrics = update_gradient(cfg, samples)
     expected_grad, expected = update_gradient(cfg, samples[:2])
     assert relative(grad, expected_grad) < 1e-6
-    for key in ("loss", "entropy", "kl", "sampler_gap"):
+    for key in ("loss", "entropy"):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-5)
 
 
@@ -121,65 +229,44 @@ def test_minibatches_cover_every_epoch_without_divisibility():
     assert orders[0] != orders[1]
 
 
+@pytest.mark.parametrize("budget", [1, 30, 1000])
+def test_micro_batches_hold_every_sample_once_within_their_budget(budget):
+    samples = random_samples(17, 3)
+    batches = grpo.micro_batches(samples, budget)
+    assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, samples))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(s.total_length for s in batch) <= budget
+
+
 def test_several_updates_use_the_rollouts_own_logps():
     """The second mini-batch of a rollout is off-policy: its ratio is against the policy before the
     first."""
     samples = random_samples(8, 4)
     cfg = make_config(num_minibatches=2, beta=0, learning_rate=0.05, tis_cap=0)
     policy = tiny_policy()
-    grpo.compute_logps(policy, samples, "old_logps", cfg, CPU)
+    grpo.add_logps("old_logps", policy, samples, cfg)
     before = [s.old_logps.copy() for s in samples]
-    metrics = grpo.update(policy, grpo.make_optimizer(policy, cfg), samples, cfg)
+    metrics, moved = steps(policy, samples, cfg)
+    assert moved and metrics["optimizer_steps"] == 2
     assert metrics["clip_ratio/region_mean"] > 0  # the ratio moved
-    after, _ = logps_of(policy, samples)
-    after = after.detach().numpy()
-    same = [np.allclose(a, b[: len(a)], atol=1e-3) for a, b in zip(before, after, strict=True)]
-    assert not all(same)
     for logps, s in zip(before, samples, strict=True):
         assert (logps == s.old_logps).all()
-
-
-def test_samples_of_which_some_have_old_log_probabilities_are_refused():
-    samples = random_samples(4, 2)
-    samples[1].old_logps = samples[1].sampler_logps
-    with pytest.raises(ValueError, match="3 of 4 samples have no old_logps"):
-        grpo.collate(samples, CPU.device)
-
-
-def test_a_sample_equals_itself_only():
-    [a] = random_samples(1, 1)
-    [b] = random_samples(1, 1)
-    assert a == a
-    assert a != b
-    assert [b, a].index(a) == 1
-
-
-def test_float64_stays_float64():
-    """Advantages that differ in the tenth digit give gradients that differ there, too."""
-    cfg = Config(beta=0, max_grad_norm=0)
-    gradients = []
-    for change in (0.0, 1e-10):
-        samples = random_samples(6, 3, np.float64)
-        samples[0].advantages = samples[0].advantages + change
-        gradients.append(update_gradient(cfg, samples, F64)[0])
-    assert 1e-13 < relative(*gradients) < 1e-8
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_context_is_read_and_not_trained(reduction, level):
-    """Tokens that the policy did not draw are not in the loss, its counts and its lengths; the
+    """Tokens that the policy did not sample are not in the loss, its counts and its lengths; the
     tokens after them see them."""
     samples = random_samples(9, 3, longest=12)
     rng = np.random.default_rng(1)
     for s in samples:
         s.sampled = rng.random(len(s.completion_ids)) < 0.6
         s.sampled[0] = True
-    reductions = dict(loss_reduction=reduction, ratio_level=level)
-    cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=40, **reductions)
+    options = dict(loss_reduction=reduction, ratio_level=level)
+    cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=40, **options)
     policy = tiny_policy()
     grad, metrics = update_gradient(cfg, samples, policy=policy)
-
     for s in samples:  # nothing of the context is read but its ids
         for values in (s.advantages, s.sampler_logps, s.ref_logps):
             values[~s.sampled] = math.nan
@@ -188,14 +275,14 @@ def test_context_is_read_and_not_trained(reduction, level):
     assert metrics == metrics_with_nan
 
     # The same loss from the sampled tokens only, one sample after the other.
-    logps, _ = policy(grpo.collate(samples, CPU.device, policy.rows))
-    counts = (sum(s.n_sampled for s in samples), len(samples))
+    logps, _ = policy(grpo.collate(samples, CPU))
+    counts = (sum(int(s.sampled.sum()) for s in samples), len(samples))
     loss = 0.0
     for s, row in zip(samples, logps, strict=True):
         row = row[torch.from_numpy(np.flatnonzero(s.sampled))][None]
         ref = torch.from_numpy(s.ref_logps[s.sampled])[None]
         sampler = torch.from_numpy(s.sampler_logps[s.sampled])[None]
-        advantages = torch.from_numpy(s.advantages[s.sampled].astype(np.float32))[None]
+        advantages = torch.from_numpy(s.advantages[s.sampled])[None]
         mask = torch.ones_like(row, dtype=torch.bool)
         part, _ = grpo_loss(row, row.detach(), ref, sampler, advantages, mask, cfg, *counts)
         loss = loss + part
@@ -203,23 +290,34 @@ def test_context_is_read_and_not_trained(reduction, level):
     assert relative(grad, torch.cat([g.flatten().to(F64) for g in expected])) < 1e-5
 
 
+def test_samples_without_a_gradient_need_no_pass():
+    """Same gradient and loss, fewer passes; with a KL term they stay in."""
+    samples = random_samples(12, 4)
+    set_advantages(samples[::3], 0.0)
+    with_tiny_advantages = []  # which are too small for any influence
+    for s in samples:
+        other = dataclasses.replace(s)
+        other.advantages = s.advantages + 1e-30
+        with_tiny_advantages.append(other)
+
+    def passes(beta, samples):
+        policy = tiny_policy()
+        rows = count_passes(policy)
+        options = dict(loss_reduction="sequence", micro_batch_tokens=1)
+        cfg = Config(beta=beta, max_grad_norm=0, **options)
+        grad, metrics = update_gradient(cfg, samples, policy=policy)
+        return len(rows), grad, metrics["loss"]
+
+    n_passes, grad, loss = passes(0.0, samples)
+    all_passes, expected_grad, expected_loss = passes(0.0, with_tiny_advantages)
+    assert (n_passes, all_passes) == (8, 12)
+    assert relative(grad, expected_grad) < 1e-6
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert passes(0.1, samples)[0] == 12
+
+
 # ------------------------------------------------------------------------------------------------
 # Steps that are taken, and steps that are not
-
-
-def test_an_update_starts_from_no_gradient():
-    """Otherwise an update would clip the sum of its own gradient and of what the caller left."""
-    cfg = Config(beta=0.1)
-    samples = random_samples(6, 3)
-    clean, _ = update_gradient(cfg, samples)
-    policy = tiny_policy()
-    logps, _ = logps_of(policy, samples)
-    logps.sum().backward()
-    recorder = Recorder(policy)
-    grpo.update(policy, recorder, samples, make_config(beta=0.1, micro_batch_tokens=2048))
-    of_the_caller, of_the_update = recorder.grads
-    assert not torch.equal(clean, of_the_caller)
-    assert torch.equal(clean, of_the_update)
 
 
 def test_gradient_is_clipped_once_and_logged_before_clipping():
@@ -231,235 +329,77 @@ def test_gradient_is_clipped_once_and_logged_before_clipping():
     assert clipped.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_an_update_starts_from_no_gradient():
+    samples = random_samples(6, 3)
+    cfg = make_config(beta=0.0)
+    clean, _ = update_gradient(cfg, samples)
+    policy = tiny_policy()
+    policy(grpo.collate(samples, CPU))[0].sum().backward()
+    recorder = Recorder(policy)
+    grpo.update(policy, policy, recorder, samples, 1, cfg)
+    of_the_caller, of_the_update = recorder.grads
+    assert not torch.equal(clean, of_the_caller)
+    assert torch.equal(clean, of_the_update)
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step():
     samples = random_samples(6, 3)
     set_advantages(samples[2:3], math.inf)
     policy = tiny_policy()
-    before = weights_of(policy)
-    optimizer = grpo.make_optimizer(policy, Config())
-    metrics = grpo.update(policy, optimizer, samples, make_config())
+    metrics, moved = steps(policy, samples, make_config())
     assert metrics["skipped_steps"] == 1
-    assert not has_moved(policy, before)
+    assert not moved
     assert all(p.grad is None for p in policy.parameters())
 
 
 def test_no_step_without_a_signal():
     silent = random_samples(6, 3)
-    for s in silent:
-        s.reward = 1.0
+    set_advantages(silent, 0.0)
     cfg = make_config(num_generations=3, weight_decay=0.1, learning_rate=1e-3, beta=0.0)
-    assert grpo.assign_advantages(silent, 1, cfg) == 1.0
     policy = tiny_policy()
     optimizer = grpo.make_optimizer(policy, cfg)
     learned = random_samples(6, 3)
-    grpo.update(policy, optimizer, learned, cfg)  # leaves momentum
-    before = weights_of(policy)
-    metrics = grpo.update(policy, optimizer, silent, cfg, step=2)
+    assert steps(policy, learned, cfg, optimizer=optimizer)[1]  # leaves momentum
+    metrics, moved = steps(policy, silent, cfg, 2, optimizer=optimizer)
+    assert not moved and metrics["optimizer_steps"] == 0
+    assert metrics["loss"] == metrics["grad_norm"] == 0
     for s in learned:  # advantages of tokens that are not in the loss are no signal
         s.in_loss[:] = False
-    grpo.update(policy, optimizer, learned, cfg, step=3)
-    assert not has_moved(policy, before)
-    assert math.isfinite(metrics["loss"])
-    assert math.isfinite(metrics["grad_norm"])
+    assert not steps(policy, learned, cfg, 3, optimizer=optimizer)[1]
 
 
-def test_a_teacher_pulls_where_no_advantage_does():
-    """The reference may be another model, so that the first step must not be held back."""
-    samples = random_samples(6, 3)
-    set_advantages(samples, 0.0)
-    policy = tiny_policy()
-    cfg = make_config(num_generations=3, learning_rate=1e-3, beta=1.0)
-    before = weights_of(policy)
-    metrics = grpo.update(policy, grpo.make_optimizer(policy, cfg), samples, cfg)
-    assert not any(metrics[f"skipped_steps/{cause}"] for cause in grpo.NO_GRADIENT)
-    assert metrics["kl"] > 0
-    assert has_moved(policy, before)
-
-
-def test_steps_that_are_not_taken_are_counted_by_cause():
-    def skipped(change, beta=0.0, at_reference=False):
-        samples = random_samples(6, 3)
-        set_advantages(samples, 0.0)
-        for s in samples:
-            change(s)
-        policy = tiny_policy()
-        cfg = make_config(num_generations=3, beta=beta)
-        optimizer = grpo.make_optimizer(policy, cfg)
-        metrics = grpo.update(policy, optimizer, samples, cfg, at_reference=at_reference)
-        return causes_of(metrics)
-
-    def nothing(s):
-        pass
-
-    def leave_out(s):
-        s.in_loss[:] = False
-
-    def make_context(s):
-        s.sampled[:] = False
-
-    def make_infinite(s):
-        s.advantages[:] = math.inf
-
-    def reward_first_token(s):
-        s.advantages[0] = 1.0
-
-    assert skipped(nothing) == ["no_advantage"]
-    assert skipped(nothing, beta=0.1, at_reference=True) == ["at_reference"]
-    assert skipped(nothing, beta=0.1) == []
-    assert skipped(leave_out) == ["left_out"]
-    assert skipped(make_context, beta=0.1) == ["nothing_sampled"]
-    assert skipped(make_infinite) == ["not_finite"]
-    assert skipped(reward_first_token) == []
-
-
-def test_without_a_signal_the_kl_pulls_alone_once_there_was_an_update():
-    """Before the first update the KL's gradient is rounding, which Adam would make as large as a
-    step."""
+def test_without_a_signal_the_kl_pulls_unless_the_policy_is_the_reference():
+    """There the KL's gradient is rounding, which Adam would make as large as a step."""
     silent = random_samples(6, 3)
     set_advantages(silent, 0.0)
-    learned = random_samples(6, 3)
-    policy = tiny_policy()
     cfg = make_config(num_generations=3, learning_rate=1e-3, beta=0.1)
-    optimizer = grpo.make_optimizer(policy, cfg)
-    moved = []
-    for step, samples in enumerate((silent, learned, silent), 1):
-        before = weights_of(policy)
-        grpo.update(policy, optimizer, samples, cfg, step=step, at_reference=not any(moved))
-        moved.append(has_moved(policy, before))
-    assert moved == [False, True, True]
+    policy = tiny_policy()
+    grpo.add_logps("ref_logps", policy, silent, cfg)
+    assert not steps(policy, silent, cfg, reference=tiny_policy())[1]
+    teacher = other_policy()
+    grpo.add_logps("ref_logps", teacher, silent, cfg)
+    metrics, moved = steps(policy, silent, cfg, reference=teacher)
+    assert moved and metrics["kl"] > 0
 
 
-def test_the_sampler_is_compared_where_something_is_in_the_loss():
-    """Even if the first mini-batch has nothing in the loss."""
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_sampler_that_is_off_stops_before_a_weight_changes(advantage):
+    """In a step without a signal, too."""
     samples = random_samples(4, 2)
+    set_advantages(samples, advantage)
+    cfg = make_config(num_minibatches=2, max_sampler_gap=1, beta=0.0)
+    policy = tiny_policy()
+    grpo.add_logps("sampler_logps", policy, samples, cfg)
+    grpo.check_gap(grpo.backward(policy, policy, samples, cfg), cfg)  # no gap
     for s in samples:
         s.sampler_logps = s.sampler_logps + 50
-    cfg = Config(num_minibatches=4, max_sampler_gap=1, beta=0.0)
-    [first], *_ = grpo.minibatches(samples, 1, cfg)
-    first.in_loss[:] = False
-    policy = tiny_policy()
-    before = weights_of(policy)
-    with pytest.raises(TrainingError, match="the sampler's log-probabilities are off by"):
-        grpo.update(policy, grpo.make_optimizer(policy, cfg), samples, cfg)
+    before = copy_of(policy)
+    with pytest.raises(grpo.TrainingError):
+        steps(policy, samples, cfg)
     assert not has_moved(policy, before)
-
-
-def test_a_policy_that_gives_no_number_ends_the_run():
-    samples = random_samples(6, 3)
-    samples[4].sampler_logps[0] = math.nan  # if the policy's is NaN, the difference is NaN as well
-    policy = tiny_policy()
-    with pytest.raises(TrainingError, match="off by nan"):
-        grpo.update(policy, grpo.make_optimizer(policy, Config()), samples, make_config())
-
-
-# ------------------------------------------------------------------------------------------------
-# Samples that need no pass
-
-
-def test_samples_without_advantage_are_left_out_when_there_is_no_kl():
-    """Same gradient and loss, fewer passes; with a KL term they stay in."""
-    samples = random_samples(12, 4)
-    set_advantages(samples[::3], 0.0)
-    with_tiny_advantages = []  # which are too small for any influence
-    for s in samples:
-        advantages = s.advantages if s.advantages[0] else s.advantages + 1e-30
-        with_tiny_advantages.append(dataclasses.replace(s, advantages=advantages))
-
-    def passes(beta, samples):
-        policy = tiny_policy()
-        rows = count_rows(policy)
-        one_sample = dict(loss_reduction="sequence", micro_batch_tokens=1)
-        cfg = Config(beta=beta, max_grad_norm=0, **one_sample)
-        grad, metrics = update_gradient(cfg, samples, policy=policy)
-        return len(rows), grad, metrics["loss"]
-
-    n_passes, grad, loss = passes(0.0, samples)
-    all_passes, expected_grad, expected_loss = passes(0.0, with_tiny_advantages)
-    assert n_passes == 8
-    assert all_passes == 12
-    assert relative(grad, expected_grad) < 1e-6
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert passes(0.1, samples)[0] == 12
-
-
-def test_samples_out_of_the_loss_are_not_computed():
-    """The gradient is that of the other samples. A mini-batch with no others makes one pass of
-    weight zero."""
-    samples = random_samples(12, 4)
-    for s in samples[::3]:
-        s.in_loss[:] = False
-        s.ref_logps = None
-    policy = tiny_policy()
-    passes = count_rows(policy)
-    cfg = Config(beta=0.1, max_grad_norm=0, micro_batch_tokens=1)
-    grad, _ = update_gradient(cfg, samples, policy=policy)
-    expected, _ = update_gradient(cfg, [s for s in samples if s.in_loss.any()])
-    assert len(passes) == 8
-    assert relative(grad, expected) < 1e-6
-    grad, metrics = update_gradient(cfg, samples[::3], policy=policy)
-    assert len(passes) == 9
-    assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
-
-    # One mini-batch of several has no sample in the loss.
-    cfg = dataclasses.replace(cfg, num_minibatches=4)
-    samples = random_samples(12, 4)
-    for s in list(grpo.minibatches(samples, 1, cfg))[1]:
-        s.in_loss[:] = False
-        s.ref_logps = None
-    _, metrics = update_gradient(cfg, samples)
-    assert metrics["kl"] > 0
-    assert metrics["skipped_steps"] == 0
-
-
-def test_a_pass_that_trains_nothing_is_in_no_metric():
-    """DDP waits for a backward even if no sample has a signal. That sample is not the step."""
-    samples = random_samples(12, 4)
-    cfg = Config(beta=0.0, num_minibatches=2)
-    silent, other = grpo.minibatches(samples, 1, cfg)
-    set_advantages(silent, 0.0)
-    _, expected = update_gradient(Config(beta=0.0), other)
-    _, metrics = update_gradient(cfg, samples)
-    averages = ["entropy", "clip_ratio/region_mean", "sampler_gap", "tis_ess"]
-    for name in averages:
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-6)
-
-    policy = tiny_policy()
-    passes = count_rows(policy)
-    grad, metrics = update_gradient(cfg, silent, policy=policy)
-    assert len(passes) == 2  # one in each mini-batch
-    assert grad.norm() == metrics["loss"] == metrics["grad_norm"] == 0
-    assert not set(averages) & set(metrics)
-
-
-def test_a_step_without_a_signal_logs_no_average_over_no_token(tmp_path, capsys):
-    out = tmp_path / "out"
-    options = dict(max_steps=2, reward="answer", max_completion_length=1, beta=0.0)
-    for metrics in small_run(out, **options):
-        assert metrics["loss"] == metrics["reward"] == 0
-        assert not {"entropy", "clip_ratio/region_mean", "sampler_gap", "kl"} & set(metrics)
-    assert " loss 0 grad 0 no-signal 1 | " in capsys.readouterr().out
-    assert view.read_panels([str(out)])[3]["curves"] == []  # of the KL
-
-
-def test_log_probabilities_of_truncated_samples_are_not_computed(tmp_path, monkeypatch):
-    calls = []  # for each call of compute_logps: is its sample in the loss?
-    compute_logps = grpo.compute_logps
-
-    def recorded(policy, samples, *rest):
-        calls.append([s.in_loss.all() for s in samples])
-        compute_logps(policy, samples, *rest)
-
-    monkeypatch.setattr(grpo, "compute_logps", recorded)
-    options = dict(mask_truncated=True, beta=0.1)
-    steps = small_run(tmp_path / "out", max_steps=2, save_every=0, seed=1, **options)
-    for step, old, reference in zip(steps, calls[::2], calls[1::2], strict=True):
-        clipped = step["completions/clipped_ratio"]
-        assert 0 < clipped < 1
-        assert old == reference == [True] * round(15 * (1 - clipped))
-    [step] = small_run(tmp_path / "cut", max_steps=1, max_completion_length=1, **options)
-    assert step["completions/clipped_ratio"] == 1
-    assert step["loss"] == 0
-    assert "kl" not in step
+    samples[1].sampler_logps[0] = samples[0].sampler_logps[0] = math.nan
+    with pytest.raises(grpo.TrainingError):
+        steps(policy, samples, make_config(beta=0.1))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -469,7 +409,8 @@ def test_log_probabilities_of_truncated_samples_are_not_computed(tmp_path, monke
 def test_learning_rate_schedules():
     def rates(**options):
         cfg = Config(learning_rate=1.0, max_steps=10, **options)
-        return [grpo.learning_rate_at(k, cfg) for k in range(cfg.max_steps * cfg.updates_per_step)]
+        updates = cfg.max_steps * cfg.num_minibatches * cfg.num_epochs
+        return [grpo.learning_rate_at(k, cfg) for k in range(updates)]
 
     assert rates() == [1.0] * 10  # without warm-up the first step learns
     assert rates(lr_schedule="linear") == pytest.approx([1 - k / 10 for k in range(10)])
@@ -480,20 +421,14 @@ def test_learning_rate_schedules():
 
 
 def test_every_update_has_its_own_rate():
-    schedule = dict(learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4)
-    cfg = make_config(num_minibatches=2, **schedule)
+    options = dict(learning_rate=1e-3, lr_schedule="linear", warmup_steps=3, max_steps=4)
+    cfg = make_config(num_minibatches=2, beta=0.0, **options)
     policy = tiny_policy()
-    optimizer = grpo.make_optimizer(policy, cfg)
-    rates = []
-
-    def record(optimizer, *_):
-        rates.append({group["lr"] for group in optimizer.param_groups})
-
-    optimizer.register_step_pre_hook(record)
+    recorder = Recorder(policy)
     for step in (1, 2, 3):
-        metrics = grpo.update(policy, optimizer, random_samples(6, 3), cfg, step=step)
-    assert rates == [{grpo.learning_rate_at(k, cfg)} for k in range(6)]
-    assert {metrics["learning_rate"]} == rates[-1]
+        metrics = grpo.update(policy, policy, recorder, random_samples(6, 3), step, cfg)
+    assert recorder.rates == [grpo.learning_rate_at(k, cfg) for k in range(6)]
+    assert metrics["learning_rate"] == recorder.rates[-1]
 
 
 def test_weight_decay_spares_norms_and_biases():
@@ -501,67 +436,13 @@ def test_weight_decay_spares_norms_and_biases():
     assert decayed["weight_decay"] == 0.1
     assert all(p.dim() == 2 for p in decayed["params"])
     assert spared["weight_decay"] == 0.0
-    assert spared["params"]
-    assert all(p.dim() == 1 for p in spared["params"])
+    assert spared["params"] and all(p.dim() == 1 for p in spared["params"])
 
 
-# ------------------------------------------------------------------------------------------------
-# DistributedDataParallel
-
-
-def gradients_in_their_buckets(out, tied=False):
-    """Runs on every rank; rank 0 writes, for each step after the first, whether every gradient lay
-    in one of DDP's buckets before every backward of its micro-batches."""
-    world = harness.ranks.join_world(torch.device("cpu"))
-    inside = addresses_in_buckets(world, tied)
-    if world.rank == 0:
-        with open(out, "w") as file:
-            json.dump(inside, file)
-    leave_world()
-
-
-def addresses_in_buckets(world, tied):
-    policy = fast_policy(tiny_model(tie_word_embeddings=tied), 1.0)
-    cfg = make_config(micro_batch_tokens=20)
-    ddp = grpo.wrap(policy, cfg, world)
-    optimizer = grpo.make_optimizer(policy, cfg)
-    buckets = {}  # index -> its first and last address
-
-    def reduce(_, bucket):  # as DDP does, too
-        buffer = bucket.buffer()
-        buckets[bucket.index()] = (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
-        work = torch.distributed.all_reduce(buffer.div_(world.size), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    ddp.register_comm_hook(None, reduce)
-    backwards = []  # of the current step: the addresses of all gradients before each
-    honest_loss = grpo.grpo_loss
-
-    def loss(*args, **options):
-        backwards.append([0 if p.grad is None else p.grad.data_ptr() for p in policy.parameters()])
-        return honest_loss(*args, **options)
-
-    inside = []
-    grpo.grpo_loss = loss
-    for step in range(1, 5):
-        backwards.clear()
-        samples = random_samples(16, 4, seed=step)
-        grpo.update(policy, optimizer, samples, cfg, step=step, ddp=ddp, world=world)
-        assert len(backwards) > 2
-        addresses = np.array(backwards).flatten()
-        in_a_bucket = np.zeros(len(addresses), bool)
-        for start, end in buckets.values():
-            in_a_bucket[(start <= addresses) & (addresses < end)] = True
-        inside.append(bool(in_a_bucket.all()))
-    return inside[1:]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients_stay_in_ddps_buckets(tied, fork, tmp_path):
-    """With several micro-batches. Otherwise each parameter would have two gradients, one of its own
-    and one in the bucket."""
-    name = "tests.test_update.gradients_in_their_buckets"
-    _, wait = fork(name, tmp_path / "out", tied=tied, ranks=2)
-    done = wait()
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(read(tmp_path / "out")) == [True] * 3
+def test_a_turn_of_an_environment_is_appended_as_context():
+    s = Sample(0, Prompt(np.array([2]), "", {}), np.array([3, 4]), np.zeros(2, np.float32))
+    s.append(np.array([5]), np.zeros(1, np.float32), sampled=False)
+    s.append(np.array([6, 1]), np.ones(2, np.float32), sampled=True)
+    assert s.completion_ids.tolist() == [3, 4, 5, 6, 1]
+    assert s.trained.tolist() == [True, True, False, True, True]
+    assert s.total_length == 6

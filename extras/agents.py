@@ -1,0 +1,330 @@
+"""Agents: an environment answers the policy between its turns, in the same completion.
+
+grpo.py takes this file for --environment file.py:name. The name stands for one of three kinds:
+
+    text    fn(turns, row) -> str | None: what it says after the policy's turns, None at the end.
+            fn.stop, a tuple of texts: tokens that end a turn, besides EOS
+    tools   a list of functions that the policy may call, as TRL's tools=[...]
+    class   a class with reset(**row), as TRL's environment_factory: its other public methods are
+            tools. Or a dict of classes: the column `environment` names the class of a row
+
+What the policy sampled is never encoded again. What the environment says is context: the policy
+reads it, and no loss has it. As in TRL, the user's code runs in the trainer's process, and the
+policy is told what a tool raises. Other errors, and too long a call, end their own episode.
+"""
+
+import asyncio
+import inspect
+import json
+import random
+import re
+
+import numpy as np
+
+from reward import TimeUp, load_function, time_limit
+
+FAILURES = (Exception, SystemExit, TimeUp)  # end an episode, where KeyboardInterrupt ends the run
+QUESTION = dict(role="user", content="-")  # of made-up chats, which show what the template writes
+MARK = "b8e24d60f1"  # behind this word
+HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response_template goes first
+    "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end by opening the thinking
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": "{content}"},
+        },
+    },
+}
+
+
+class Episode:
+    def __init__(self, seed):
+        self.seed = seed  # of the policy's turns
+        self.object = None  # of the environment's class
+        self.turns = []  # the policy's texts
+        self.replies = []  # after each turn: a text, or messages of tools
+        self.messages = []  # both as a chat, in TRL's form
+        self.turn_start = 0  # index of the last turn's first token in the completion
+        self.calls = self.failed_calls = 0
+        self.failed = False
+
+    def log_columns(self):
+        """What completions.jsonl has of an episode."""
+        return dict(turns=self.turns, replies=self.replies)
+
+    def reward_columns(self):
+        """What reward functions get of it. environments: the object of a class."""
+        columns = self.log_columns() | dict(completion_messages=self.messages)
+        if self.object is not None:
+            columns["environments"] = self.object
+        return columns
+
+
+def load_environment(spec: str, seconds: float):
+    """The environment of `file.py:name`, whose calls may take so many seconds each. ValueError"""
+    try:
+        return Environment(load_function(spec), seconds)
+    except Exception as error:  # the user's code raises what it likes
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+class Environment:
+    def __init__(self, target, seconds):
+        from transformers.utils import get_json_schema
+
+        self.seconds = seconds
+        self.openings = {}
+        self.function, self.classes, self.tool_sets = None, {}, {None: []}  # of the three kinds
+        self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
+        classes = target if isinstance(target, dict) else {None: target}
+        if isinstance(target, (list, tuple)):
+            self.tool_sets = {None: list(target)}
+        elif all(hasattr(cls, "reset") for cls in classes.values()):
+            self.classes = classes
+            self.tool_sets = {
+                name: methods_of(object.__new__(cls))  # to be looked at, not to be called
+                for name, cls in classes.items()
+            }
+        elif "turns" in inspect.signature(target).parameters:
+            self.function = target
+        else:
+            raise ValueError("is no fn(turns, row), list of functions or class with reset()")
+        for tools in self.tool_sets.values():
+            if len({tool.__name__ for tool in tools}) < len(tools):
+                raise ValueError("two of its tools have the same name")
+            for tool in tools:
+                schema = get_json_schema(tool)["function"]  # needs types and a docstring
+                inspect.signature(tool).bind(**schema["parameters"]["properties"])  # no f(a, /)
+
+    def tools(self, row: dict) -> list:
+        """The functions that the chat template describes to the policy. ValueError"""
+        name = row.get(self.column)
+        if name not in self.tool_sets:
+            raise ValueError(f"column 'environment' must be one of {list(self.tool_sets)}")
+        return self.tool_sets[name]
+
+    def opening(self, row: dict, seed: tuple, tokenizer) -> str:
+        """What reset() says about the row, made harmless: it ends the prompt. "" without a class.
+        seed: (cfg.seed, number of the row), as in the row's episodes. ValueError"""
+        try:
+            return harmless(tokenizer, self.begin(row, seed)[1])
+        except FAILURES as error:
+            raise ValueError(f"no episode can begin: {error!r}") from None
+
+    def begin(self, row, seed):  # -> a new object of the row's class, what its reset() says
+        if not self.classes:
+            return None, ""
+        seed_random(*seed, 0)
+        instance = self.call(self.classes[row.get(self.column)])
+        columns = {key: row[key] for key in row if key != self.column}  # as in TRL
+        words = str(self.call(instance.reset, **columns) or "")
+        if words != self.openings.setdefault(hash((seed, str(row))), words):
+            raise ValueError("reset() says two things to one row and seed")
+        return instance, words
+
+    def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
+        tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
+        messages = []
+        for call in calls:
+            name, arguments = call["function"].values()
+            try:
+                if name not in tools:
+                    raise ValueError(f"Tool {name} not found.")
+                if not isinstance(arguments, dict):
+                    raise ValueError("The arguments must be an object.")
+                content = str(self.call(tools[name], **arguments))
+            except Exception as error:
+                content = str({"error": str(error)})
+                episode.failed_calls += 1
+            messages.append(dict(role="tool", name=str(name), content=content))
+        return messages
+
+    def call(self, function, /, *arguments, **named):
+        with time_limit(self.seconds):
+            result = function(*arguments, **named)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def methods_of(instance):
+    members = inspect.getmembers(type(instance), inspect.isfunction)
+    pattern = "(?!_|(reset|get_reward)$)"
+    return [getattr(instance, name) for name, _ in members if re.match(pattern, name)]
+
+
+def seed_random(*numbers):  # what the user's code draws is a function of seed, row and turn
+    random.seed(str(numbers))
+    np.random.seed(random.getrandbits(32))
+
+
+def harmless(tokenizer, words: str) -> str:
+    """Makes mere text of the control tokens in an environment's words: < |im_end|>."""
+    for token in map(str.strip, tokenizer.get_added_vocab()):
+        while len(token) > 1 and token in words:
+            words = words.replace(token, f"{token[0]} {token[1:]}")
+    return words
+
+
+class Player:
+    """Plays the environment's side of episodes of all these prompts; ValueError if one cannot be
+    played. stop_ids end a turn: EOS, and the tokens of a text function's `stop`."""
+
+    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg):
+        self.environment = environment
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.cfg = cfg
+        self.options = dict(tokenize=False, add_generation_prompt=True)
+        self.options |= json.loads(cfg.chat_template_kwargs or "{}")
+        self.schema = getattr(tokenizer, "response_template", None) or HERMES
+        self.stop_ids = [*eos_ids]
+        stop = getattr(environment.function, "stop", ())
+        for text in stop:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if isinstance(stop, str) or len(ids) != 1:
+                raise ValueError(f"its stop must be a tuple of tokens; {text!r} is not one token")
+            self.stop_ids += ids
+        if cfg.max_turns == 1 and not environment.classes:  # a class may only open and reward
+            raise ValueError("with --max_turns 1 it never answers")
+        strings = [prompt for prompt in prompts if prompt.messages is None]
+        if strings and not environment.function:
+            raise ValueError("tools need a chat: a list of messages, or --chat")
+        if not strings:
+            self.check_template()
+
+    def check_template(self):
+        # The policy has to see its tools and the replies, and its calls have to be read.
+        tools = sum(self.environment.tool_sets.values(), [])
+        shown = self.tokenizer.apply_chat_template([QUESTION], tools=tools, **self.options)
+        if tools and tools[0].__name__ not in shown:
+            raise ValueError("the chat template leaves out the tools")
+        role = "tool" if tools else "user"
+        try:
+            turn, following = self.around([dict(role=role, name="f", content="2b4c")])
+        except Exception:  # templates raise what they like
+            following = ""
+        if "2b4c" not in following:
+            raise ValueError(f"the chat template writes no {role} message after the model's turn")
+        if tools and self.schema is HERMES and not self.calls_in(turn, "", tools):
+            why = "the chat template writes calls in a form that only a tokenizer with a"
+            raise ValueError(f"{why} response_template can read; this one has none")
+
+    def play(self, samples, seeds, generate, temperature):
+        """Plays all turns after the first, and changes the samples. seeds: a tuple for each.
+        generate(prompts, seeds, temperature, limits) samples a turn each: (ids [T], logps [T])"""
+        for sample, seed in zip(samples, seeds, strict=True):
+            sample.episode = Episode(seed)
+        while samples := [sample for sample in samples if self.goes_on(sample)]:
+            prompts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
+            seeds = [(*s.episode.seed, len(s.episode.turns)) for s in samples]
+            limits = [self.cfg.max_completion_length - len(s.completion_ids) for s in samples]
+            turns = generate(prompts, seeds, temperature, limits)
+            for sample, (ids, logps) in zip(samples, turns, strict=True):
+                sample.episode.turn_start = len(sample.completion_ids)
+                sample.append(ids, logps, sampled=True)
+                sample.finish_reason = "stop" if ids[-1] in self.stop_ids else "length"
+
+    def goes_on(self, sample):
+        try:
+            return self.answer(sample)
+        except FAILURES as error:
+            sample.failure = repr(error)
+            sample.episode.failed = True
+            return False
+
+    def answer(self, sample):  # False: the episode is over
+        environment, episode, prompt = self.environment, sample.episode, sample.prompt
+        turn = sample.completion_ids[episode.turn_start :]
+        sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
+        episode.turns.append(sample.text)
+        episode.messages.append(dict(role="assistant", content=sample.text))
+        if len(episode.turns) == 1:
+            episode.object, _ = environment.begin(prompt.row, (self.cfg.seed, prompt.number))
+        if sample.finish_reason == "length":
+            return False
+        seed_random(self.cfg.seed, prompt.number, len(episode.turns))
+        if environment.function:
+            reply = environment.call(environment.function, [*episode.turns], dict(prompt.row))
+            messages = [dict(role="user", content=reply)]
+            if reply is None:
+                return False
+        else:
+            before = np.append(prompt.ids, sample.completion_ids[: episode.turn_start])
+            tools = environment.tools(prompt.row)
+            calls = self.calls_in(turn, before, tools)
+            if not calls:
+                return False
+            episode.messages[-1]["tool_calls"] = calls
+            episode.calls += len(calls)
+            reply = messages = environment.run_tools(calls, episode, tools)
+        added = self.reply_ids(sample, messages)
+        room = self.cfg.max_completion_length - len(sample.completion_ids) - len(added)
+        if room < 1 or len(episode.turns) == self.cfg.max_turns:
+            sample.finish_reason = "length"  # a reply without room is left out whole
+            return False
+        episode.replies.append(reply)
+        episode.messages += messages
+        sample.append(np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
+        return True
+
+    def calls_in(self, turn, before, tools):
+        # In TRL's form. A malformed call counts as text.
+        functions = []
+        try:
+            message = self.tokenizer.parse_response(turn, self.schema, prefix=before, tools=tools)
+            for call in message["tool_calls"]:
+                written = call["function"]
+                functions += written if isinstance(written, list) else [written]  # SmolLM: a list
+            return [
+                dict(
+                    type="function",
+                    function=dict(name=f["name"], arguments=f.get("arguments", {})),
+                )
+                for f in functions
+            ]
+        except Exception:  # the policy writes what it likes, and parsers raise what they like
+            return []
+
+    def reply_ids(self, sample, messages):
+        plain = [{key: harmless(self.tokenizer, m[key]) for key in m} for m in messages]
+        before, text = "", plain[0]["content"]
+        if sample.prompt.messages is not None:
+            # Behind the token that ended the turn: sentencepiece puts a blank before a text.
+            before = self.tokenizer.decode(sample.completion_ids[-1:])
+            text = self.around(plain)[1].removeprefix(before)
+        first = self.tokenizer.encode(before, add_special_tokens=False)
+        return self.tokenizer.encode(before + text, add_special_tokens=False)[len(first) :]
+
+    def around(self, messages):
+        # A made-up chat in two texts: up to the end of a turn, and from there to the next turn.
+        calls_tool = messages[0]["role"] == "tool"
+        turn = dict(role="assistant", content=MARK)
+        if calls_tool:
+            function = dict(name=messages[0]["name"], arguments={MARK: MARK})
+            turn |= dict(content="", tool_calls=[dict(type="function", function=function)])
+        text = self.tokenizer.apply_chat_template([QUESTION, turn, *messages], **self.options)
+        start = text.rindex(MARK) + len(MARK)
+        if calls_tool:  # the end of the call stands before the end of the turn
+            ends = filter(None, map(self.tokenizer.decode, self.eos_ids))
+            start = re.compile("|".join(map(re.escape, ends))).search(text, start).start()
+        return text[:start], text[start:]
+
+    def finish(self, samples):
+        """After scoring: drops the objects of classes, which ranks cannot send each other."""
+        for sample in samples:
+            sample.episode.object = None
+
+    def metrics(self, samples):
+        """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
+        episodes = [sample.episode for sample in samples]
+        calls = sum(episode.calls for episode in episodes)
+        failed_calls = sum(episode.failed_calls for episode in episodes)
+        return {
+            "turns/mean": np.mean([len(episode.turns) for episode in episodes]),
+            "tools/call_frequency": calls / len(episodes),
+            "tools/failure_frequency": failed_calls / max(1, calls),
+            "environment/failed": sum(episode.failed for episode in episodes),
+        }

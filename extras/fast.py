@@ -1,0 +1,274 @@
+"""A faster policy for language models. grpo.py takes it if this file is there and the model allows.
+
+Its numbers are those of the plain policy. It is faster because the output head makes the logits of
+some words at a time (tiles), because texts of similar length are padded together (parts), and
+because the prompt of a group goes through the model once, not once a completion (share).
+
+Shapes: N samples, T completion tokens (padded), n sampled tokens, H hidden units, V words in the
+vocabulary, w words of a tile, P prompt tokens, R texts of a part, L tokens of a text (padded).
+"""
+
+import copy
+import ctypes
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+SMALL = 10e6  # parameters; below, the work around the model costs more than is saved
+PART = dict(cpu=1024, cuda=8192)  # tokens; a GPU needs many to be busy
+TILE = dict(cpu=2**22, cuda=2**27)  # logits; on a CPU they should fit in the cache
+KEPT = 2**26  # logits that forward keeps, so that backward need not compute them again
+
+
+class HeadLogps(torch.autograd.Function):
+    """hidden [n, H], weight [V, H], targets [n], temperature -> logps [n], entropy [n].
+
+    With the logits z, their probabilities p, and log Z = log sum exp z over the vocabulary:
+    log p(target) = z(target) - log Z, and the entropy is log Z - sum p z. Forward needs one tile of
+    z at a time; backward overwrites it with its gradient, 1 - p at the target and -p elsewhere."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature: float):
+        device = hidden.device.type
+        # Backward runs outside of autocast, so the dtype of its products, too, is decided here.
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        ctx.temperature = temperature
+        ctx.kept = {}  # first word of a tile -> its logits
+        log_zs = []
+        means = []
+        of_targets = 0
+        with torch.autocast(device, enabled=False):
+            for words, z in tiles(ctx, hidden, weight):
+                log_zs.append(z.logsumexp(-1))  # [n]
+                means.append((z.softmax(-1) * z).sum(-1))  # [n]
+                column, inside = columns_of(targets, words)  # [n, 1]
+                of_targets += z.gather(-1, column).where(inside, 0)
+                if words.stop * len(hidden) <= KEPT:
+                    ctx.kept[words.start] = z
+        log_zs = torch.stack(log_zs)  # [tiles, n]
+        log_z = log_zs.logsumexp(0)  # [n]
+        p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
+        entropy = log_z - (p * torch.stack(means)).sum(0)  # [n]
+        ctx.save_for_backward(hidden, weight, targets, log_z)
+        ctx.mark_non_differentiable(entropy)
+        return of_targets[:, 0] - log_z, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logps, _):
+        hidden, weight, targets, log_z = ctx.saved_tensors
+        grad = grad_logps[:, None] / ctx.temperature  # [n, 1]
+        grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not with adapters
+            grad_weight = torch.zeros_like(weight)  # [V, H]
+        for words, z in tiles(ctx, hidden, weight):
+            grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad)  # in the memory of z
+            column, inside = columns_of(targets, words)  # [n, 1]
+            grad_z.scatter_add_(-1, column, grad.where(inside, 0))
+            grad_z = grad_z.to(hidden.dtype)
+            grad_hidden += grad_z @ weight[words].to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[words] = grad_z.T @ hidden
+        return grad_hidden, grad_weight, None, None
+
+
+def tiles(ctx, hidden, weight):
+    """The words of each tile, and their logits [n, w], at least in float32."""
+    width = 1 + TILE[hidden.device.type] // (1 + len(hidden))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    for start in range(0, len(weight), width):
+        words = slice(start, start + width)
+        z = ctx.kept.pop(start, None)
+        if z is None:
+            tile_weight = weight[words].to(hidden.dtype)  # [w, H]
+            z = (hidden @ tile_weight.T).to(wide) / ctx.temperature
+        yield words, z
+
+
+def columns_of(targets, words: slice):
+    """The column of each target in the tile, and whether the tile has it: [n, 1] each."""
+    column = targets[:, None] - words.start
+    inside = (column >= 0) & (column < words.stop - words.start)
+    return column.where(inside, 0), inside
+
+
+class FastPolicy(nn.Module):
+    """policy(collate(samples, device, policy.layout)) -> (logps [N, T], entropy [N, T]), as of the
+    plain policy, but 0 where no token was sampled. share: the keys and values of a group's prompt
+    are computed once, and are the cache of its completions."""
+
+    def __init__(self, plain, share: bool):
+        super().__init__()
+        self.model = plain.model
+        self.temperature = plain.temperature
+        self.by_length = plain.micro_batches
+        self.share = share
+
+    def micro_batches(self, samples: list, budget: float) -> list[list]:
+        """Samples of at most `budget` tokens, the longest first. With share a prompt counts once,
+        and groups that fit stay whole."""
+        if not self.share:
+            return self.by_length(samples, budget)
+        groups = {}
+        for s in sorted(samples, key=lambda s: -s.total_length):
+            groups.setdefault(s.group, []).append(s)
+        batches = [[]]
+        for group in groups.values():
+            if tokens(batches[-1] + group) > budget:
+                batches.append([])
+            for s in group:
+                if tokens(batches[-1] + [s]) > budget:
+                    batches.append([])
+                batches[-1].append(s)
+        return [batch for batch in batches if batch]
+
+    def layout(self, samples: list) -> dict:
+        """blocks: with share one for each group, and its prompt [1, P]; else one. Each has parts
+        [R, L], whose places, one after the other, are the rows of hidden_states.
+        targets [n]: the sampled tokens; read [n]: the rows that predict them; place [n]: where they
+        stand in the flattened [N, T]."""
+        texts = [s.completion_ids for s in samples]
+        completion = padded(texts)  # [N, T]
+        sampled = padded([s.sampled for s in samples])  # [N, T]
+        first = torch.zeros(len(samples), dtype=torch.int64)  # [N], where token 0 is predicted
+        if not self.share:
+            texts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
+            first += torch.tensor([len(s.prompt.ids) - 1 for s in samples])
+        groups = {}
+        for row, s in enumerate(samples):
+            key = s.group if self.share else 0
+            groups.setdefault(key, []).append(row)
+
+        blocks = []
+        start = 0
+        for rows in groups.values():
+            parts = []
+            rows.sort(key=lambda row: -len(texts[row]))
+            while rows:
+                L = len(texts[rows[0]])
+                R = max(1, PART[self.model.device.type] // L)
+                part = rows[:R]
+                rows = rows[R:]
+                parts.append(padded([texts[row] for row in part]))
+                first[part] += start + L * torch.arange(len(part))
+                start += L * len(part)
+            prompt = samples[part[0]].prompt.ids
+            blocks.append(dict(prompt=padded([prompt]), parts=parts))
+        predictors = first[:, None] + torch.arange(completion.shape[1])  # [N, T]
+        return dict(
+            blocks=blocks,
+            shape=sampled.shape,
+            read=predictors[sampled],
+            place=sampled.flatten().nonzero()[:, 0],
+            targets=completion[sampled],
+        )
+
+    def forward(self, batch: dict):
+        if self.model.is_gradient_checkpointing:  # it acts in training mode only
+            self.model.train(torch.is_grad_enabled())
+        hidden = self.hidden_states(batch["blocks"])
+        hidden = hidden.index_select(0, batch["read"])  # [n, H]
+        weight = self.model.get_output_embeddings().weight  # [V, H]
+        logps, entropy = HeadLogps.apply(hidden, weight, batch["targets"], self.temperature)
+        place = batch["place"]
+        zeros = logps.new_zeros(batch["shape"].numel())  # [N * T]
+        logps = zeros.scatter(0, place, logps)
+        entropy = zeros.scatter(0, place, entropy)
+        return logps.view(batch["shape"]), entropy.view(batch["shape"])
+
+    def hidden_states(self, blocks: list[dict]):
+        """[places, H]. With share, the end of the prompt predicts the first token of each row."""
+        body = self.model.base_model
+        states = []
+        for block in blocks:
+            if self.share:
+                prompt = body(block["prompt"], use_cache=True)
+                end = prompt.last_hidden_state[:, -1:]  # [1, 1, H]
+            for ids in block["parts"]:
+                if self.share:
+                    R = len(ids)
+                    cache = repeated(prompt.past_key_values, R)
+                    out = body(ids, past_key_values=cache, use_cache=True).last_hidden_state
+                    out = torch.cat([end.expand(R, 1, -1), out[:, :-1]], dim=1)  # [R, L, H]
+                else:
+                    out = body(ids, use_cache=False).last_hidden_state  # [R, L, H]
+                states.append(out.flatten(0, 1))
+        return torch.cat(states)
+
+
+def repeated(cache: DynamicCache, R: int) -> DynamicCache:
+    """The cache of one text for R texts, without a copy in memory."""
+    result = DynamicCache()
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(f"{type(layer).__name__} may hold more than keys and values")
+        layer = copy.copy(layer)
+        layer.keys = layer.keys.expand(R, -1, -1, -1)  # [R, heads, P, units of a head]
+        layer.values = layer.values.expand(R, -1, -1, -1)
+        result.layers.append(layer)
+    return result
+
+
+def tokens(samples: list) -> int:
+    """Their completions and prompts, where the prompt of a group counts once."""
+    prompts = {s.group: len(s.prompt.ids) for s in samples}
+    completions = [len(s.completion_ids) for s in samples]
+    return sum(prompts.values()) + sum(completions)
+
+
+def padded(arrays: list[np.ndarray]) -> torch.Tensor:
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def choose(plain, samples: list, collate, cfg) -> tuple:
+    """The fastest policy that gives these samples the log-probabilities of the plain one, and why
+    it was chosen. Raises torch.OutOfMemoryError."""
+    if sum(p.numel() for p in plain.model.parameters()) < SMALL:
+        return plain, "the model is small"
+    P = np.mean([len(s.prompt.ids) for s in samples])
+    saved = P - P / cfg.num_generations  # prompt tokens a completion
+    ways = [False]
+    # Completions are often much shorter than their limit. Gradient checkpointing takes no cache.
+    if saved > cfg.max_completion_length / 4 and not cfg.gradient_checkpointing:
+        ways = [True, False]
+    why = ""
+    for share in ways:
+        policy = FastPolicy(plain, share)
+        try:
+            compare(policy, plain, samples, collate)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model raises that takes no cache
+            why += f"; not with share={share}: {error!r:.99}"
+        else:
+            keep_freed_memory(plain.model.device)
+            return policy, f"share={share}{why}"
+    return plain, why.removeprefix("; ")
+
+
+@torch.no_grad()
+def compare(policy, plain, samples: list, collate) -> None:
+    """Raises ValueError if in float32 the two differ by more than rounding."""
+    if plain.model.get_output_embeddings().bias is not None:
+        raise ValueError("the head has a bias")
+    device = plain.model.device
+    batch = collate(samples, device, plain.layout)
+    with torch.autocast(device.type, enabled=False):
+        logps, _ = policy(collate(samples, device, policy.layout))  # [N, T]
+        expected, _ = plain(batch)  # [N, T]
+    off = (logps - expected)[batch["sampled"]].abs().max().item()
+    if not off <= 1e-3:  # or it is nan
+        raise ValueError(f"log-probabilities are {off:.1g} off")
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """glibc would return the memory of large tensors to the kernel, which clears it before it gives
+    it out again: that took 10 % of an update of 135 M parameters."""
+    libc = ctypes.CDLL(None)
+    if device.type == "cpu" and hasattr(libc, "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep what is freed

@@ -1,0 +1,357 @@
+"""Shows what a run has written into its directory.
+
+python extras/view.py                 # the newest run here: a summary, and its curves.png
+python extras/view.py out             # the run in the directory out
+python extras/view.py out --step 40   # the samples of step 40 by group; without 40: the last step
+python extras/view.py out --html      # out/page.html: curves, steps, groups, samples, tokens
+"""
+
+import argparse
+import base64
+import fnmatch
+import glob
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import zlib
+from itertools import cycle, zip_longest
+from pathlib import Path
+
+import numpy as np
+
+PANELS = [  # title, unit, names in metrics.jsonl; * stands for what only the run knows
+    ("Reward", "mean of the samples", ["rewards/*/mean", "reward"]),
+    ("Eval accuracy", "share right, ± 1 standard error", ["eval_pass@*", "eval_accuracy"]),
+    ("Length", "tokens a completion", ["completions/mean_length", "eval_length"]),
+    ("No signal", "share of groups with equal rewards", ["frac_reward_zero_std"]),
+    ("Gradient norm", "before clipping", ["grad_norm"]),
+    ("KL to the reference", "nats a token", ["kl", "kl_k1"]),
+    ("Entropy", "nats a token", ["entropy"]),
+    ("Loss", "its value says nothing about learning", ["loss"]),
+]
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's
+STYLE = {
+    "text.usetex": False,  # a matplotlibrc may ask for LaTeX where there is none
+    "text.parse_math": False,  # a $ in the name of a reward is a $
+    "font.size": 12,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+}
+
+
+# -- what a run has written
+
+
+def read_log(out_dir, name: str) -> list[dict]:
+    """The lines of a log. A run that was killed may leave half a line, which is passed over.
+    ValueError if there is none."""
+    path = os.path.join(out_dir, name)
+    lines = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+    if not lines:
+        raise ValueError(f"{path} has no lines yet")
+    return lines
+
+
+def is_number(value) -> bool:
+    """Not null, not NaN, and not so large that matplotlib overflows."""
+    return isinstance(value, int | float) and abs(value) < 1e100
+
+
+def shown(value, sign: str = "") -> str:
+    if not is_number(value):
+        return "-"
+    return f"{value + 0.0:{sign}.3g}"  # + 0.0: no "-0"
+
+
+def visible(text) -> str:
+    """Escapes control, right-to-left and other invisible characters: completions are untrusted."""
+    characters = []
+    for character in str(text):
+        if not character.isprintable():
+            character = ascii(character)[1:-1]
+        characters.append(character)
+    return "".join(characters)
+
+
+# -- curves
+
+
+def make_panels(lines) -> list[dict]:
+    """What the picture and the page draw."""
+    logged = sorted({name for line in lines for name in line})
+    panels = []
+    for title, unit, patterns in PANELS:
+        curves = []
+        for pattern in patterns:
+            names = fnmatch.filter(logged, pattern)
+            curves += [make_curve(lines, name) for name in names]
+        curves = [curve for curve in curves if curve["steps"]]
+        low, high = range_of(curves)
+        panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
+    return panels
+
+
+def make_curve(lines, name: str) -> dict:
+    points = points_of(lines, name)
+    steps = list(points)
+    values = list(points.values())
+    errors = None
+    if name == "eval_accuracy":
+        errors = points_of(lines, "eval_stderr")
+        errors = [abs(errors.get(step, 0.0)) for step in steps]
+    return dict(name=name, steps=steps, values=values, smooth=smooth(values), errors=errors)
+
+
+def points_of(lines, name: str) -> dict[int, float]:
+    """{step: value of a metric}. If two lines have the same step, the later one counts."""
+    return {line["step"]: float(line[name]) for line in lines if is_number(line.get(name))}
+
+
+def smooth(values: list) -> list:
+    """The mean of about 5 % of the run around each value, at most 101 values."""
+    half = min(len(values) // 40, 50)
+    if half == 0:
+        return values
+    window = np.full(2 * half + 1, 1 / (2 * half + 1))
+    padded = np.pad(values, half, mode="reflect")
+    return np.convolve(padded, window, mode="valid").tolist()
+
+
+def range_of(curves) -> tuple[float, float]:
+    """The values that a panel shows: 0 and all others, without spikes that would flatten them."""
+    values = [value for curve in curves for value in curve["values"] if value != 0]
+    if not values:
+        return 0.0, 1.0
+    limit = 3 * np.quantile(np.abs(values), 0.95)
+    inside = np.clip([0.0, *values], -limit, limit)
+    return inside.min(), inside.max()
+
+
+def draw(out_dir) -> str:
+    """Draws the curves of a run, and returns the path of the picture."""
+    # Figure instead of pyplot: no window, and nothing that stays behind in the trainer.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = make_panels(read_log(out_dir, "metrics.jsonl"))
+    path = os.path.join(out_dir, "curves.png")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(18, 9), dpi=100, layout="constrained")
+        for ax, panel in zip(figure.subplots(2, 4).flat, panels, strict=True):
+            draw_panel(ax, **panel)
+        figure.suptitle(visible(out_dir))
+        figure.supxlabel("step; dots: every step, line: mean over 5 % of the run", fontsize=12)
+        figure.savefig(path)
+    return path
+
+
+def draw_panel(ax, title: str, unit: str, low: float, high: float, curves: list) -> None:
+    lines = []
+    for curve, color in zip(curves, cycle(COLORS)):
+        steps = curve["steps"]
+        look = dict(color=color, fmt="o", ms=3, alpha=0.4, capsize=4)
+        ax.errorbar(steps, curve["values"], curve["errors"], **look)
+        lines += ax.plot(steps, curve["smooth"], color=color, lw=2.5)
+    ax.legend(lines, [visible(curve["name"]) for curve in curves], fontsize=10)
+    ax.set(title=title, ylabel=unit, ylim=(1.05 * low, 1.05 * high))
+    ax.locator_params("x", integer=True)
+
+
+def print_summary(out_dir) -> None:
+    """The two ends of each curve, as the picture's lines have them."""
+    lines = read_log(out_dir, "metrics.jsonl")
+    print(f"{visible(out_dir)}, step {lines[-1]['step']}")
+    for panel in make_panels(lines):
+        for curve in panel["curves"]:
+            values = curve["smooth"]
+            ends = f"{shown(values[0])} -> {shown(values[-1])}"
+            if curve["errors"]:
+                ends += f" +- {shown(curve['errors'][-1])}"
+            print(f"{visible(curve['name']):25s} {ends}")
+
+
+# -- a step: its groups, their samples
+
+
+def read_steps(out_dir) -> dict[int, list[dict]]:
+    """The samples of each step."""
+    steps = {}
+    for sample in read_log(out_dir, "completions.jsonl"):
+        steps.setdefault(sample["step"], []).append(sample)
+    return steps
+
+
+def make_groups(samples, by_token: bool) -> list[dict]:
+    """The groups of a step, those with the most signal first. by_token: a sample whose tokens were
+    logged has a piece a token, instead of a piece a turn."""
+    groups = {}
+    for sample in samples:
+        groups.setdefault(sample["group"], []).append(sample)
+    made = [make_group(group, by_token) for group in groups.values()]
+    return sorted(made, key=lambda group: -group["signal"])
+
+
+def make_group(samples, by_token: bool) -> dict:
+    """Samples by reward; equal ones are shown once, with their count."""
+    entries = {}
+    for sample in sorted(samples, key=order_of):
+        entry = dict(facts=facts_of(sample), advantage=shown(sample["advantage"]), count=0)
+        entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
+        entry |= turns_of(sample)
+        key = str(entry)
+        if by_token and "tokens" in sample:
+            entry |= tokens_of(sample)
+        entries.setdefault(key, entry)["count"] += 1
+
+    first = samples[0]
+    sizes = [abs(s["advantage"]) for s in samples if is_number(s["advantage"])]
+    mean = sum(sizes) / len(samples)
+    return dict(
+        title=f"group {first['group']}: {len(samples)} samples, mean |advantage| {shown(mean)}",
+        signal=mean,
+        prompt=first["prompt"],
+        row=json.dumps(first.get("row"), indent=1, ensure_ascii=False),
+        samples=list(entries.values()),
+    )
+
+
+def order_of(sample) -> float:
+    """The highest reward comes first, no reward last."""
+    reward = sample["reward"]
+    if not is_number(reward):
+        reward = -math.inf
+    return -reward
+
+
+def facts_of(sample) -> str:
+    """The line above a sample."""
+    facts = [f"reward {shown(sample['reward'])}"]
+    facts += [f"{name} {shown(value)}" for name, value in sample["rewards"].items()]
+    facts += [f"advantage {shown(sample['advantage'], '+')}", f"{sample['length']} tokens"]
+    if sample["finish_reason"] == "length":
+        facts.append("cut off")
+    if sample.get("failure"):
+        facts.append(f"episode failed: {sample['failure']}")
+    return ", ".join(facts)
+
+
+def turns_of(sample) -> dict:
+    """pieces: the completion; of an episode every turn and every reply, with its writer.
+    replied: the numbers of the pieces that the environment wrote."""
+    if "turns" not in sample:
+        return dict(pieces=[sample["completion"]], replied=[], values={})
+    pieces = []
+    replied = []
+    for turn, reply in zip_longest(sample["turns"], sample["replies"], fillvalue=[]):
+        pieces.append(f"     policy: {turn}")
+        if isinstance(reply, str):
+            reply = [dict(name="environment", content=reply)]
+        for message in reply:
+            replied.append(len(pieces))
+            pieces.append(f"{message['name']:>11}: {message['content']}")
+    return dict(pieces=pieces, replied=replied, values={})
+
+
+def tokens_of(sample) -> dict:
+    """The same with a piece a token. values: of every token its advantage and log-probability."""
+    tokens = sample["tokens"]
+    return dict(
+        pieces=tokens["text"],
+        replied=[i for i, drawn in enumerate(tokens["sampled"]) if not drawn],
+        values=dict(advantage=tokens["advantage"], logp=tokens["logp"]),
+    )
+
+
+def print_step(samples, step: int) -> None:
+    print(f"step {step}, {len(samples)} samples, groups with the most signal first")
+    for group in make_groups(samples, by_token=False):
+        print(f"\n== {group['title']}\n{shorten(group['prompt'])}")
+        for sample in group["samples"]:
+            print("\n" + shorten(f"{sample['count']} x {sample['facts']}"))
+            for text in sample["pieces"] + sample["extra"]:
+                print(shorten(text))
+
+
+def shorten(text: str) -> str:
+    """Three lines of the terminal. The middle is cut: the answer stands at the end."""
+    text = visible(text)
+    room = 3 * shutil.get_terminal_size().columns
+    if len(text) <= room:
+        return text
+    return f"{text[: room // 2]} ... {text[-room // 2 :]}"
+
+
+def write_page(out_dir, steps: dict, step: int) -> str:
+    """Writes page.html, which opens at `step` and loads nothing from outside. Returns its path."""
+    groups = {number: make_groups(samples, by_token=True) for number, samples in steps.items()}
+    panels = make_panels(read_log(out_dir, "metrics.jsonl"))
+    text = json.dumps(dict(name=str(out_dir), step=step, groups=groups, panels=panels))
+    # In this form no text of a completion can be HTML.
+    data = base64.b64encode(zlib.compress(text.encode())).decode()
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    path = os.path.join(out_dir, "page.html")
+    Path(path).write_text(page.replace("DATA", data), encoding="utf-8")
+    return path
+
+
+# -- the command line
+
+
+def show(args) -> None:
+    out_dir = args.out_dir
+    if out_dir is None:
+        logs = glob.glob("out*/metrics.jsonl")
+        out_dir = os.path.dirname(max(logs, key=os.path.getmtime, default=""))
+    if args.step is None and not args.html:
+        print_summary(out_dir)
+        print(visible(draw(out_dir)))
+        return
+    steps = read_steps(out_dir)
+    step = args.step
+    if step in (None, -1):
+        step = max(steps)
+    if step not in steps:
+        raise ValueError(f"no completions of step {step}, but of {min(steps)} to {max(steps)}")
+    if args.html:
+        print(visible(write_page(out_dir, steps, step)))
+    else:
+        print_step(steps[step], step)
+
+
+def fail(message) -> None:
+    """What a user does wrong is one line and exit code 2."""
+    print(visible(f"view.py: {message}"), file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out_dir", nargs="?", metavar="DIR")
+    parser.add_argument("--step", type=int, nargs="?", const=-1, metavar="N")
+    parser.add_argument("--html", action="store_true")
+    parser.error = fail  # one line, without the usage
+    args = parser.parse_args(argv)
+    try:
+        show(args)
+    except Exception as error:  # no such run, a full disk, no matplotlib, or what it raises
+        fail(error)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    main()

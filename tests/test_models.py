@@ -1,0 +1,525 @@
+"""Rows and prompts, models of many families, and adapters."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+from grpo import Config, ConfigError
+from tests.common import (
+    CPU,
+    HERE,
+    random_samples,
+    relative,
+    small_run,
+    tiny_model,
+    update_gradient,
+)
+from tests.families import BARS, FAMILIES, HEADERS, IM, SAMPLING, TURNS, family
+
+MODEL = f"{HERE}/sample_data/model"
+
+
+def write(folder, content, name="rows.jsonl"):
+    content = content if isinstance(content, (str, bytes)) else "\n".join(map(json.dumps, content))
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+def load(path, rows, folder, rewards="format", **options):
+    """The prompts of these rows."""
+    cfg = Config(model=str(path), train_data=write(folder, rows), **options)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return grpo.load_prompts("train_data", tokenizer, grpo.load_rewards(rewards), None, cfg)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+
+AB = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("x.jsonl", LINES, AB),
+        ("x.jsonl", "\ufeff" + LINES.replace("\n", "\r\n"), AB),
+        ("x.json", json.dumps(AB, indent=1), AB),
+        ("X.JSON", json.dumps(AB), AB),
+        ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, not of JSONL
+        ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
+        ("x.CSV", "\ufeffprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it
+        ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
+    ],
+)
+def test_files_of_rows(name, content, expected, tmp_path):
+    assert list(grpo.read_rows(write(tmp_path, content, name))) == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, row",
+    [
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": \n', 2),
+        ("x.jsonl", '{"prompt": "1+2="}\n[1]\n', 2),
+        ("x.jsonl", '{"prompt": "1+2=", "a": [1, NaN]}', 1),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"question": "1"}', 2),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": ""}', 2),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": 7}', 2),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": [{"role": "user"}]}', 2),
+        ("x.jsonl", "\n\n", None),
+        ("x.jsonl", b"\xff\xfe\x00", 1),
+        ("x.json", '[{"prompt": "1+2="}, 3]', 2),
+        ("x.json", "{", 1),
+        ("x.csv", "", None),
+        ("x.csv", "prompt,b\n1+2=,2\n1,2,3\n", 2),
+        ("x.csv", "prompt,b\n1+2=,2\n\n3\n", 2),
+    ],
+)
+def test_bad_files_are_named_by_row(name, content, row, tmp_path):
+    path = write(tmp_path, content, name)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with pytest.raises(ConfigError) as error:
+        grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
+    message = str(error.value)
+    assert message.startswith(f"--train_data {path}") and "\n" not in message
+    assert row is None or f"row {row}:" in message
+
+
+def test_rows_from_python_the_hub_and_parquet(tmp_path, monkeypatch):
+    path = write(tmp_path, "def rows():\n    yield dict(prompt='1+1=', x=(1, 2))\n", "mine.py")
+    assert list(grpo.read_rows(f"{path}:rows")) == [dict(prompt="1+1=", x=(1, 2))]
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return AB
+
+    module = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(grpo.sys.modules, "datasets", module)
+    assert list(grpo.read_rows("openai/gsm8k:main:test")) == AB
+    assert list(grpo.read_rows("openai/gsm8k")) == AB
+    assert list(grpo.read_rows("x.parquet")) == AB
+    assert asked == [
+        (("openai/gsm8k", "main"), dict(split="test")),
+        (("openai/gsm8k", None), dict(split="train")),
+        (("parquet",), dict(data_files="x.parquet", split="train")),
+    ]
+
+
+def test_rows_that_no_completion_can_earn_are_named(tmp_path):
+    rows = [dict(prompt="1+2=", answer="3"), dict(prompt="1+2=", answer="no number")]
+    with pytest.raises(ConfigError, match="row 2"):
+        load(MODEL, rows, tmp_path, "gsm8k")
+    with pytest.raises(ConfigError, match="row 1.*answer"):
+        load(MODEL, [dict(prompt="1+2=")], tmp_path, "answer")
+
+
+def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
+    rows = [dict(prompt="1+2="), dict(prompt="1234567+2="), dict(prompt="2+2=")]
+    prompts = load(MODEL, rows, tmp_path, max_prompt_length=6)
+    assert [p.text for p in prompts] == ["1+2=", "2+2="]
+    assert [p.number for p in prompts] == [0, 2]
+    assert "1 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{a}+{b}=", "1+2="),
+        (r"{a}\n{b}", "1\n2"),
+        (r"{a}\neq{b}", r"1\neq2"),
+        ("{a}{}=", "1{}="),
+        (r"\\boxed{{a}}", r"\\boxed{1}"),
+    ],
+)
+def test_a_template_is_filled_with_columns(template, expected, tmp_path):
+    [prompt] = load(family(tmp_path, "qwen2")[0], [dict(a=1, b="2")], tmp_path,
+                    prompt_template=template)  # fmt: skip
+    assert prompt.text == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# Chat templates
+
+
+def chat(*turns):
+    """Turns of user and assistant in turn; a first one that begins with * is the system's."""
+    roles = ["user", "assistant"] * len(turns)
+    if turns[0].startswith("*"):
+        roles = ["system", *roles]
+    return [
+        dict(role=role, content=turn.lstrip("*")) for role, turn in zip(roles, turns, strict=False)
+    ]
+
+
+QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
+TURNS_OF_TWO, GOES_ON = (
+    chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"),
+    chat("*Add.", "1+2?", "It is "),
+)
+# What the templates make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: they refuse it.
+WRITTEN = dict(
+    qwen2=[
+        "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n"
+        "<S>user\n2+2?<E>\n<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
+    ],
+    llama3=[
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E>"
+        "<H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
+        "<H>user</H>\n\n2+2?<E><H>assistant</H>\n\n",
+        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E>"
+        "<H>assistant</H>\n\nIt is",
+    ],
+    gemma2=[
+        "<bos><S>user\n1+2?<E>\n<S>model\n",
+        None,
+        "<bos><S>user\n1+2?<E>\n<S>model\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n<S>model\n",
+        None,
+    ],
+    mistral=[
+        "<s>[INST]  1+2? [/INST]",
+        "<s>[INST] Add. \n\n1+2?[/INST]",
+        "<s>[INST] 1+2?[/INST] <think>\nhm\n</think>\n\n3</s>[INST] 2+2?[/INST]",
+        None,  # it writes the system message only into a last turn of the user
+    ],
+    r1=[
+        "<B><U> 1+2? <A><think>\n",
+        "<B>Add. <U>1+2?<A><think>\n",
+        "<B><U>1+2?<A>\n\n3<E><U>2+2?<A><think>\n",
+        "<B>Add.<U>1+2?<A>It is ",
+    ],
+    qwen3=[
+        "<S>user\n 1+2? <E>\n<S>assistant\n",
+        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
+        "<S>user\n1+2?<E>\n<S>assistant\n3<E>\n<S>user\n2+2?<E>\n<S>assistant\n",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
+    ],
+)
+SHORT = dict(
+    qwen2={"<S>": IM[1], "<E>": IM[2]},
+    qwen3={"<S>": IM[1], "<E>": IM[2]},
+    gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
+    llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
+    r1={"<E>": BARS[0], "<U>": BARS[1], "<A>": BARS[2], "<B>": BARS[3]},
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_templates_of_the_families(name, tmp_path):
+    path, ids = family(tmp_path / "model", name)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    bos = FAMILIES[name].get("bos")
+    options = {}
+    if name == "llama3":
+        options["chat_template_kwargs"] = '{"date_string": "1 May"}'
+    prompts = (QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON)
+    for messages, expected in zip(prompts, WRITTEN[name], strict=True):
+        if expected is None:
+            with pytest.raises(ConfigError, match="row 1: .*(system|System)"):
+                load(path, [dict(prompt=messages)], tmp_path, **options)
+            continue
+        for short, word in SHORT.get(name, {}).items():
+            expected = expected.replace(short, word)
+        [prompt] = load(path, [dict(prompt=messages)], tmp_path, **options)
+        assert prompt.text == expected
+        assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
+        if messages[-1]["role"] == "user":
+            given = json.loads(options.get("chat_template_kwargs", "{}"))
+            given |= dict(add_generation_prompt=True)
+            written = tokenizer.apply_chat_template(messages, **given)["input_ids"]
+            assert prompt.ids.tolist() == written
+
+
+def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
+    path, _ = family(tmp_path / "model", "qwen2")
+    [chat_prompt] = load(path, [dict(prompt="1+2?")], tmp_path, system_prompt="Add.")
+    assert chat_prompt.messages == chat("*Add.", "1+2?")
+    assert "Add.<|im_end|>" in chat_prompt.text and "Be kind" not in chat_prompt.text
+    [plain] = load(path, [dict(prompt="1+2?")], tmp_path)
+    assert plain.messages is None and plain.text == "1+2?"
+    assert "--chat" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2", "smollm2"])
+def test_a_string_prompt_has_at_most_one_bos(name, tmp_path):
+    """Also where a template wrote it before: rows that hold what apply_chat_template made."""
+    path, ids = family(tmp_path / "model", name)
+    bos = FAMILIES[name]["bos"]
+    prompts = load(path, [dict(prompt="1+2?"), dict(prompt=f"{bos}1+2?")], tmp_path)
+    plain, written = [p.ids.tolist() for p in prompts]
+    assert written[0] == ids[bos] and written.count(ids[bos]) == 1
+    assert plain == (written[1:] if name == "smollm2" else written)  # whose tokenizer adds none
+
+
+class AddsEos:
+    """After supervised training a tokenizer often ends every text with EOS."""
+
+    bos_token_id = 1
+    eos_token_id = 2
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [ord(letter) for letter in text]
+        if add_special_tokens:
+            ids = [1, *ids, 2]
+        return dict(input_ids=ids)
+
+
+def test_no_end_token_at_the_end_of_a_string_prompt():
+    assert grpo.string_ids("ab", AddsEos()).tolist() == [1, 97, 98]
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
+
+
+@pytest.fixture(scope="module")
+def two_rows(tmp_path_factory):
+    rows = [dict(prompt="1+2?"), dict(prompt="the sum of 11 and 22?")]
+    return write(tmp_path_factory.mktemp("rows"), rows)
+
+
+def family_run(path, out, rows, **options):
+    """One step on two prompts of different lengths, as chats."""
+    settings = dict(model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1)
+    settings |= dict(num_minibatches=1, learning_rate=1e-3, reward="overlong")
+    return small_run(out, **(settings | options))
+
+
+FEW = ("llama3", "gemma2")  # byte-level BPE, and pieces with soft-capped logits
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+def test_a_family_loads_trains_saves_and_loads(name, tmp_path, two_rows):
+    path, ids = family(tmp_path / "model", name)
+    [metrics] = family_run(path, tmp_path / "out", two_rows)
+    assert metrics["sampler_gap"] < 1e-5
+    saved = tmp_path / "out" / "step_000001"
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (path, saved))
+    chats = [t.apply_chat_template(TURNS_OF_TWO)["input_ids"] for t in (before, after)]
+    assert chats[0] == chats[1]
+    assert after("the 1<think>")["input_ids"] == before("the 1<think>")["input_ids"]
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values())
+    cfg = Config(model=str(path))
+    loaded = grpo.load_model("model", str(saved), cfg, CPU)
+    stop_ids = grpo.stop_ids_of(loaded, after, cfg)
+    assert set(stop_ids) == {*(ids[end] for end in FAMILIES[name]["ends"]), after.eos_token_id}
+    text = torch.tensor([chats[0]])
+    assert torch.allclose(loaded(text).logits, model(text).logits, atol=1e-4)
+    # The vocabulary is padded: ids without a token are sampled and trained on, and have no text.
+    sampler = grpo.HFSampler(loaded, stop_ids, Config(max_completion_length=20))
+    seeds = [(0, i) for i in range(30)]
+    completions = sampler.generate([np.array(chats[0])] * 30, seeds, 5.0)
+    drawn = np.concatenate([ids for ids, _ in completions])
+    known = drawn[drawn < len(after)]
+    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+
+
+def test_the_cap_of_gemma_2s_attention_is_applied(tmp_path):
+    tiny = tiny_model("gemma2", attn_logit_softcapping=0.5)
+    tiny.save_pretrained(tmp_path)
+    loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    samples = random_samples(4, 2)
+    ours, _ = grpo.Policy(loaded, 1.0)(grpo.collate(samples, CPU))
+    theirs, _ = grpo.Policy(eager, 1.0)(grpo.collate(samples, CPU))
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_no_generation_config_changes_what_is_sampled_or_stops_a_save(tmp_path, two_rows):
+    found = []
+    for i, generation in enumerate(
+        [
+            dict(do_sample=None),
+            SAMPLING | dict(do_sample=True),
+            SAMPLING | dict(do_sample=False),  # transformers refuses to save it
+            dict(num_beams=4, length_penalty=0.5, no_repeat_ngram_size=1),
+            dict(min_new_tokens=8, max_length=20, max_new_tokens=3),
+        ]
+    ):
+        path, _ = family(tmp_path / f"model{i}", "qwen2", generation)
+        cfg = Config(model=str(path), max_completion_length=24)
+        model = grpo.load_model("model", str(path), cfg, CPU)
+        stop_ids = grpo.stop_ids_of(model, AutoTokenizer.from_pretrained(path), cfg)
+        sampler = grpo.HFSampler(model, stop_ids, cfg)
+        prompts = [np.array([5, 6, 7])] * 20
+        completions = sampler.generate(prompts, [(0, i) for i in range(20)], 1.0)
+        found.append([ids.tolist() for ids, _ in completions])
+    assert all(other == found[0] for other in found)
+    family_run(tmp_path / "model2", tmp_path / "out", two_rows)
+    assert (tmp_path / "out" / "step_000001" / "config.json").exists()
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, two_rows):
+    """As with tokens that were added and embeddings that were not."""
+    path, ids = family(tmp_path / "model", "qwen2", size=263)  # 263 has no row
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["<answer>"])
+    tokenizer.save_pretrained(path)
+    [metrics] = family_run(path, tmp_path / "out", two_rows)
+    assert metrics["sampler_gap"] < 1e-5
+    cfg = Config(model=str(path), max_completion_length=8)
+    model = grpo.load_model("model", str(path), cfg, CPU)
+    tokenizer.add_special_tokens(dict(eos_token="[END]"))  # an end that the model cannot sample
+    ends = [ids[end] for end in FAMILIES["qwen2"]["ends"]]
+    assert grpo.stop_ids_of(model, tokenizer, cfg) == sorted(ends)
+    model.generation_config.eos_token_id = [264, -1]
+    with pytest.raises(ConfigError, match="EOS"):
+        grpo.stop_ids_of(model, tokenizer, cfg)
+    with pytest.raises(ConfigError, match="263"):
+        grpo.check_sizes(model, [grpo.Prompt(np.array([1, 263]), "", {})], cfg)
+
+
+def test_weights_that_are_missing_and_a_folder_without_a_tokenizer_are_named(tmp_path, two_rows):
+    path, _ = family(tmp_path / "model", "qwen2")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="--model"):
+        family_run(path, tmp_path / "out", two_rows)
+    path, _ = family(tmp_path / "other", "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    weights = model.state_dict()
+    weights.pop("model.norm.weight")
+    model.save_pretrained(path, state_dict=weights)
+    with pytest.raises(ConfigError, match="--model .*model.norm.weight"):
+        family_run(path, tmp_path / "out", two_rows)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_is_measured_from_and_another_vocabulary_is_refused(tmp_path):
+    from tests.common import metrics_of
+
+    teacher = tmp_path / "teacher"
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    model.save_pretrained(teacher)
+    options = dict(beta=1.0, reward="overlong:0", reference=str(teacher))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    history = small_run(whole, **options)
+    assert all(m["reward"] == 0 and m["optimizer_steps"] == 2 for m in history)
+    small_run(parts, max_steps=2, **options)
+    small_run(parts, resume=True, **options)
+    assert metrics_of(whole) == metrics_of(parts)
+    other, _ = family(tmp_path / "other", "qwen2")
+    with pytest.raises(ConfigError, match="--reference"):
+        small_run(tmp_path / "out", **options | dict(reference=str(other)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def adapted(kind="llama", dtype="float32", seed=0):
+    model = tiny_model(kind)
+    cfg = Config(lora_rank=4, dtype=dtype, seed=seed, max_sampler_gap=1e9, micro_batch_tokens=99)
+    grpo.add_adapters(model, cfg)
+    return model, cfg
+
+
+def move(model):
+    """Adapters as they are after some steps."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(0, 0.02)
+
+
+def test_only_adapters_train_and_the_head_has_none():
+    model, cfg = adapted()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(".lora_" in name for name in trained)
+    assert not any("lm_head" in name for name in trained)
+    other, _ = adapted()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)  # every rank draws the same ones
+
+
+def test_the_reference_is_the_model_without_adapters_and_the_gradient_is_merged_weights():
+    model, cfg = adapted()
+    policy = grpo.Policy(model, 1.0)
+    reference = grpo.AdaptersOff(policy)
+    samples = random_samples(6, 3)
+    batch = grpo.collate(samples, CPU)
+    plain, _ = grpo.Policy(tiny_model("llama"), 1.0)(batch)
+    assert torch.allclose(policy(batch)[0], plain, atol=1e-6)
+    assert grpo.same_weights(policy, reference)
+    move(model)
+    assert not grpo.same_weights(policy, reference)
+    assert not torch.allclose(policy(batch)[0], plain, atol=1e-3)
+    assert torch.allclose(reference(batch)[0], plain, atol=1e-6)
+
+    merged = tiny_model("llama", seed=5)
+    merged.load_state_dict(grpo.merged_weights(model))
+    assert torch.allclose(policy(batch)[0], grpo.Policy(merged, 1.0)(batch)[0], atol=1e-5)
+    # By the chain rule the adapters' gradient follows from that of the merged weights.
+    grads, _ = update_gradient(Config(max_grad_norm=0), samples, policy=policy)
+    name = "model.layers.0.mlp.down_proj"
+    full = grpo.Policy(merged, 1.0)
+    loss_of = []
+    hook = merged.get_submodule(name).weight.register_hook(loss_of.append)
+    update_gradient(Config(max_grad_norm=0), samples, policy=full)
+    hook.remove()
+    layer = model.get_submodule(name)
+    B = layer.lora_B["default"].weight
+    expected = layer.scaling["default"] * B.T @ sum(loss_of)  # of A
+    parts = {}
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            parts[n] = grads[: p.numel()].view(p.shape)
+            grads = grads[p.numel() :]
+    assert relative(parts[f"{name}.lora_A.default.weight"], expected) < 1e-5
+
+
+def test_merged_bfloat16_is_right_on_average():
+    """Rounded to the nearest, a base of 1 and small products would stay 1."""
+    x = torch.full((200, 100), 1 + 2**-11)
+    rounded = grpo.round_at_random(x, 0)
+    assert rounded.dtype == torch.bfloat16
+    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7}
+    assert rounded.float().mean().item() == pytest.approx(1 + 2**-11, abs=1e-4)
+    assert torch.equal(grpo.round_at_random(x, 0), rounded)  # a resumed run pushes the same
+
+
+def test_a_checkpoint_needs_no_peft_and_bfloat16_resumes_to_the_bit(tmp_path):
+    from tests.common import metrics_of
+
+    options = dict(lora_rank=2, learning_rate=3e-3, beta=0.1, dtype="bfloat16", num_epochs=2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    small_run(whole, **options)
+    small_run(parts, max_steps=2, **options)
+    small_run(parts, resume=True, **options)
+    assert metrics_of(whole) == metrics_of(parts)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        whole / "step_000004", output_loading_info=True
+    )
+    assert not any(info.values())
+    start = AutoModelForCausalLM.from_pretrained(MODEL)
+    moved = [
+        name
+        for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True)
+        if not torch.equal(p, q)
+    ]
+    assert moved and all("proj" in name for name in moved)
+
+
+def test_weights_have_the_names_of_the_plain_model():
+    model, _ = adapted("qwen3")
+    plain = dict(tiny_model("qwen3").named_parameters())
+    weights = grpo.merged_weights(model)
+    assert weights.keys() == plain.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, plain[name])  # fresh adapters change nothing

@@ -1,0 +1,135 @@
+"""Each patch of variants/ applies to grpo.py, changes few lines, does what it is for, and its runs
+resume to the bit."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.common import F64, HERE, flags_of, lines, metrics_of, small_config
+
+PATCHES = sorted(path.stem for path in Path(HERE, "variants").glob("*.patch"))
+OPTIONS = dict(
+    cispo=["--num_minibatches", "2"],
+    sapo=["--num_minibatches", "2"],
+    moving_reference=["--move_every", "2", "--beta", "0.1", "--num_minibatches", "1"],
+    dynamic_resampling=["--max_draws", "8"],
+)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """patched(name) -> the folder of a copy of the trainer with the patch applied."""
+
+    def copy(name):
+        folder = tmp_path_factory.mktemp(name)
+        for file in ("grpo.py", "reward.py"):
+            shutil.copy(f"{HERE}/{file}", folder)
+        (folder / "sample_data").symlink_to(f"{HERE}/sample_data")
+        patch = f"{HERE}/variants/{name}.patch"
+        subprocess.run(["git", "apply", patch], cwd=folder, check=True)
+        return folder
+
+    return copy
+
+
+def module_of(folder):
+    """The patched grpo.py, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"grpo_{folder.name}", folder / "grpo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_changes_few_lines(name):
+    text = Path(HERE, "variants", f"{name}.patch").read_text()
+    changed = [line for line in text.partition("\n@@")[2].split("\n") if line[:1] in ("+", "-")]
+    assert 0 < len(changed) <= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATCHES)
+def test_runs_of_a_patch_resume_to_the_bit(name, patched, tmp_path):
+    folder = patched(name)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out, more in ((whole, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
+        args = [*flags_of(small_config(out, **more)), *OPTIONS.get(name, [])]
+        command = [sys.executable, str(folder / "grpo.py"), *args]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics_of(whole) == metrics_of(parts)
+    metrics = metrics_of(whole)
+    if name == "moving_reference":  # at the end of a step the policy is the reference
+        assert abs(metrics[0]["kl"]) < 1e-6 < metrics[1]["kl"]
+        assert abs(metrics[2]["kl"]) < 1e-6 < metrics[3]["kl"]
+    if name == "dynamic_resampling":
+        groups = {}
+        for row in lines(whole / "completions.jsonl"):
+            key = (row["step"], row["group"])
+            groups.setdefault(key, []).append(row["advantage"])
+        assert len(groups) == 4 * 3
+        assert all(any(advantages) for advantages in groups.values())
+
+
+def loss_gradient(module, ratio, advantage, **options):
+    """The gradient of the loss of one token by its log-probability."""
+    old = torch.zeros(1, 1, dtype=F64)
+    logps = torch.full((1, 1), ratio, dtype=F64).log().requires_grad_()
+    cfg = module.Config(beta=0, **options)
+    mask = torch.ones(1, 1)
+    advantages = torch.tensor([float(advantage)], dtype=F64)
+    loss, _ = module.grpo_loss(logps, old, None, None, advantages, mask, cfg, 1, 1)
+    return torch.autograd.grad(loss, logps)[0].item()
+
+
+def test_rloo(patched):
+    grpo = module_of(patched("rloo"))
+    samples = []
+    for reward in (3.0, 0.0, 1.0, 4.0):
+        sample = grpo.Sample(0, None, torch.zeros(2).numpy(), torch.zeros(2).numpy())
+        sample.reward = reward
+        samples.append(sample)
+    grpo.assign_advantages(samples, grpo.Config(num_generations=4))
+    assert samples[0].advantages[0] == pytest.approx(3.0 - (0 + 1 + 4) / 3)
+
+
+def test_cispo(patched):
+    grpo = module_of(patched("cispo"))
+    assert loss_gradient(grpo, 8.0, 1.0, clip_high=4.0) == pytest.approx(-5.0)  # clipped, not cut
+    assert loss_gradient(grpo, 2.0, -1.0, clip_high=4.0) == pytest.approx(2.0)
+
+
+def test_sapo(patched):
+    """The slope of the gate is tau-free at ratio 1, and r * 4 p (1 - p) elsewhere."""
+    grpo = module_of(patched("sapo"))
+    assert loss_gradient(grpo, 1.0, 1.0) == pytest.approx(-1.0)
+    for ratio, advantage, tau in ((2.0, 1.0, 1.0), (0.5, -1.0, 1.05)):
+        p = torch.sigmoid(torch.tensor(tau * (ratio - 1), dtype=F64)).item()
+        expected = -advantage * ratio * 4 * p * (1 - p)
+        assert loss_gradient(grpo, ratio, advantage) == pytest.approx(expected)
+
+
+def test_entropy_bonus(patched):
+    """A step along the bonus raises the entropy."""
+    from tests.common import random_samples, tiny_model
+
+    grpo = module_of(patched("entropy_bonus"))
+    policy = grpo.Policy(tiny_model(), 1.0)
+    samples = []
+    for s in random_samples(6, 3):
+        samples.append(grpo.Sample(s.group, s.prompt, s.completion_ids, s.sampler_logps))
+    cfg = grpo.Config(entropy_bonus=1.0, max_sampler_gap=1e9, micro_batch_tokens=40)
+    optimizer = torch.optim.SGD(policy.parameters(), 0.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    cfg.learning_rate = 1e-2
+    entropies = []
+    for step in (1, 2, 3):  # advantages are 0: there is nothing but the bonus
+        metrics = grpo.update(policy, policy, optimizer, samples, step, cfg)
+        entropies.append(metrics["entropy"])
+    assert entropies[0] < entropies[1] < entropies[2]

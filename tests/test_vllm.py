@@ -1,0 +1,256 @@
+"""The vLLM engine: its samples are the policy's after every push, and what a push misses ends the
+run. Each slow test has a process of its own, since an engine cannot be started twice in one."""
+
+import json
+import math
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+from grpo import Config, Prompt, Sample
+from tests.common import (
+    CPU,
+    HERE,
+    flags_of,
+    metrics_of,
+    on_ranks,
+    small_config,
+    small_run,
+    tiny_model,
+)
+
+QUESTIONS = ["520+773=", "111+222=", "989+898="]
+FAULTS = {  # what goes wrong from the second push on, and what the run says
+    "none": "",
+    "push": "not finite",
+    "norms": "not finite",
+    "scaled": "off on average",
+    "swapped": "off on average",
+    "refused": "prefix cache",
+}
+
+
+def in_a_process(function, *args):
+    """What a function of this file prints as JSON in its last line."""
+    code = f"from tests import test_vllm; test_vllm.{function}(*{list(map(str, args))!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------------------------------------------
+# A push, for several architectures
+
+
+def gap_after_pushes(kind, tied, folder):
+    """The mean difference to the policy after three pushes: these weights, others, these again."""
+    options = dict(tie_word_embeddings=tied == "True", vocab_size=64)
+    first = tiny_model(kind, **options)
+    first.save_pretrained(folder)
+    cfg = Config(model=folder, dtype="float32", max_completion_length=16)
+    sampler = grpo.VLLMSampler([1], 80, cfg, on_cuda=False)
+    prompts = [np.arange(5, 5 + n) for n in (3, 40, 40, 7)]
+    gaps = []
+    for model in (first, tiny_model(kind, seed=7, **options), first):
+        sampler.push(model)
+        samples = []
+        seeds = [(0, i) for i in range(len(prompts))]
+        for prompt, (ids, logps) in zip(
+            prompts, sampler.generate(prompts, seeds, 0.9), strict=True
+        ):
+            samples.append(Sample(0, Prompt(prompt, "", {}), ids, logps))
+        ours, _ = grpo.Policy(model, 0.9)(grpo.collate(samples, CPU))
+        for s, row in zip(samples, ours.detach().numpy(), strict=True):
+            gaps.append(float(np.abs(row[: len(s.completion_ids)] - s.sampler_logps).max()))
+        # The same seeds give the same texts, and temperature 0 the most likely token.
+        again = sampler.generate(prompts, seeds, 0.9)
+        assert [ids.tolist() for ids, _ in again] == [s.completion_ids.tolist() for s in samples]
+        [(greedy, _)] = sampler.generate(prompts[:1], [(0, 0)], 0.0, limits=[1])
+        logits = model(torch.from_numpy(prompts[0])[None]).logits[0, -1]
+        assert greedy.tolist() == [int(logits.argmax())]
+    sampler.close()
+    print(json.dumps(max(gaps)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("qwen3", True)])
+def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
+    pytest.importorskip("vllm")
+    assert in_a_process("gap_after_pushes", kind, tied, tmp_path) < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------
+# Faults
+
+
+def plant(sampler, fault):
+    """Makes pushes and rollouts go wrong from the second push on."""
+    generate = sampler.generate
+    reload = sampler.llm.collective_rpc
+    reset = sampler.llm.reset_prefix_cache
+    pushes = []
+
+    def faulty_reload(name, kwargs):
+        pushes.append(name)
+        weights = dict(kwargs["weights_iterator"])
+        if len(pushes) >= 2 and fault == "push":
+            return
+        if len(pushes) >= 2 and fault == "scaled":
+            weights = {name: w * 1.001 for name, w in weights.items()}
+        if len(pushes) >= 2 and fault == "norms":
+            weights = {name: w for name, w in weights.items() if "norm" not in name}
+        reload(name, kwargs=dict(weights_iterator=iter(weights.items())))
+
+    def faulty_generate(prompts, seeds, temperature, limits=None):
+        if len(pushes) >= 2 and fault == "swapped":
+            prompts = prompts[::-1]
+        return generate(prompts, seeds, temperature, limits)
+
+    def faulty_reset():
+        return reset() and not (len(pushes) >= 2 and fault == "refused")
+
+    sampler.llm.collective_rpc = faulty_reload
+    sampler.generate = faulty_generate
+    sampler.llm.reset_prefix_cache = faulty_reset
+
+
+def run_with(fault, out):
+    honest = grpo.make_sampler
+
+    def make_sampler(*args):
+        sampler = honest(*args)
+        plant(sampler, fault)
+        return sampler
+
+    grpo.make_sampler = make_sampler
+    said = ""
+    try:
+        small_run(out, rollout="vllm", max_steps=3, eval_data="")
+    except grpo.TrainingError as error:
+        said = str(error)
+    steps = [m["step"] for m in metrics_of(out)] if said == "" else []
+    print(json.dumps([said, steps]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_ends_the_run(fault, tmp_path):
+    pytest.importorskip("vllm")
+    said, steps = in_a_process("run_with", fault, tmp_path / "run")
+    assert FAULTS[fault] in said
+    assert bool(steps) == (fault == "none")
+    for m in steps and metrics_of(tmp_path / "run"):
+        assert m["sampler_gap"] < 1e-5
+
+
+@pytest.mark.slow
+def test_resume_to_the_bit_with_vllm_and_adapters(tmp_path):
+    pytest.importorskip("vllm")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = dict(rollout="vllm", lora_rank=2)
+    for out, more in ((whole, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
+        args = flags_of(small_config(out, **options | more))
+        done = subprocess.run([sys.executable, f"{HERE}/grpo.py", *args], capture_output=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics_of(whole) == metrics_of(parts)
+    assert all(m["sampler_gap"] < 1e-4 for m in metrics_of(whole))
+
+
+@pytest.mark.slow
+def test_two_ranks_with_vllm(tmp_path):
+    """Two engines: the samples of one rank."""
+    pytest.importorskip("vllm")
+    texts = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        done = on_ranks(
+            ranks,
+            "tests.common.main",
+            *flags_of(small_config(out, rollout="vllm", max_steps=2)),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
+        texts.append([row["completion"] for row in rows])
+    assert texts[0] == texts[1]
+
+
+# ------------------------------------------------------------------------------------------------
+# Without an engine
+
+
+def test_an_engine_that_does_not_start_is_one_line(tmp_path, monkeypatch, capfd):
+    def refuse(*args):
+        raise RuntimeError("no memory\nand a traceback")
+
+    monkeypatch.setattr(grpo, "VLLMSampler", refuse)
+    args = flags_of(small_config(tmp_path / "run", rollout="vllm"))
+    assert grpo.main(args) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert "--rollout" in error and "no memory" in error and "hf" in error
+
+
+class Engine:
+    """Records what the sampler asks of vLLM on a GPU."""
+
+    def __init__(self):
+        self.calls = []
+
+    def wake_up(self, tags):
+        self.calls += [f"wake {tag}" for tag in tags]
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def apply_model(self, function):
+        self.calls.append(function.__name__)
+
+    def collective_rpc(self, name, kwargs):
+        self.calls.append(name)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        return True
+
+
+def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
+    """Weights first and the cache of keys and values last, so that their peaks do not add up."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    sampler = object.__new__(grpo.VLLMSampler)
+    sampler.llm, sampler.on_cuda, sampler.asleep, sampler.cfg = Engine(), True, False, Config()
+    push = ["fill_with_nan", "reload_weights", "repack", "reset"]
+    model = tiny_model()
+    sampler.push(model)
+    assert sampler.llm.calls == push
+    sampler.llm.calls.clear()
+    sampler.sleep()
+    sampler.sleep()
+    sampler.push(model)
+    assert sampler.llm.calls == ["sleep 2", "wake weights", *push, "wake kv_cache"]
+
+
+def test_a_log_probability_that_is_no_number_is_an_error():
+    def output(logps):
+        completion = types.SimpleNamespace(
+            token_ids=[3, 1], logprobs=types.SimpleNamespace(logprobs=logps)
+        )
+        return types.SimpleNamespace(outputs=[completion])
+
+    sampler = object.__new__(grpo.VLLMSampler)
+    sampler.stop_ids, sampler.cfg = [1], Config()
+    sampler.SamplingParams = lambda **options: options
+    for logps, fine in (([-1.0, -2.0], True), ([-1.0, math.nan], False), ([-1.0], False)):
+        answer = [output(logps)]
+        sampler.llm = types.SimpleNamespace(generate=lambda *a, answer=answer, **k: answer)
+        if fine:
+            [(ids, found)] = sampler.generate([np.array([2])], [(0, 0)], 1.0)
+            assert ids.tolist() == [3, 1] and found.tolist() == logps
+        else:
+            with pytest.raises(grpo.TrainingError, match="not finite"):
+                sampler.generate([np.array([2])], [(0, 0)], 1.0)
