@@ -24,6 +24,8 @@ from common import (
     until_one_stops,
 )
 
+import grpo
+
 THRESHOLD = 0.8
 NOISES = (0.0, 0.01, 0.1)
 HEADER = (
@@ -36,8 +38,13 @@ def run(noise, warmup, seed, limit):
     def reached(history):
         return steps_to(THRESHOLD, history) < np.inf
 
-    options = dict(advantage_noise=noise, warmup_steps=warmup, seed=seed, max_steps=limit)
-    return train(stop=reached, loss_reduction="sequence", **options)
+    def add_noise(run, step, samples):  # the same as variants/advantage_noise.patch
+        values = grpo.generator(run.cfg, 3, step).normal(0.0, noise, len(samples))
+        for sample, value in zip(samples, values, strict=True):
+            sample.advantages += value
+
+    options = dict(warmup_steps=warmup, seed=seed, max_steps=limit, loss_reduction="sequence")
+    return train(before=add_noise, stop=reached, **options)
 
 
 def difference(steps, others, rng) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from common import (
     Run,
+    advantage_of,
     arguments,
     band,
     grid,
@@ -77,7 +78,7 @@ def memory_of_group(G, seed, budget):
     run = Run(seed=seed, num_prompts=1, num_generations=G)
     for step in range(1, 100):
         samples = run.rollout(step)
-        if run.no_signal < 1:
+        if any(advantage_of(s) != 0 for s in samples):
             break
     peaks, gradients = [], []
     for tokens in (budget, 10**7):

@@ -21,26 +21,21 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from transformers.utils import logging
+import transformers
 
 import grpo
-import harness.curves
-import harness.lora
-import harness.models
-import harness.scorer
-import harness.user_code
+from extras.view import COLORS
 from grpo import Config
-from harness.fast import FastPolicy
-from harness.ranks import SAMPLING, World, seed_of, stream
+from reward import load_rewards
 
 torch.set_num_threads(1)
-logging.disable_progress_bar()
-logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
 plt.rcParams.update(
     {
         "axes.axisbelow": True,
         "axes.grid": True,
-        "axes.prop_cycle": plt.cycler(color=harness.curves.COLORS),
+        "axes.prop_cycle": plt.cycler(color=COLORS),
         "axes.spines.right": False,
         "axes.spines.top": False,
         "axes.titlesize": 11,
@@ -55,7 +50,7 @@ plt.rcParams.update(
     }
 )
 FIGURES = os.path.join(HERE, "figures")
-CPU = World(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def arguments(doc: str, add_options=None, quick: bool = True):
@@ -118,93 +113,66 @@ def cell_text(x) -> str:
 # One training run
 
 
-def fast_policy(model, temperature: float):
-    """The policy that a run takes by itself: rows without padding, the head in tiles."""
-    return FastPolicy(grpo.Policy(model, temperature))
-
-
 class Run:
-    """All objects of a training run on one CPU core. The settings are those of the bundled task,
-    but with 8 prompts a step; `options` change them."""
+    """All objects of a training run on one CPU core, under the names that grpo.Run has. The
+    settings are those of the bundled task, but with 8 prompts a step; `options` change them."""
+
+    player = None  # no environment
 
     def __init__(self, **options):
         lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
+        lean |= dict(dtype="float32")
         self.cfg = cfg = Config(**(grpo.BUNDLED | lean | options))
-        self.tokenizer, self.train_prompts, self.eval_prompts = data(
-            cfg.model, cfg.train_data, cfg.eval_data, cfg.reward, cfg.system_prompt
-        )
-        self.model = grpo.load_model(cfg.model, cfg)
-        self.policy = fast_policy(self.model, cfg.temperature)
-        reference = grpo.load_model(cfg.model, cfg).requires_grad_(False)
-        self.reference = fast_policy(reference, cfg.temperature)
-        self.at_reference = True  # the policy still has the reference's weights
-        eos_ids, pad_id = harness.models.special_ids(self.model, self.tokenizer, cfg)
-        self.sampler = grpo.HFSampler(self.model, eos_ids, pad_id, cfg)
+        self.tokenizer, self.rewards, self.train_prompts, self.eval_prompts = data()
+        self.model = grpo.load_model("model", cfg.model, cfg, CPU)
+        self.policy = grpo.Policy(self.model, cfg.temperature)
+        reference = grpo.load_model("model", cfg.model, cfg, CPU).requires_grad_(False)
+        self.reference = grpo.Policy(reference, cfg.temperature)
+        stop_ids = grpo.stop_ids_of(self.model, self.tokenizer, cfg)
+        self.sampler = grpo.HFSampler(self.model, stop_ids, cfg)
         self.optimizer = grpo.make_optimizer(self.policy, cfg)
-        self.scorer = harness.scorer.Scorer(harness.user_code.load_rewards(cfg.reward))
-
-    def add_adapters(self) -> None:
-        """From here on only adapters are trained."""
-        harness.lora.add_adapters(self.model, self.cfg)
-        self.policy = fast_policy(self.model, self.cfg.temperature)
 
     def rollout(self, step: int) -> list:
         """Samples with rewards and advantages; the samples of a group are consecutive."""
         cfg = self.cfg
-        samples = sample_step(self.sampler, self.train_prompts, self.tokenizer, step, cfg)
-        grpo.score(samples, self.scorer, step, cfg)
-        self.no_signal = grpo.assign_advantages(samples, step, cfg)
+        prompts = grpo.prompts_of_step(self.train_prompts, step, cfg)
+        samples = grpo.rollout(
+            self, prompts, grpo.SAMPLING, step, cfg.num_generations, cfg.temperature
+        )
+        grpo.assign_advantages(samples, cfg)
         return samples
 
     def update(self, samples: list, step: int) -> dict:
-        """All optimiser steps of one rollout; returns their metrics."""
-        if self.cfg.updates_per_step > 1:
-            grpo.compute_logps(self.policy, samples, "old_logps", self.cfg, CPU)
-        if self.cfg.beta > 0:
-            grpo.compute_logps(self.reference, samples, "ref_logps", self.cfg, CPU)
-        metrics = grpo.update(
-            self.policy,
-            self.optimizer,
-            samples,
-            self.cfg,
-            step=step,
-            at_reference=self.at_reference,
+        """All optimizer steps of one rollout; returns their metrics."""
+        cfg = self.cfg
+        if cfg.num_minibatches * cfg.num_epochs > 1:
+            grpo.add_logps("old_logps", self.policy, samples, cfg)
+        if cfg.beta > 0:
+            grpo.add_logps("ref_logps", self.reference, samples, cfg)
+        return grpo.update(
+            self.policy, self.policy, self.optimizer, samples, step, cfg, reference=self.reference
         )
-        if metrics["optimizer_steps"] > 0:
-            self.at_reference = False
-        for name in ("clip_ratio/region_mean", "sampler_gap"):
-            metrics.setdefault(name, 0.0)  # with beta 0 a step without a signal has no such average
-        return metrics
 
     def evaluate(self, n: int, step: int) -> dict:
         """Greedy accuracy on the first n held-out prompts."""
-        cfg = self.cfg
-        return grpo.evaluate(
-            self.sampler, self.eval_prompts[:n], self.tokenizer, self.scorer, step, cfg, CPU
-        )
+        self.eval_prompts = self.eval_prompts[:n]
+        return grpo.evaluate(self, step)
 
     def exact_kl(self, samples: list) -> float:
         """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL
         of the next-token distributions, summed over the samples' positions."""
-        batch = grpo.collate(samples, CPU.device, self.policy.rows)
+        batch = grpo.collate(samples, CPU)
         with torch.no_grad():
-            p = next_tokens(self.policy, batch)  # [n, V]
+            p = next_tokens(self.policy, batch)  # [N, T, V]
             q = next_tokens(self.reference, batch)
-        return ((p.exp() * (p - q)).sum() / len(samples)).item()
-
-
-def sample_step(sampler, prompts: list, tokenizer, step: int, cfg: Config) -> list:
-    """The samples of a step, with their texts and without rewards, as grpo.train draws them."""
-    prompts = grpo.prompts_of_step(prompts, step, cfg)
-    seeds = [seed_of(*stream(cfg.seed, SAMPLING, step, i)) for i in range(len(prompts))]
-    samples = grpo.sample(sampler, prompts, seeds, cfg, CPU)
-    grpo.add_texts(samples, tokenizer)
-    return samples
+        kl = (p.exp() * (p - q)).sum(-1)  # [N, T]
+        return (grpo.zero_outside(batch["sampled"], kl).sum() / len(samples)).item()
 
 
 def next_tokens(policy, batch: dict):
-    """[n, V]: the log-probabilities of all words at each of the n completion tokens."""
-    logits = policy.model.get_output_embeddings()(policy.hidden(batch))
+    """[N, T, V]: the log-probabilities of all tokens at each place of a completion."""
+    logits = policy.model(batch["ids"]).logits  # [N, L, V]
+    logits = logits.take_along_dim(batch["predictors"][:, :, None], dim=1)  # [N, T, V]
     return (logits.double() / policy.temperature).log_softmax(-1)
 
 
@@ -219,9 +187,13 @@ def lengths_of(samples: list) -> np.ndarray:
 
 
 @functools.cache
-def data(model: str, train_data: str, eval_data: str, reward: str, system_prompt: str):
-    paths = dict(model=model, train_data=train_data, eval_data=eval_data)
-    return grpo.load_data(Config(**paths, reward=reward, system_prompt=system_prompt))[2:]
+def data() -> tuple:
+    """Tokenizer, rewards, and the prompts of training and eval, of the bundled task."""
+    cfg = Config(**grpo.BUNDLED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
+    rewards = load_rewards(cfg.reward)
+    train = grpo.load_prompts("train_data", tokenizer, rewards, None, cfg)
+    return tokenizer, rewards, train, grpo.load_prompts("eval_data", tokenizer, rewards, None, cfg)
 
 
 def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -> list[dict]:
@@ -235,7 +207,6 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
         metrics = dict(step=step)
         if before:
             metrics.update(before(run, step, samples) or {})
-        metrics.update(frac_reward_zero_std=run.no_signal)
         metrics.update(grpo.sample_metrics(samples))
         metrics.update(run.update(samples, step))
         if after:
@@ -249,7 +220,7 @@ def train(before=None, after=None, stop=None, evals=(), n_eval=200, **options) -
 
 
 class Recorder:
-    """Takes the optimiser's place and keeps the gradient that grpo.update computed."""
+    """Takes the optimizer's place and keeps the gradient that grpo.update computed."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -267,13 +238,13 @@ class Recorder:
 
 
 def update_gradient(run: Run, samples: list, **options):
-    """The gradient [P] of one optimiser step, before clipping, computed by grpo.update."""
+    """The gradient [P] of one optimizer step, before clipping, computed by grpo.update."""
     recorder = Recorder(run.policy)
     bare = dict(
         beta=0.0, max_grad_norm=0.0, max_sampler_gap=1e9, tis_cap=0.0, micro_batch_tokens=2048
     )
     cfg = Config(**(grpo.BUNDLED | bare | options))
-    grpo.update(run.policy, recorder, samples, cfg)
+    grpo.update(run.policy, run.policy, recorder, samples, 1, cfg)
     return recorder.gradient
 
 

@@ -1,11 +1,14 @@
 """The figures of learn.ipynb. The lesson computes their numbers with the functions of grpo.py and
-passes them in; only the time line is a sketch."""
+passes them in; only the time line is a sketch.
+
+python studies/lesson.py makes README's picture of a step.
+"""
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 
-from harness.curves import COLORS
+from extras.view import COLORS
 
 BLUE, ORANGE = COLORS[:2]
 GREY = "#777777"
@@ -68,14 +71,15 @@ def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
 # -- Sections 4, 5 and 8: tokens in coloured boxes
 
 
-def draw_tokens(samples: list, tokenizer, panels: dict, limit: float) -> None:
+def draw_tokens(samples: list, tokenizer, panels: dict, limit: float, labels: list = ()) -> None:
     """A panel for each {title: values of every token}, with a row of boxes for each sample.
 
     values: one list for each sample; NaN is a gray box. limit: the value with the deepest colour.
     """
     tokens = [tokenizer.convert_ids_to_tokens(s.completion_ids.tolist()) for s in samples]
     width = max(len(texts) for texts in tokens)
-    labels = [f"{i}:  A {s.advantages[0]:+.2f}" for i, s in enumerate(samples, 1)]
+    if not labels:
+        labels = [f"{i}:  A {s.advantages[0]:+.2f}" for i, s in enumerate(samples, 1)]
     height = len(panels) * (BOX * len(tokens) + 0.4)
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False)
     for axis, (title, values) in zip(axes[:, 0], panels.items(), strict=True):
@@ -223,3 +227,26 @@ def draw_curves(steps: list) -> None:
         axis.set_xlabel("step")
         axis.set_xticks(range(2, len(steps) + 1, 2))
     plt.show()
+
+
+# -- README's picture
+
+
+def draw_step() -> None:
+    """One group of the first step of the bundled task: rewards, advantages, tokens."""
+    from common import Run  # sets a style for the studies; this picture has the lesson's
+
+    set_style()
+    plt.rcParams["axes.grid"] = False
+    run = Run(num_prompts=32)
+    group = run.rollout(1)[27 * 8 : 28 * 8]
+    prompt = group[0].prompt
+    title = f"prompt  {prompt.text}    right answer  {prompt.row['answer']}"
+    labels = [f"reward {s.reward:.0f}    advantage {s.advantages[0]:+.2f}" for s in group]
+    draw_tokens(group, run.tokenizer, {title: [s.advantages for s in group]}, 1.7, labels)
+    plt.gcf().axes[1].set_ylabel("likelier" + " " * 18 + "less likely", rotation=270, labelpad=12)
+    plt.savefig("sample_data/step.png", dpi=90)
+
+
+if __name__ == "__main__":
+    draw_step()

@@ -66,7 +66,7 @@ def skewed(samples, seed):
     for s in samples:
         n = int(np.clip(rng.lognormal(np.log(20), 1.0), 1, 240))
         ids, logps = rng.integers(5, 18, n), np.zeros(n, np.float32)
-        sample = Sample(s.group, s.prompt, ids, logps, s.finish_reason)
+        sample = Sample(s.group, s.prompt, ids, logps)
         sample.advantages[:] = advantage_of(s)
         changed.append(sample)
     return changed

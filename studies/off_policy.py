@@ -11,7 +11,6 @@ import dataclasses
 
 import numpy as np
 from common import (
-    CPU,
     arguments,
     band,
     grid,
@@ -45,7 +44,7 @@ def reuse(epochs, clip, seed, steps):
     """(a) `epochs` updates on each rollout."""
 
     def after(run, step, samples):
-        grpo.compute_logps(run.policy, samples, "new_logps", run.cfg, CPU)
+        grpo.add_logps("new_logps", run.policy, samples, run.cfg)
         log_ratio = []
         for s in samples:
             # with one epoch the update needs no old_logps: but for rounding they are the sampler's
@@ -66,7 +65,7 @@ def mismatch(sampler, cap, seed, steps):
     weights = []  # before step 1, 2, ...
 
     def use_sampler(run, model, cfg):
-        run.sampler = grpo.HFSampler(model, run.sampler.stop_ids, run.sampler.pad_id, cfg)
+        run.sampler = grpo.HFSampler(model, run.sampler.stop_ids, cfg)
 
     def before(run, step, samples):
         if step == 1 and sampler == "bf16":

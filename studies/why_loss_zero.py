@@ -9,7 +9,6 @@ A planted bug, a reward that is always 1, shows for contrast how a true fault lo
 import numpy as np
 import torch
 from common import (
-    CPU,
     advantage_of,
     arguments,
     bands,
@@ -58,11 +57,11 @@ def run(case, seed, steps):
         if case == "bug":
             for sample in samples:
                 sample.reward = 1.0
-            run.no_signal = grpo.assign_advantages(samples, step, run.cfg)
+            grpo.assign_advantages(samples, run.cfg)
         if first_parameters is None:
             first_parameters = flat_parameters(run)
         # under a name that the update does not read
-        grpo.compute_logps(run.policy, samples, "logps_before", run.cfg, CPU)
+        grpo.add_logps("logps_before", run.policy, samples, run.cfg)
 
     def after(run, step, samples):
         lengths = lengths_of(samples)

@@ -1,0 +1,243 @@
+"""What a machine with a GPU does with this trainer: points to check, times and memory.
+
+    python studies/gpu.py                    # all points, some ten minutes
+    python studies/gpu.py float32 resume     # some of them
+    python studies/gpu.py --list
+
+Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
+seen. Please send the lines in an issue: nobody of this project had a GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+
+import grpo  # isort: skip  first, because it sets environment variables before torch
+import bench
+import numpy as np
+import torch
+
+from extras import fast
+from grpo import Config
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SHAPES = {  # parameters: shape of a Llama
+    "30M": bench.SHAPE,
+    "500M": dict(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    ),
+}
+
+
+class Skip(Exception):
+    """The point needs something that this machine lacks."""
+
+
+def model_folder(size: str) -> str:
+    """A model with random weights, its tokenizer and rows."""
+    folder = tempfile.mkdtemp()
+    spec = bench.RANDOM | dict(shape=SHAPES[size], prompt=64)
+    bench.make_random_model(spec, folder)
+    bench.write_random_prompts(spec, f"{folder}/rows.jsonl")
+    return folder
+
+
+def made_up(vocab_size: int, n: int, prompt: int, completion: int, group: int) -> list:
+    """n samples of random tokens, in groups that share a prompt."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(n):
+        if i % group == 0:
+            text = grpo.Prompt(rng.integers(0, vocab_size, prompt), "", {})
+        ids = rng.integers(0, vocab_size, completion)
+        sample = grpo.Sample(i // group, text, ids, np.zeros(completion, np.float32))
+        sample.advantages[:] = rng.normal()
+        samples.append(sample)
+    return samples
+
+
+def logps_and_gradient(model, samples, cfg: Config) -> tuple:
+    """The log-probabilities of all completion tokens, and the gradient of one optimizer step."""
+    policy = grpo.Policy(model, 1.0)
+    for s in samples:
+        s.old_logps = None
+    grpo.add_logps("old_logps", policy, samples, cfg)
+    logps = np.concatenate([s.old_logps for s in samples])
+    policy.zero_grad()
+    grpo.backward(policy, policy, samples, cfg)
+    gradient = torch.cat([p.grad.flatten().double().to(CPU) for p in policy.parameters()])
+    return logps, gradient
+
+
+def cosine(a, b) -> float:
+    return float(a @ b / a.norm() / b.norm())
+
+
+def against_the_cpu(dtype: str, least_cosine: float, most_error: float) -> tuple:
+    """The plain policy on the GPU, against float64 on the CPU."""
+    folder = model_folder("30M")
+    results = {}
+    for device, kind in ((CPU, "float64"), (CUDA, dtype)):
+        cfg = Config(model=folder, dtype=kind, micro_batch_tokens=4096, tis_cap=0.0)
+        model = grpo.load_model("model", folder, cfg, device)
+        samples = made_up(bench.SHAPE["vocab_size"], 16, 64, 64, 8)
+        results[kind] = logps_and_gradient(model, samples, cfg)
+    (logps, gradient), (exact_logps, exact_gradient) = results[dtype], results["float64"]
+    error = float(np.abs(logps - exact_logps).mean())
+    angle = cosine(gradient, exact_gradient)
+    shown = f"log-probabilities {error:.1e} off, cosine of the gradients {angle:.6f}"
+    return error < most_error and angle > least_cosine, shown
+
+
+def point_float32():
+    """Log-probabilities and gradient in float32 are those of a CPU."""
+    return against_the_cpu("float32", 0.99999, 1e-5)
+
+
+def point_bfloat16():
+    """The same in bfloat16, within its rounding."""
+    if not grpo.fast_bfloat16(CUDA):
+        raise Skip("this GPU has no fast bfloat16")
+    return against_the_cpu("bfloat16", 0.99, 2e-2)
+
+
+def point_fast():
+    """extras/fast.py has the numbers of the plain policy; how much faster it is, and smaller."""
+    folder = model_folder("500M")
+    dtype = "bfloat16" if grpo.fast_bfloat16(CUDA) else "float32"
+    cfg = Config(model=folder, dtype=dtype, micro_batch_tokens=8192, tis_cap=0.0)
+    model = grpo.load_model("model", folder, cfg, CUDA)
+    samples = made_up(SHAPES["500M"]["vocab_size"], 32, 512, 256, 8)
+    plain = grpo.Policy(model, 1.0)
+    faster, why = fast.choose(plain, samples[:2], grpo.collate, cfg)
+    measured = {}
+    for name, policy in (("plain", plain), ("fast", faster)):
+        for _ in range(2):  # the first one warms up
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            policy.zero_grad()
+            grpo.backward(policy, policy, samples, cfg)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        gradient = torch.cat([p.grad.flatten().to(CPU) for p in policy.parameters()]).double()
+        measured[name] = seconds, torch.cuda.max_memory_allocated() / 1e9, gradient
+    (slow, much, exact), (quick, little, gradient) = measured["plain"], measured["fast"]
+    tokens = sum(s.total_length for s in samples)
+    shown = f"{why}; cosine {cosine(gradient, exact):.6f}; plain {slow:.2f} s and {much:.1f} GB, "
+    shown += f"fast {quick:.2f} s and {little:.1f} GB, {tokens / quick:.0f} tokens a second"
+    return cosine(gradient, exact) > 0.999, shown
+
+
+def run(*flags, ranks: int = 1) -> tuple:
+    """A run of grpo.py on the GPU: its directory and the lines of metrics.jsonl."""
+    out = tempfile.mkdtemp()
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [os.path.join(os.path.dirname(HERE), "grpo.py"), "--device", "cuda"]
+    if "--resume" not in flags:
+        command += ["--out_dir", out]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+    if "--resume" in flags:
+        out = flags[flags.index("--out_dir") + 1]
+    return out, [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def point_default():
+    """The bundled task learns, with the hf sampler."""
+    started = time.perf_counter()
+    _, lines = run("--rollout", "hf")
+    shown = f"eval accuracy {lines[-1]['eval_accuracy']:.3f}, gap {lines[1]['sampler_gap']:.1e}, "
+    return lines[-1]["eval_accuracy"] > 0.95, shown + f"{time.perf_counter() - started:.0f} s"
+
+
+def point_vllm():
+    """vLLM has the trainer's weights after a sleep, an update and a push; the phases' seconds."""
+    if not grpo.importlib.util.find_spec("vllm"):
+        raise Skip("vllm is not installed")
+    folder = model_folder("500M")
+    flags = ["--model", folder, "--train_data", f"{folder}/rows.jsonl", "--rollout", "vllm"]
+    flags += ["--reward", "overlong", "--learning_rate", "1e-3", "--max_steps", "3"]
+    flags += ["--max_completion_length", "256", "--num_prompts", "8"]
+    _, lines = run(*flags)
+    last = lines[-1]
+    phases = [f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "push")]
+    shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: {', '.join(phases)}"
+    return last["sampler_gap"] < 0.05, f"{shown}, {last['tokens_per_s']:.0f} tokens a second"
+
+
+def point_resume():
+    """A resumed run goes on as the uninterrupted one; the largest difference of its losses."""
+    flags = ["--rollout", "hf", "--eval_data", ""]
+    _, whole = run(*flags, "--max_steps", "6")
+    out, _ = run(*flags, "--max_steps", "3")
+    _, resumed = run("--resume", "--out_dir", out, "--max_steps", "6")
+    names = ("loss", "reward", "grad_norm")
+    differences = [abs(a[k] - b[k]) for a, b in zip(whole, resumed, strict=True) for k in names]
+    return max(differences) < 1e-3, f"{max(differences):.1e}"
+
+
+def point_ranks():
+    """Two GPUs make the run of one."""
+    if torch.cuda.device_count() < 2:
+        raise Skip("one GPU")
+    flags = ["--rollout", "hf", "--eval_data", "", "--max_steps", "3"]
+    (_, one), (_, two) = run(*flags), run(*flags, ranks=2)
+    names = ("loss", "reward", "grad_norm")
+    differences = [abs(a[k] - b[k]) for a, b in zip(one, two, strict=True) for k in names]
+    return max(differences) < 1e-3, f"{max(differences):.1e}"
+
+
+def point_micro_batch():
+    """The micro-batch that --micro_batch_tokens 0 chooses fits, at long answers."""
+    folder = model_folder("500M")
+    flags = ["--model", folder, "--train_data", f"{folder}/rows.jsonl", "--rollout", "hf"]
+    flags += ["--reward", "overlong", "--max_steps", "1", "--num_prompts", "4"]
+    out, lines = run(*flags, "--max_completion_length", "1024")
+    chosen = json.loads(Path(out, "config.json").read_text())["micro_batch_tokens"]
+    return True, f"{chosen} tokens, update {lines[-1]['time_update']:.1f} s"
+
+
+POINTS = {name[6:]: f for name, f in list(globals().items()) if name.startswith("point_")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("points", nargs="*", metavar="POINT", help=", ".join(POINTS))
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
+    args = parser.parse_args()
+    for name in args.points or POINTS:
+        if args.list:
+            print(f"{name:14} {POINTS[name].__doc__}")
+        elif not args.here:
+            subprocess.run([sys.executable, __file__, name, "--here"])
+        else:
+            try:
+                right, shown = POINTS[name]()
+                print(f"{'right' if right else 'WRONG':8} {name:14} {shown}", flush=True)
+            except Skip as reason:
+                print(f"skipped  {name:14} {reason}", flush=True)
+            except Exception as error:
+                print(f"WRONG    {name:14} {error!r}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
