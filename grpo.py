@@ -6,24 +6,27 @@ beat the mean of their group more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \\
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-One step, in the order of this page:
+One step, in the order in which it runs:
 
     training_loop      does the following once a step
     prompts_of_step    takes the next prompts from the data
     rollout            samples a group of completions for each prompt, and scores them
-    add_logps          adds what the loss compares the policy with: old policy and reference
+    add_logps          adds the log-probabilities of old policy and reference, if needed
     assign_advantages  gives each completion its reward minus the mean reward of its group
-    update             splits the samples into micro-batches; for each of these
+    update             takes the optimizer step; before, for each micro-batch,
         Policy         computes the log-probability of each completion token,
-        grpo_loss      multiplies it by the advantage,
-        backward       and adds the gradient to those before; then the optimizer takes a step
+        grpo_loss      multiplies it by minus the advantage,
+        backward       and adds the gradient to that of the micro-batches before
     sampler.push       gives the new weights to the sampler
 
+The page has them up to `update`, then their parts, then PLUMBING, which every trainer needs.
+
 One group: four completions of one prompt have the rewards 1, 0, 0, 1. Their mean is 0.5 and their
-standard deviation 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of each token is
-minus the advantage of its completion. If all four are equally long, the losses add up to 0, but the
-gradient is not 0: it makes the first and the last completion more likely and the others less.
-So watch the reward and not the loss, which can be 0 in every step of a run that learns.
+standard deviation (with n - 1) 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of
+each token is minus the advantage of its completion. If all four are equally long, the losses add up
+to 0; if the good ones are longer, to less than 0. The gradient is not 0: it makes the first and the
+last completion more likely and the others less. So watch the reward and not the loss, which can be
+0 in every step of a run that learns.
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
 in the vocabulary, G samples of one prompt (a group).
@@ -33,9 +36,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import csv
 import difflib
 import fcntl
+import functools
 import glob
 import hashlib
 import importlib
@@ -51,6 +56,7 @@ import signal
 import sys
 import time
 import typing
+import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -85,23 +91,6 @@ def gather(items: list) -> list:
     return [item for one in lists for item in one]
 
 
-# Every random number comes from a generator seeded with (seed, purpose, step, number). So nothing
-# depends on the number of ranks, and a resumed run has no generator to restore. Purposes:
-SAMPLING = 0  # completions; the number is that of the prompt within the step
-ORDER = 0  # order of the data, at step 0, where nothing is sampled; the number is the epoch
-EVAL = 1  # completions of an eval; the number is that of the prompt
-MINIBATCHES = 4  # order of a rollout's samples; the number is the epoch (2 and 3 are free)
-
-
-def generator(cfg: Config, purpose: int, step: int, number: int = 0) -> np.random.Generator:
-    return np.random.default_rng((cfg.seed, purpose, step, number))
-
-
-def seed_of(cfg: Config, purpose: int, step: int, number: int) -> int:
-    sequence = np.random.SeedSequence((cfg.seed, purpose, step, number))
-    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
-
-
 # ------------------------------------------------------------------------------------------------
 # Records
 
@@ -110,50 +99,51 @@ def seed_of(cfg: Config, purpose: int, step: int, number: int) -> int:
 class Prompt:
     ids: np.ndarray  # [P] token ids
     text: str
-    row: dict  # from the data file
-    messages: list | None = None  # the chat; None: a string that went through no chat template
-    number: int = (
-        0  # of the row. Ranks have copies of a Prompt: count by this number, not by object
-    )
+    row: dict  # the row of the data file
+    messages: list | None = None  # the chat; None: the prompt is a plain text
+    number: int = 0  # of the row. Count by it: ranks have copies of a Prompt
 
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
 class Sample:
     """One completion. Arrays are [T], without padding."""
 
-    group: int  # index of the prompt in the step: samples with the same one are compared
+    group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
     sampler_logps: np.ndarray  # log-probabilities as the sampler computed them
-    sampled: np.ndarray = None  # bool; False: an environment wrote the token, so it is in no loss
+    sampled: np.ndarray = None  # bool; False: an environment wrote this token
     finish_reason: str = "stop"  # or "length": cut off
-    text: str = ""  # without the EOS, for the rewards
-    rewards: dict = field(default_factory=dict)  # reward function -> its value
-    reward: float = math.nan  # the weighted sum; nan: no reward function applies
-    in_loss: np.ndarray = None  # bool; False: the loss has no term for the token
-    counted: np.ndarray = None  # bool; False: the loss is not divided by the token, either
-    advantages: np.ndarray = None  # one for each token, here the same for the whole completion
+    text: str = ""  # without the EOS; a reward function gets it
+    rewards: dict = field(default_factory=dict)  # name of a reward function: its value
+    reward: float = math.nan  # their weighted sum; nan: no reward function applies
+    advantages: np.ndarray = None  # here the same for all tokens of a completion
+    in_loss: np.ndarray = None  # bool; False: the token gets no term in the loss
+    counted: np.ndarray = None  # bool; False: the divisor of the loss does not count the token
     old_logps: np.ndarray | None = None  # under the policy that sampled; None: not needed
-    ref_logps: np.ndarray | None = None  # under the reference; None: not needed
+    ref_logps: np.ndarray | None = None  # under the reference; None: no KL term
     failure: str = ""  # why a reward function or the environment failed
-    logged: dict = field(default_factory=dict)  # metrics that a reward function logged
-    extra: dict = field(default_factory=dict)  # columns that a reward function logged
-    episode: typing.Any = None  # turns and replies, if there is an --environment
+    logged: dict = field(default_factory=dict)  # metrics that a reward function logs
+    extra: dict = field(default_factory=dict)  # columns that a reward function logs
+    episode: typing.Any = None  # with --environment: its turns and replies
 
     def __post_init__(self):
-        T = len(self.completion_ids)
         if self.sampled is None:
-            self.sampled = np.ones(T, bool)
+            self.sampled = np.ones(len(self.completion_ids), bool)
+        self.reset_advantages()
+
+    def reset_advantages(self) -> None:
+        T = len(self.completion_ids)
+        self.advantages = np.zeros(T)
         self.in_loss = np.ones(T, bool)
         self.counted = np.ones(T, bool)
-        self.advantages = np.zeros(T)
 
     def append(self, ids: np.ndarray, logps: np.ndarray, sampled: bool) -> None:
         """Adds a turn of the policy, or (sampled: False) what an environment wrote."""
         self.completion_ids = np.append(self.completion_ids, ids)
         self.sampler_logps = np.append(self.sampler_logps, logps)
         self.sampled = np.append(self.sampled, np.full(len(ids), sampled))
-        self.__post_init__()
+        self.reset_advantages()
 
     @property
     def trained(self) -> np.ndarray:
@@ -170,14 +160,14 @@ class Sample:
 
 
 def training_loop(run: Run) -> None:
-    """GRPO. `run` has all that `set_up` (below) has made; `train` calls this function."""
+    """GRPO. `run` holds what `set_up` (far below) has made; `train` calls this function."""
     cfg = run.cfg
-    run.sampler.push(run.policy.model)  # it starts without weights
+    run.sampler.push(run.policy.model)  # the sampler starts without weights
     run.evaluate_if_due()
     while run.step < cfg.max_steps:
         step = run.step + 1
 
-        # Sample a group of completions for each prompt, and score them. Every rank samples a part
+        # Sample a group of completions for each prompt, and score them. Each rank samples a part
         # of them, and gets them all.
         prompts = prompts_of_step(run.train_prompts, step, cfg)
         samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
@@ -186,23 +176,22 @@ def training_loop(run: Run) -> None:
         if run.stop_is_requested():
             break  # the weights are still those of the last whole step
 
-        # The loss compares the policy with the one that sampled, which is the same until the
-        # optimizer has taken a step, and with the reference.
+        # The loss compares the policy with the one that sampled and with a reference. By default
+        # neither is needed: there is one optimizer step, by the policy that sampled, and no KL.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
             add_logps("ref_logps", run.reference, samples, cfg)
         run.lap("logps")
 
-        # What each completion did better than its group, and the optimizer steps that follow.
+        # How much better each completion is than its group; then the optimizer steps that follow.
         assign_advantages(samples, cfg)
         metrics = update(
             run.policy, run.ddp, run.optimizer, samples, step, cfg, reference=run.reference
         )
         run.lap("update")
 
-        run.complete(step)  # run.state, a dict for changed copies, is saved and restored with the
-        # optimizer. It may be altered from here on only: a stop saves the last complete step.
+        run.complete(step)  # from here on a stop saves this step; run.state may change now
         run.sampler.push(run.policy.model)
         run.lap("push")
         run.log_step(samples, metrics)
@@ -213,7 +202,290 @@ def training_loop(run: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Rollout: token ids in, token ids and their log-probabilities out
+# A step: rollout, advantages, log-probabilities, loss, gradient, update
+
+
+def rollout(
+    run: Run, prompts: list[Prompt], purpose: int, step: int, n: int, temperature: float
+) -> list[Sample]:
+    """n scored samples for each prompt, sorted by prompt. Each rank makes those of every
+    WORLD_SIZE-th prompt, so that a group is on one rank; then all ranks get them all."""
+    samples = []
+    seeds = []  # one for each sample, so that a sample does not depend on those beside it
+    for group in range(RANK, len(prompts), WORLD_SIZE):
+        seed = seed_of(run.cfg, purpose, step, group)
+        for i in range(n):
+            samples.append(Sample(group, prompts[group], np.zeros(0, np.int64), np.zeros(0)))
+            seeds.append((seed, i))
+
+    completions = run.sampler.generate([s.prompt.ids for s in samples], seeds, temperature)
+    for s, (ids, logps) in zip(samples, completions, strict=True):
+        s.append(ids, logps, sampled=True)
+        without_eos = ids
+        if ids[-1] in run.sampler.stop_ids:
+            without_eos = ids[:-1]
+        else:
+            s.finish_reason = "length"  # cut off; its reward counts like any other
+        s.text = decode(run.tokenizer, without_eos)
+    if run.player is not None:  # --environment: the turns after the first
+        run.player.play(samples, seeds, run.sampler.generate, temperature)
+    score(samples, run, step)  # reward.py has the reward functions: text, row -> number
+    return sorted(gather(samples), key=lambda s: s.group)
+
+
+def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
+    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
+    group one after the other -> [N].
+
+    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
+    arXiv 2402.03300; unbiased, with eps, as in TRL). "batch": the standard deviation of all
+    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
+    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
+    """
+    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
+    advantages = grouped - grouped.nanmean(1, keepdim=True)
+    advantages = zero_where_nan_or_rounding(advantages, grouped)
+    if scale == "group":
+        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
+    elif scale == "batch":
+        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
+    return advantages.flatten().to(rewards.dtype)
+
+
+def assign_advantages(samples: list[Sample], cfg: Config) -> None:
+    """Fills in `advantages`, from the samples of all ranks, so that no group is ever split.
+
+    Another method puts its own code here: an advantage for each token, and `in_loss` False for
+    tokens without a loss. Those still count in the divisor of the loss, unless `counted` is False,
+    too. A token with advantage 0 counts, and the KL term still acts on it.
+    """
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
+    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+        s.advantages[:] = advantage
+        # With mask_truncated, the reward of a cut-off completion only counts in its group's mean.
+        leave_out = cfg.mask_truncated and s.finish_reason == "length"
+        if leave_out or math.isnan(s.reward):
+            s.in_loss[:] = False
+            s.counted[:] = False
+
+
+class Policy(nn.Module):
+    """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats): of each
+    completion token the log-probability, and the entropy of the distribution that it was drawn
+    from, without gradient. What stands at padding means nothing.
+
+    extras/fast.py has a policy with the same numbers that is faster with language models.
+    """
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: dict):
+        # Padding stands on the right, where causal attention lets no token see it.
+        logits = logits_from(self.model, batch["ids"], batch["first"])  # [N, L - first, V]
+        place = batch["predictors"] - batch["first"]  # [N, T]; padded_texts draws them
+        logits = logits.take_along_dim(place[:, :, None], dim=1)  # [N, T, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
+        logps = logps.gather(-1, batch["completion"][:, :, None])  # [N, T, 1]
+        return logps[:, :, 0], entropy
+
+    def micro_batches(self, samples: list[Sample], budget: float) -> list[list[Sample]]:
+        return micro_batches(samples, budget)
+
+    def layout(self, samples: list[Sample]) -> dict:
+        return padded_texts(samples)
+
+
+def token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg: Config):
+    """[N, T]: the loss of each token, and where the clip acts. In the first optimizer step the
+    ratio is 1: then the loss is minus the advantage, and its gradient that of -advantage * logps.
+    """
+    ratio = policy_ratio(logps, old_logps, sampled, cfg)  # exp(logps - old_logps)
+    surrogate = clipped_surrogate(ratio, advantages, cfg)
+    is_clipped = surrogate < ratio * advantages
+    if sampler_logps is not None and cfg.tis_cap > 0:
+        # The sampler has the policy's weights but other kernels, so its probabilities differ a bit.
+        # Truncated importance sampling corrects that by p_trainer / p_sampler.
+        weight = (old_logps - sampler_logps).detach().exp()
+        surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
+    loss = -surrogate
+    if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
+        kl = kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
+        loss = loss + cfg.beta * kl
+    return loss, is_clipped
+
+
+def clipped_surrogate(ratio, advantages, cfg: Config):
+    """[N, T]: what the policy gains by each token (PPO, arXiv 1707.06347, eq. 7).
+
+    Beyond the clip, a ratio that moves farther in the direction of its advantage gains nothing. On
+    the other side the minimum leaves it as it is, so that it is still corrected.
+    """
+    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
+
+
+def grpo_loss(
+    logps,  # [N, T]
+    old_logps,  # [N, T]
+    ref_logps,  # [N, T]; None: no KL term
+    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
+    advantages,  # [N] or [N, T]
+    mask,  # [N, T], the tokens in the loss
+    cfg: Config,
+    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
+    n_sequences: int,  # likewise
+    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
+    counted=None,  # [N, T], the tokens that make the length of a completion; None: those of mask
+):
+    """The share of one micro-batch in the loss of an optimizer step: a SUM over its tokens, divided
+    by counts of the WHOLE step. So the shares of any micro-batches and ranks add up to the same
+    loss. (A mean over each micro-batch would give the tokens of a small one more weight.)
+
+    Where nothing was sampled the inputs may hold anything, even inf and nan.
+    Returns (loss, stats); stats are sums over the tokens in the loss.
+    """
+    mask = mask.bool()
+    sampled = mask if sampled is None else sampled.bool()
+    counted = mask if counted is None else counted.bool()
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand_as(logps)
+    advantages = zero_outside(sampled, advantages.to(logps.dtype))
+    logps = zero_outside(sampled, logps)
+    old_logps = zero_outside(sampled, old_logps)
+    ref_logps = zero_outside(sampled, ref_logps)
+    sampler_logps = zero_outside(sampled, sampler_logps)
+
+    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
+    losses, is_clipped = token_loss(
+        logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg
+    )
+    if cfg.loss_reduction == "token":
+        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
+    elif cfg.loss_reduction == "sequence":
+        length = (counted & sampled).sum(1, keepdim=True).clamp(min=1)  # [N, 1]
+        losses = losses / length  # the mean over the completion (the original GRPO)
+        losses = losses / n_sequences  # each completion counts the same
+    else:  # by a constant, so that no length has an influence (Dr. GRPO)
+        losses = losses / (n_sequences * cfg.max_completion_length)
+    loss = zero_outside(mask, losses).sum()
+
+    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
+    if ref_logps is not None:
+        k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
+        stats["kl"] = zero_outside(mask, k3).sum()
+        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
+    return loss, stats
+
+
+def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
+    """The gradient of one optimizer step, in micro-batches. Returns sums for the log: over all
+    ranks, and over the tokens of the samples that have a gradient."""
+    counted = [s.sampled & s.counted for s in minibatch]
+    n_tokens = max(1, sum(int(tokens.sum()) for tokens in counted))
+    n_sequences = max(1, sum(bool(tokens.any()) for tokens in counted))
+    trained = [s for s in minibatch if has_gradient(s, cfg)]
+    trained = trained or minibatch[:1]  # one pass without a gradient, to check the sampler
+    sums = 0
+    for batch, is_last in batches_of_rank(policy, trained, cfg):
+        # DDP averages the gradients over the ranks in the last backward only.
+        ddp.require_backward_grad_sync = is_last
+        with autocast(cfg, policy.model.device):
+            logps, entropy = ddp(batch)  # [N, T]
+        # Without old_logps this is the first optimizer step: the policy is the one that sampled.
+        old_logps = batch.get("old_logps", logps.detach())
+        loss, stats = grpo_loss(
+            logps,
+            old_logps,
+            batch.get("ref_logps"),
+            batch["sampler_logps"],
+            batch["advantages"],
+            batch["trained"],
+            cfg,
+            n_tokens,
+            n_sequences,
+            batch["sampled"],
+            batch["counted"],
+        )
+        # Times the ranks, because DDP divides by them, and the loss already has global counts.
+        (loss * WORLD_SIZE).backward()
+        stats["loss"] = loss.detach()
+        stats["entropy"] = zero_outside(batch["trained"], entropy).sum()
+        gap = (old_logps - batch["sampler_logps"]).abs()
+        stats["sampler_gap"] = zero_outside(batch["sampled"], gap).sum()
+        stats["sampled_tokens"] = batch["sampled"].sum()
+        # The sums stay on the device, so that no pass waits for them.
+        sums = sums + torch.stack([value.double() for value in stats.values()])
+    if WORLD_SIZE > 1:
+        dist.all_reduce(sums)
+    return dict(zip(stats, sums.tolist(), strict=True))
+
+
+def update(
+    policy,
+    ddp,  # the policy inside DistributedDataParallel; one process: the policy
+    optimizer,
+    samples: list[Sample],  # of all ranks
+    step: int,
+    cfg: Config,
+    reference=None,
+) -> dict:
+    """All optimizer steps of a rollout, by default one. Returns metrics."""
+    totals = Counter()
+    norms = []
+    taken = 0
+    number = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # optimizer steps before this one
+    for minibatch in minibatches(samples, step, cfg):
+        learning_rate = learning_rate_at(number, cfg)
+        number += 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP's buckets hold the gradients anyway
+        sums = backward(policy, ddp, minibatch, cfg)
+        if not norms:
+            check_gap(sums, cfg)  # before a weight changes
+        totals.update(sums)  # a Counter adds
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()
+        norms.append(norm)  # before clipping
+        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norm):
+            optimizer.step()
+            taken += 1
+    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
+
+    metrics = dict(learning_rate=learning_rate, optimizer_steps=taken)
+    metrics["skipped_steps"] = int(np.sum(~np.isfinite(norms)))
+    metrics["grad_norm"] = float(np.mean(norms))
+    metrics["loss"] = totals.pop("loss") / len(norms)
+    tokens = totals.pop("tokens")
+    metrics["sampler_gap"] = totals.pop("sampler_gap") / max(1, totals.pop("sampled_tokens"))
+    if tokens > 0:
+        metrics |= {name: total / tokens for name, total in totals.items()}
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling: token ids in, token ids and their log-probabilities out
+
+# Every random number comes from a generator seeded with (seed, purpose, step, number). So nothing
+# depends on the number of ranks, and a resumed run has no generator to restore. Purposes:
+SAMPLING = 0  # completions; number: the prompt within the step
+ORDER = 0  # order of the data; step: 0, where nothing is sampled; number: the epoch
+EVAL = 1  # completions of an eval; number: the prompt
+MINIBATCHES = 4  # order of a rollout's samples; number: the epoch (2 and 3 are for changed copies)
+
+
+def generator(cfg: Config, purpose: int, step: int, number: int = 0) -> np.random.Generator:
+    return np.random.default_rng((cfg.seed, purpose, step, number))
+
+
+def seed_of(cfg: Config, purpose: int, step: int, number: int) -> int:
+    sequence = np.random.SeedSequence((cfg.seed, purpose, step, number))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
@@ -225,40 +497,6 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
             order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
         chosen.append(prompts[order[place]])
     return chosen
-
-
-def rollout(
-    run: Run, prompts: list[Prompt], purpose: int, step: int, n: int, temperature: float
-) -> list[Sample]:
-    """n scored samples for each prompt, sorted by prompt. Each rank makes those of every
-    WORLD_SIZE-th prompt, so that a group is on one rank; then all ranks get them all."""
-    samples = []
-    seeds = []  # of one sample each: what a sample is does not depend on the samples beside it
-    for group in range(RANK, len(prompts), WORLD_SIZE):
-        seed = seed_of(run.cfg, purpose, step, group)
-        for i in range(n):
-            samples.append(Sample(group, prompts[group], np.zeros(0, np.int64), np.zeros(0)))
-            seeds.append((seed, i))
-
-    completions = run.sampler.generate([s.prompt.ids for s in samples], seeds, temperature)
-    for s, (ids, logps) in zip(samples, completions, strict=True):
-        s.append(ids, logps, sampled=True)
-        words = ids
-        if ids[-1] in run.sampler.stop_ids:
-            words = ids[:-1]
-        else:
-            s.finish_reason = "length"
-        s.text = decode(run.tokenizer, words)
-    if run.player is not None:  # --environment: the turns after the first
-        run.player.play(samples, seeds, run.sampler.generate, temperature)
-    score(samples, run, step)
-    return sorted(gather(samples), key=lambda s: s.group)
-
-
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Some models have more ids than their
-    tokenizer; these have no text."""
-    return tokenizer.decode(ids[ids < len(tokenizer)])
 
 
 class HFSampler:
@@ -287,8 +525,11 @@ class HFSampler:
             limits = [self.cfg.max_completion_length] * len(prompts)
         completions = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # pads least
-        for start in range(0, len(order), self.BATCH):
-            chosen = order[start : start + self.BATCH]
+        while order:
+            chosen = order[: self.BATCH]
+            if self.model._is_stateful:  # recurrent layers see padding: prompts of one length
+                chosen = [i for i in chosen if len(prompts[i]) == len(prompts[chosen[0]])]
+            order = order[len(chosen) :]
             tokens, logps = self.sample_batch(
                 [prompts[i] for i in chosen], [seeds[i] for i in chosen], temperature, limits
             )
@@ -322,6 +563,9 @@ class HFSampler:
                     past_key_values=cache,
                     use_cache=True,
                 )
+                if "past_key_values" not in out:
+                    why = "this model gives no past_key_values in transformers"
+                    raise TrainingError(f"--rollout hf: {why}; --rollout vllm may know it")
                 cache = out.past_key_values
                 logits = out.logits[:, -1]  # [N, V], of the next token
                 random = randoms[:, len(tokens), None]  # [N, 1]
@@ -355,6 +599,12 @@ def completion_length(tokens: np.ndarray, stop_ids: list[int], limit: int) -> in
     if len(stops) > 0:
         return stops[0] + 1
     return min(limit, len(tokens))
+
+
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Some models have more ids than their
+    tokenizer; these have no text."""
+    return tokenizer.decode(ids[ids < len(tokenizer)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -404,25 +654,6 @@ def reward_row(s: Sample, step: int, cfg: Config) -> dict:
     )
 
 
-def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample did. rewards [N], the rewards of a
-    group one after the other -> [N].
-
-    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
-    arXiv 2402.03300; unbiased, with eps, as in TRL). "batch": the standard deviation of all
-    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
-    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
-    """
-    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
-    advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)
-    if scale == "group":
-        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
-    elif scale == "batch":
-        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
-    return advantages.flatten().to(rewards.dtype)
-
-
 def zero_where_nan_or_rounding(advantages, grouped):
     """0.1 + 0.2 and 0.3 are the same reward: their difference must not become a signal."""
     largest = grouped.nan_to_num(0.0).abs().amax(1, keepdim=True)  # [N / G, 1]
@@ -437,23 +668,6 @@ def nanstd(x, dim: int):
     count = (~x.isnan()).sum(dim, keepdim=True)
     squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
-
-
-def assign_advantages(samples: list[Sample], cfg: Config) -> None:
-    """Fills in `advantages`, from the samples of all ranks, so that no group is ever split.
-
-    Another method puts its own code here: an advantage for each token, and `in_loss` False for
-    tokens without a loss. Those still count where the loss is divided, unless `counted` is False,
-    too. A token with advantage 0 counts, and the KL term still acts on it.
-    """
-    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
-    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
-    for s, advantage in zip(samples, advantages.tolist(), strict=True):
-        s.advantages[:] = advantage
-        leave_out = cfg.mask_truncated and s.finish_reason == "length"
-        if leave_out or math.isnan(s.reward):  # the reward of a cut-off one is in the mean, though
-            s.in_loss[:] = False
-            s.counted[:] = False
 
 
 # ------------------------------------------------------------------------------------------------
@@ -473,16 +687,6 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
     return capped(log_ratio).exp()
 
 
-def clipped_surrogate(ratio, advantages, cfg: Config):
-    """[N, T]: what the policy gains by each token (PPO, arXiv 1707.06347, eq. 7).
-
-    It gains nothing more by a ratio that is beyond the clip in the direction of its advantage. The
-    minimum leaves ratios on the wrong side as they are, so that they are still corrected.
-    """
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
-
-
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
     [N, T]. With d = log(policy / reference) and w = policy / old policy:
@@ -492,7 +696,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is that of DeepSeek-V3.2 (arXiv
     2512.02556). As a loss, k4 and wk3 have the gradient of the KL, wk3 with less noise, and k2 has
     it as long as w is 1. The gradient of k1 is 0 on average: it does not hold the policy. That of
-    k3 is the gradient of KL(reference || policy), of which far from the reference little is left.
+    k3 is the gradient of KL(reference || policy), which fades far from the reference.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -530,69 +734,6 @@ def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
     return advantages - cfg.beta * k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
 
-def grpo_loss(
-    logps,  # [N, T]
-    old_logps,  # [N, T]
-    ref_logps,  # [N, T]; None: no KL term
-    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
-    advantages,  # [N] or [N, T]
-    mask,  # [N, T], the tokens in the loss
-    cfg: Config,
-    n_tokens: int,  # of the whole optimizer step, over all micro-batches and ranks
-    n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
-    counted=None,  # [N, T], the tokens that make the length of a completion; None: those of mask
-):
-    """One micro-batch's share of the loss of an optimizer step. It is a SUM over tokens, divided by
-    counts of the WHOLE step: so the shares of any micro-batches and ranks add up to the same loss.
-    (A mean of the micro-batches' means would weigh the tokens of a small micro-batch more.)
-
-    Where nothing was sampled the inputs may hold anything, even inf and nan.
-    Returns (loss, stats); stats are sums over the tokens in the loss.
-    """
-    mask = mask.bool()
-    sampled = mask if sampled is None else sampled.bool()
-    counted = mask if counted is None else counted.bool()
-    if advantages.dim() == 1:
-        advantages = advantages[:, None].expand_as(logps)
-    advantages = zero_outside(sampled, advantages.to(logps.dtype))
-    logps = zero_outside(sampled, logps)
-    old_logps = zero_outside(sampled, old_logps)
-    ref_logps = zero_outside(sampled, ref_logps)
-    sampler_logps = zero_outside(sampled, sampler_logps)
-
-    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)
-    surrogate = clipped_surrogate(ratio, advantages, cfg)
-    is_clipped = surrogate < ratio * advantages
-    if sampler_logps is not None and cfg.tis_cap > 0:
-        # The sampler has the policy's weights but other kernels, so its probabilities differ a bit.
-        # Truncated importance sampling corrects that by p_trainer / p_sampler.
-        weight = (old_logps - sampler_logps).detach().exp()
-        surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
-    token_loss = -surrogate
-    if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
-        kl = kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
-        token_loss = token_loss + cfg.beta * kl
-
-    if cfg.loss_reduction == "token":
-        token_loss = token_loss / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
-    elif cfg.loss_reduction == "sequence":
-        length = (counted & sampled).sum(1, keepdim=True).clamp(min=1)  # [N, 1]
-        token_loss = token_loss / length  # the mean over the completion (the original GRPO)
-        token_loss = token_loss / n_sequences  # each completion counts the same
-    else:  # by a constant, so that no length has an influence (Dr. GRPO)
-        token_loss = token_loss / (n_sequences * cfg.max_completion_length)
-    loss = zero_outside(mask, token_loss).sum()
-
-    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
-    if ref_logps is not None:
-        k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
-        stats["kl"] = zero_outside(mask, k3).sum()
-        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
-    return loss, stats
-
-
 def zero_outside(mask, x):
     """x where the mask is True, elsewhere 0: not x * mask, which would keep nan."""
     if x is None:
@@ -601,7 +742,7 @@ def zero_outside(mask, x):
 
 
 # ------------------------------------------------------------------------------------------------
-# Policy: samples become tensors, and a language model returns the log-probabilities of their tokens
+# Batches: samples become tensors
 
 
 def micro_batches(samples: list[Sample], budget: float) -> list[list[Sample]]:
@@ -634,34 +775,6 @@ def padded_texts(samples: list[Sample]) -> dict:
     return dict(ids=ids, completion=completion, predictors=predictors, first=int(last.min()))
 
 
-class Policy(nn.Module):
-    """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats): of each
-    completion token the log-probability, and the entropy of the distribution that it was drawn
-    from, without gradient. What stands at padding means nothing.
-
-    extras/fast.py has a policy with the same numbers that is faster with language models.
-    """
-
-    micro_batches = staticmethod(micro_batches)
-    layout = staticmethod(padded_texts)
-
-    def __init__(self, model, temperature: float):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(self, batch: dict):
-        # Padding stands on the right, where causal attention lets no token see it.
-        logits = logits_from(self.model, batch["ids"], batch["first"])  # [N, L - first, V]
-        place = batch["predictors"] - batch["first"]  # [N, T]
-        logits = logits.take_along_dim(place[:, :, None], dim=1)  # [N, T, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
-        logps = logps.gather(-1, batch["completion"][:, :, None])  # [N, T, 1]
-        return logps[:, :, 0], entropy
-
-
 def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
     """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. A field of
     Sample that the loss shall get has its name added here."""
@@ -672,6 +785,21 @@ def collate(samples: list[Sample], device: torch.device, layout=padded_texts) ->
         if samples[0].__dict__[name] is not None:
             batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
     return to_device(batch, device)
+
+
+def batches_of_rank(policy, samples: list[Sample], cfg: Config):
+    """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many: DDP
+    needs a backward of every rank, so a rank that is left over in the last round gets an empty one.
+    """
+    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in samples) / WORLD_SIZE)
+    batches = policy.micro_batches(samples, budget)
+    for start in range(0, len(batches), WORLD_SIZE):
+        dealt = batches[start : start + WORLD_SIZE]
+        batch = collate(dealt[RANK % len(dealt)], policy.model.device, policy.layout)
+        if RANK >= len(dealt):
+            batch["trained"].zero_()
+            batch["sampled"].zero_()
+        yield batch, start + WORLD_SIZE >= len(batches)
 
 
 @torch.no_grad()
@@ -691,49 +819,7 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Update
-
-
-def update(
-    policy,
-    ddp,  # the policy inside DistributedDataParallel; one process: the policy
-    optimizer,
-    samples: list[Sample],  # of all ranks
-    step: int,
-    cfg: Config,
-    reference=None,
-) -> dict:
-    """All optimizer steps of a rollout, by default one. Returns metrics."""
-    totals = Counter()
-    norms = []
-    taken = 0
-    number = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of optimizer steps before
-    for minibatch in minibatches(samples, step, cfg):
-        learning_rate = learning_rate_at(number, cfg)
-        number += 1
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP's buckets hold the gradients anyway
-        sums = backward(policy, ddp, minibatch, cfg)
-        if not norms:
-            check_gap(sums, cfg)  # before a weight changes
-        totals.update(sums)
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()
-        norms.append(norm)  # before clipping
-        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norm):
-            optimizer.step()
-            taken += 1
-    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
-
-    metrics = dict(learning_rate=learning_rate, optimizer_steps=taken)
-    metrics["skipped_steps"] = int(np.sum(~np.isfinite(norms)))
-    metrics["grad_norm"] = float(np.mean(norms))
-    metrics["loss"] = totals.pop("loss") / len(norms)
-    tokens = totals.pop("tokens")
-    metrics["sampler_gap"] = totals.pop("sampler_gap") / max(1, totals.pop("sampled_tokens"))
-    if tokens > 0:
-        metrics |= {name: total / tokens for name, total in totals.items()}
-    return metrics
+# Optimizer steps
 
 
 def minibatches(samples: list[Sample], step: int, cfg: Config):
@@ -774,57 +860,6 @@ def has_signal(minibatch: list[Sample], policy, reference, cfg: Config) -> bool:
     return pulls and not same_weights(policy, reference)
 
 
-def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step, in micro-batches. Returns sums for the log: over all
-    ranks, and over the tokens of the samples that have a gradient."""
-    n_tokens = max(1, sum(int((s.sampled & s.counted).sum()) for s in minibatch))
-    n_sequences = max(1, sum(bool((s.sampled & s.counted).any()) for s in minibatch))
-    trained = [s for s in minibatch if has_gradient(s, cfg)]
-    trained = trained or minibatch[:1]  # one pass without a gradient, to check the sampler
-    # A part of the micro-batches for each rank, of which every rank gets the next in each round.
-    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in trained) / WORLD_SIZE)
-    batches = policy.micro_batches(trained, budget)
-    device = policy.model.device
-    sums = 0
-    for start in range(0, len(batches), WORLD_SIZE):
-        dealt = batches[start : start + WORLD_SIZE]
-        batch = collate(dealt[RANK % len(dealt)], device, policy.layout)
-        if RANK >= len(dealt):  # in the last round DDP needs a backward of every rank: an empty one
-            batch["trained"].zero_()
-            batch["sampled"].zero_()
-        # DDP averages the gradients over the ranks in the last backward only.
-        ddp.require_backward_grad_sync = start + WORLD_SIZE >= len(batches)
-        with autocast(cfg, device):
-            logps, entropy = ddp(batch)  # [N, T]
-        # Without old_logps this is the first optimizer step: the policy is the one that sampled.
-        old_logps = batch.get("old_logps", logps.detach())
-        loss, stats = grpo_loss(
-            logps,
-            old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            batch["trained"],
-            cfg,
-            n_tokens,
-            n_sequences,
-            batch["sampled"],
-            batch["counted"],
-        )
-        # Times the ranks, because DDP divides by them, and the loss already has global counts.
-        (loss * WORLD_SIZE).backward()
-        stats["loss"] = loss.detach()
-        stats["entropy"] = zero_outside(batch["trained"], entropy).sum()
-        gap = (old_logps - batch["sampler_logps"]).abs()
-        stats["sampler_gap"] = zero_outside(batch["sampled"], gap).sum()
-        stats["sampled_tokens"] = batch["sampled"].sum()
-        # The sums stay on the device, so that no pass waits for them.
-        sums = sums + torch.stack([value.double() for value in stats.values()])
-    if WORLD_SIZE > 1:
-        dist.all_reduce(sums)
-    return dict(zip(stats, sums.tolist(), strict=True))
-
-
 def check_gap(sums: dict, cfg: Config) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
     rounding, the samples are not the policy's, and what is learned from them is wrong."""
@@ -835,7 +870,8 @@ def check_gap(sums: dict, cfg: Config) -> None:
     if not gap <= limit:  # or the gap is nan
         raise TrainingError(
             f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:g}: "
-            "it has other weights, or another prompt, temperature or dtype (--rollout hf has not)"
+            "it has other weights, or another prompt, temperature or dtype. --rollout hf takes the "
+            "trainer's own model"
         )
 
 
@@ -863,10 +899,20 @@ def eval_rewards(run: Run, step: int, n: int, temperature: float) -> tuple:
     """The first reward of n completions of each eval prompt to which it applies, [prompts, n], and
     the mean length."""
     samples = rollout(run, run.eval_prompts, EVAL, step, n, temperature)
+    check_sampler(run, samples[:8], temperature)
     name = run.rewards[0].name
     values = np.array([s.rewards[name] for s in samples]).reshape(-1, n)
     length = float(np.mean([s.sampled.sum() for s in samples]))
     return values[~np.isnan(values).any(1)], length
+
+
+def check_sampler(run: Run, samples: list[Sample], temperature: float) -> None:
+    """An eval is wrong, too, if the sampler has other weights than the policy."""
+    policy = copy.copy(run.policy)
+    policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
+    add_logps("old_logps", policy, samples, run.cfg)
+    gaps = np.concatenate([np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples])
+    check_gap(dict(sampler_gap=gaps.sum(), sampled_tokens=len(gaps)), run.cfg)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -948,6 +994,7 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
     eval_data=f"{HERE}/sample_data/eval.jsonl",
     max_completion_length=40,
     learning_rate=3e-4,
+    micro_batch_tokens=1024,
     beta=0.001,
     max_steps=20,
     eval_every=5,
@@ -979,7 +1026,10 @@ def blame(what: str):
 
 
 def one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "validation error" in lines[0]:  # pydantic's reason comes later
+        return " ".join(line.strip() for line in lines)[:500]
+    return lines[0]
 
 
 def need(fine, flag: str, why: str) -> None:
@@ -1165,6 +1215,7 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
             row = next(rows, None)
             if row is None:
                 break
+            row = plain_values(row)
             check_row(row, columns, rewards)
             prompts.append(make_prompt(row, number, tokenizer, environment, cfg))
     need(prompts, f"{flag} {path}", "no rows")
@@ -1181,13 +1232,30 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
 def check_row(row, columns: list[str], rewards: list[Reward]) -> None:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
-    json.dumps(row, default=str, allow_nan=False)  # for the log
+    for column, value in row.items():
+        try:
+            json.dumps(value, default=str, allow_nan=False)  # for the log
+        except ValueError as error:
+            raise ValueError(f"column '{column}': {one_line(error)}") from None
     for column in columns:
-        if row.get(column) is None:
+        if column not in row:
             raise ValueError(f"has no column '{column}'")
     for reward in rewards:
-        if reward.check is not None:
+        if reward.check is not None and reward.applies(row):
             reward.check(row)
+
+
+def plain_values(value):
+    """NumPy's arrays and numbers, as parquet files hold them, as Python's."""
+    if isinstance(value, dict):
+        return {name: plain_values(item) for name, item in value.items()}
+    if isinstance(value, (list, np.ndarray)):
+        return [plain_values(item) for item in value]
+    if isinstance(value, np.floating):
+        return float(str(value))  # float32's 5e-05 is not 4.999999873689376e-05
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def make_prompt(row: dict, number: int, tokenizer, environment, cfg: Config) -> Prompt:
@@ -1220,18 +1288,33 @@ def make_prompt(row: dict, number: int, tokenizer, environment, cfg: Config) -> 
         opening = environment.opening(row, (cfg.seed, number), tokenizer)
         last = messages[-1]
         messages = [*messages[:-1], last | dict(content=last["content"] + opening)]
-    goes_on = messages[-1]["role"] == "assistant"  # the policy continues this answer
-    options |= dict(add_generation_prompt=not goes_on, continue_final_message=goes_on)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    text = chat_text(messages, tokenizer, options)
     if messages[0]["content"].strip() not in text:
         raise ValueError(f"the chat template leaves out the {messages[0]['role']} message")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes BOS
+    check_ids(ids, text, tokenizer)
     return Prompt(np.array(ids, np.int64), text, row, messages, number)
+
+
+def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
+    """The chat up to where the policy goes on: in a turn of its own, or in one that is begun."""
+    write = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    if messages[-1]["role"] != "assistant":
+        return write(messages, add_generation_prompt=True)
+    begun = write(messages, continue_final_message=True)
+    before, words, after = begun.rpartition(messages[-1]["content"].strip())
+    if not words:
+        raise ValueError("the chat template changes the words that the answer begins with")
+    # Qwen3's template puts an empty think block before these words, but not before a turn that the
+    # policy begins. What comes before both is the header.
+    own = write(messages[:-1], add_generation_prompt=True)
+    return os.path.commonprefix([before, own]) + words + after
 
 
 def string_ids(text: str, tokenizer) -> np.ndarray:
     """With one BOS, if the tokenizer has one, and without the EOS that some tokenizers add."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_ids(ids, text, tokenizer)
     start = tokenizer("")["input_ids"]
     if tokenizer.bos_token_id != tokenizer.eos_token_id:
         start = [i for i in start if i != tokenizer.eos_token_id]
@@ -1242,7 +1325,34 @@ def string_ids(text: str, tokenizer) -> np.ndarray:
     return np.array(ids, np.int64)
 
 
+def check_ids(ids: list[int], text: str, tokenizer) -> None:
+    """The ids must say what the text says, but for a blank at its start."""
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if (
+        unicodedata.normalize("NFKC", decoded).lstrip()
+        != unicodedata.normalize("NFKC", text).lstrip()
+    ):
+        raise ValueError(f"of {text!r} the tokenizer makes {decoded!r}")
+
+
 # -- Models
+
+
+def load_tokenizer(path: str):
+    transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # refuses foreign code
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    if not words - set(tokenizer.all_special_tokens):  # made up by transformers
+        raise ValueError("there are no tokenizer files")
+    text = "a b\n\n  c"
+    if tokenizer.is_fast and tokenizer.decode(tokenizer(text)["input_ids"]).find(text) < 0:
+        # transformers 5 goes by the class in the config, and may make another tokenizer of
+        # tokenizer.json than that file says. This class takes the file as it is.
+        plain = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+        if text in plain.decode(plain(text)["input_ids"]):
+            return plain
+    return tokenizer
+
 
 SMALL = 10e6  # parameters; below, threads, bfloat16 and vLLM cost more than they save
 
@@ -1252,7 +1362,12 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
     are in bfloat16: at a learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to
     rounding."""
     with blame(f"--{flag} {path}"):
-        config = without_randomness(transformers.AutoConfig.from_pretrained(path))
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ValueError(
+                "is quantized, and cannot be trained; name the model that it is made of"
+            )
+        config = without_randomness(config)
         options = dict(dtype=torch.float64 if cfg.dtype == "float64" else torch.float32)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             options["attn_implementation"] = "eager"  # the others leave the cap out
@@ -1366,7 +1481,8 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     policy, why = fast.choose(plain, samples, collate, cfg)
     if WORLD_SIZE > 1 and len(set(gather([why]))) > 1:
         policy, why = plain, "the ranks chose differently"
-    say(f"policy: {type(policy).__name__} ({why})")
+    if any(p.requires_grad for p in model.parameters()):  # not that of the reference
+        say(f"policy: {type(policy).__name__} ({why})")
     return policy
 
 
@@ -1436,7 +1552,7 @@ def round_at_random(x, seed: int):
 class VLLMSampler:
     """A vLLM engine inside the process of each rank, which gets the weights in memory."""
 
-    def __init__(self, stop_ids: list[int], longest: int, cfg: Config, on_cuda: bool):
+    def __init__(self, model, stop_ids: list[int], longest: int, cfg: Config):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, to share its tensors
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
@@ -1446,7 +1562,7 @@ class VLLMSampler:
 
         self.stop_ids = stop_ids
         self.cfg = cfg
-        self.on_cuda = on_cuda
+        self.on_cuda = model.device.type == "cuda"
         self.asleep = False
         options = dict(
             model=cfg.model,
@@ -1457,7 +1573,10 @@ class VLLMSampler:
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # the first push brings the weights
         )
-        if on_cuda:
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is not model.get_input_embeddings().weight:
+            options["hf_overrides"] = dict(tie_word_embeddings=False)  # its config may say tied
+        if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
             options["enable_sleep_mode"] = True
         else:
@@ -1469,6 +1588,8 @@ class VLLMSampler:
         if dist.is_initialized():  # torchrun has started the processes
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = vllm.LLM(**options)
+        for module in model.modules():  # which vLLM looks for in classes of transformers
+            module.do_not_compile = True
         self.SamplingParams = vllm.SamplingParams
 
     def push(self, model) -> None:
@@ -1481,7 +1602,11 @@ class VLLMSampler:
         # transformers renames and merges some tensors as it loads them, such as experts
         revert = transformers.core_model_loading.revert_weight_conversion
         weights = revert(model, merged_weights(model, self.cfg.dtype == "bfloat16")).items()
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        except Exception as error:
+            why = f"vLLM cannot load this model's weights from memory ({error!r:.200})"
+            raise TrainingError(f"{why}: --rollout hf needs no push") from error
         self.llm.apply_model(repack)
         if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
             raise TrainingError("vLLM did not reset its prefix cache after new weights")
@@ -1556,9 +1681,11 @@ def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
             kind = "hf"
     if kind == "hf":
         return HFSampler(model, stop_ids, cfg)
+    why = "vLLM takes 0.01 to 2; --rollout hf takes others"
+    need(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
     say("vLLM starts, which takes a minute or more")
     with blame(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
-        return VLLMSampler(stop_ids, longest, cfg, model.device.type == "cuda")
+        return VLLMSampler(model, stop_ids, longest, cfg)
 
 
 # -- The run on disk
@@ -1785,6 +1912,8 @@ class Run:
         for name in ("failed_rewards", "skipped_steps"):
             if metrics[name] > 0:
                 words.append(f"{name.upper()} {metrics[name]}")
+        if metrics.get("optimizer_steps") == 0:
+            words.append("NO OPTIMIZER STEP")
         say(f"step {self.step}/{cfg.max_steps} {' '.join(words)}")
         failures = [s.failure for s in samples if s.failure]
         if failures and sum(line.get("failed_rewards", 0) > 0 for line in self.history) == 1:
@@ -1908,10 +2037,7 @@ def check_sizes(model, prompts: list[Prompt], cfg: Config) -> int:
 def set_up(cfg: Config, device: torch.device, closing: contextlib.ExitStack) -> Run:
     """Everything is loaded and checked, on all ranks, before anything is written."""
     with blame(f"--model {cfg.model}: no tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
-        words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-        if not words - set(tokenizer.all_special_tokens):  # made up by transformers
-            raise ValueError("there are no tokenizer files")
+        tokenizer = load_tokenizer(cfg.model)
     with blame(f"--reward {cfg.reward}"):
         rewards = load_rewards(cfg.reward)
     environment = player = None
@@ -2037,7 +2163,6 @@ def signals_into(caught: list):
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
     check_flags(cfg)
-    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
     started_group = not dist.is_initialized()

@@ -46,7 +46,7 @@ def gsm8k_reward(completion, row):
 
 
 def math_reward(completion, row):
-    """1.0 if math-verify finds the answer equal to row["answer"]."""
+    """1.0 if math-verify finds the answer equal to row["answer"], numbers exactly."""
     from math_verify import parse, verify
 
     # It warns if its own time limits are off. They would switch off the one of call_reward.
@@ -57,8 +57,15 @@ def math_reward(completion, row):
     expected = parse(gold, parsing_timeout=None)
     if not expected:
         raise ValueError("math-verify cannot parse row['answer']")
-    answer = parse(answer_of(completion, row), parsing_timeout=None)
-    return float(verify(expected, answer, timeout_seconds=None))
+    answer = answer_of(completion, row)
+    box = last_box(answer)
+    if box is not None:  # "": the last box is never closed, and no other one counts
+        if not box or differ_in_words(box, last_box(gold) or gold):
+            return 0.0
+        answer = f"\\boxed{{{box}}}"
+    given = parse(answer, parsing_timeout=None)
+    equal = verify(expected, given, timeout_seconds=None)
+    return float(equal and not differ_as_numbers(expected[0], given[0]))
 
 
 def format_reward(completion, row):
@@ -114,7 +121,10 @@ FORMAT = re.compile(r"""(?x)  # a special token as <|im_end|> is no word
     (<answer>)?  (?: (?!</?\w[\w-]*[ ]?/?>|<[|\uff5c])\W )* \w (?: (?!</?\w[\w-]*[ ]?/?>). )*
     (?(1)</answer>)""")
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
-BOX = re.compile(r"(?s:.*)\\f?box(?:ed)?[ ]?\{(?:((?:[^{}]|\{[^{}]*\})*)\})?")  # open: no group
+BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{")
+SCALE = re.compile(r"dozen|hundred|thousand|million|billion|trillion")
+UNIT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}")
+BASE = re.compile(r"[0-9]_\{?([0-9]+)")
 LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
 NUMBER = re.compile(r"""(?x)  # of at most 1,000 digits: int() takes quadratic time
     (?<![A-Za-z0-9_./^-]) (?<![0-9]:)      # no part of 17/18, 2^5, 10-7, 5:30
@@ -156,13 +166,54 @@ def final_number(text):
     r"""The number that a text gives as its answer: the one in its last `\boxed{}`, else in the line
     after its last `####`, else its last number. None if the box or the line has two numbers."""
     text = text.translate(SIGNS).replace("$", "")
-    marked = BOX.match(text) or LINE.match(text)
-    if marked:
-        text = marked[1] or ""
+    line = LINE.match(text)
+    marked = last_box(text)
+    if marked is None and line:
+        marked = line[1]
+    if marked is not None:
+        text = marked
     numbers = NUMBER.findall(text)
-    if not numbers or (marked and len(numbers) > 1):
+    if not numbers or (marked is not None and len(numbers) > 1):
         return None
     return Fraction(re.sub("[^0-9.-]", "", numbers[-1]))
+
+
+def last_box(text):
+    r"""The inside of the last `\boxed{}`, "" if that is never closed; None: there is no box."""
+    boxes = [match.end() for match in BOX.finditer(text)]
+    if not boxes:
+        return None
+    depth = 1
+    for end in range(boxes[-1], len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[boxes[-1] : end]
+    return ""
+
+
+def differ_in_words(answer, gold):
+    """Whether two answers differ in what math-verify does not read: 5 million and 5, 5 km and 5 m,
+    101 in two bases, and words, whose letters it takes for factors. One unit may be missing."""
+    if set(SCALE.findall(answer)) != set(SCALE.findall(gold)):
+        return True
+    for pattern in (UNIT, BASE):
+        ours, theirs = pattern.findall(answer), pattern.findall(gold)
+        if ours and theirs and [x.split() for x in ours] != [x.split() for x in theirs]:
+            return True
+    word = UNIT.sub(r"\1", gold).strip()
+    return word.isalpha() and len(word) > 1 and UNIT.sub(r"\1", answer).strip() != word
+
+
+def differ_as_numbers(gold, given):
+    """Whether two expressions of sympy are different numbers. math-verify rounds to six places."""
+    from sympy import N, nsimplify
+
+    if not getattr(gold, "is_number", False) or not getattr(given, "is_number", False):
+        return False
+    gold, given = nsimplify(gold, rational=True).doit(), nsimplify(given, rational=True).doit()
+    if gold.is_Rational and given.is_Rational:
+        return gold != given
+    return abs(N(gold - given, 30)) > 1e-6 * abs(N(gold, 30))  # pi and 3.141593
 
 
 # -- Loading your functions
@@ -173,6 +224,9 @@ class Reward(NamedTuple):
     columns: tuple = ()  # keys that every data row must have
     check: object = None  # check(row): a ValueError if no completion can earn the reward
     batched: bool = False  # TRL's form: fn(completions, **columns)
+
+    def applies(self, row):  # not if one of its columns is null: the row is another task's
+        return all(row[column] is not None for column in self.columns)
 
 
 def load_rewards(spec: str) -> list[Reward]:
@@ -282,9 +336,10 @@ def call_reward(reward, completions, rows, seconds):
 
 def numbers_of(reward, completions, rows, metrics, extra):
     """What one call returns, as floats. An error if one of its values is no finite number."""
+    returned = None
     if reward.batched:
         returned = reward.function(**trl_columns(completions, rows, metrics, extra))
-    else:
+    elif reward.applies(rows[0]):
         returned = reward.function(completions[0], rows[0])
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)

@@ -227,6 +227,7 @@ def padded(arrays: list[np.ndarray]) -> torch.Tensor:
 def choose(plain, samples: list, collate, cfg) -> tuple:
     """The fastest policy that gives these samples the log-probabilities of the plain one, and why
     it was chosen. Raises torch.OutOfMemoryError."""
+    keep_freed_memory(plain.model.device)
     if sum(p.numel() for p in plain.model.parameters()) < SMALL:
         return plain, "the model is small"
     P = np.mean([len(s.prompt.ids) for s in samples])
@@ -245,7 +246,6 @@ def choose(plain, samples: list, collate, cfg) -> tuple:
         except Exception as error:  # whatever a model raises that takes no cache
             why += f"; not with share={share}: {error!r:.99}"
         else:
-            keep_freed_memory(plain.model.device)
             return policy, f"share={share}{why}"
     return plain, why.removeprefix("; ")
 
@@ -267,7 +267,8 @@ def compare(policy, plain, samples: list, collate) -> None:
 
 def keep_freed_memory(device: torch.device) -> None:
     """glibc would return the memory of large tensors to the kernel, which clears it before it gives
-    it out again: that took 10 % of an update of 135 M parameters."""
+    it out again: that took 10 % of an update of 135 M parameters, and more of
+    a smaller model's."""
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor

@@ -13,8 +13,8 @@ from pathlib import Path
 
 # before torch is imported: on tiny matrices threads only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a missing model is said at once
 
+import huggingface_hub.constants
 import numpy as np
 import torch
 import transformers
@@ -23,6 +23,7 @@ import grpo
 from grpo import Config, Prompt, Sample
 
 torch.set_num_threads(1)
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # a missing model is said at once
 HERE = str(Path(__file__).resolve().parent.parent)
 REDUCTIONS = ("token", "sequence", "constant")
 F64 = torch.float64

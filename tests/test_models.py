@@ -203,7 +203,7 @@ WRITTEN = dict(
         "<S>user\n 1+2? <E>\n<S>assistant\n",
         "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
         "<S>user\n1+2?<E>\n<S>assistant\n3<E>\n<S>user\n2+2?<E>\n<S>assistant\n",
-        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\n\n</think>\n\nIt is ",
+        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
     ],
 )
 SHORT = dict(
@@ -273,6 +273,9 @@ class AddsEos:
         if add_special_tokens:
             ids = [1, *ids, 2]
         return dict(input_ids=ids)
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
 
 
 def test_no_end_token_at_the_end_of_a_string_prompt():

@@ -93,6 +93,16 @@ MATH = [
     ("5", [f"\\boxed{{{five}}}" for five in FIVES], ["\\boxed{4,5}", "\\boxed{6}"]),
     ("70^\\circ", ["$\\angle ABC=70^\\circ$", "\\boxed{70}"], ["\\boxed{71^\\circ}"]),
     ("x=1 \\text{ or } x=2", ["\\boxed{x=1 \\text{ or } x=2}", "$1, 2$"], ["$1$"]),
+    ("\\frac{1}{2^{99}}", ["\\boxed{2^{-99}}"], ["\\boxed{\\frac{1}{2^{98}}}"]),
+    ("9.1 \\times 10^{-31}", ["$0.91 \\times 10^{-30}$"], ["\\boxed{1.6 \\times 10^{-19}}"]),
+    ("1000000", ["\\boxed{1,000,000}", "\\boxed{10^6}"], ["\\boxed{1000001}"]),
+    ("\\frac13", ["\\boxed{\\frac{2}{6}}"], ["\\boxed{0.3333333}"]),
+    ("\\pi", ["\\boxed{3.141593}"], ["\\boxed{3.1416}"]),
+    ("5", ["\\fbox{5}", "\\boxed{\\boxed{5}}"], ["\\boxed{5}. No, \\boxed{5"]),
+    ("5", ["\\boxed{5}"], ["\\boxed{5\\text{ million}}"]),
+    ("5\\text{ m}", ["\\boxed{5 \\mathrm{ m}}", "\\boxed{5}"], ["\\boxed{5\\text{ km}}"]),
+    ("101_3", ["\\boxed{101_{3}}"], ["\\boxed{101_2}"]),
+    ("AB", ["\\boxed{\\text{AB}}"], ["\\boxed{BA}"]),
     ("$y=2x+1$", ["\\boxed{y=2x+1}", "\\boxed{y=1+2x}"], ["\\boxed{2x}"]),
 ]
 

@@ -293,6 +293,7 @@ def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
         grpo.check_loadable(runs[-1].state)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_loses_nothing(tmp_path):
     """In the rollout, the update, a save, a rename. Resumed each time, the run ends in the bits of
     an undisturbed one."""

@@ -16,6 +16,7 @@ PATCHES = sorted(path.stem for path in Path(HERE, "variants").glob("*.patch"))
 OPTIONS = dict(
     cispo=["--num_minibatches", "2"],
     sapo=["--num_minibatches", "2"],
+    sequence_mask=["--tis_cap", "3"],
     moving_reference=["--move_every", "2", "--beta", "0.1", "--num_minibatches", "1"],
     dynamic_resampling=["--max_draws", "8"],
 )
@@ -113,6 +114,22 @@ def test_sapo(patched):
         p = torch.sigmoid(torch.tensor(tau * (ratio - 1), dtype=F64)).item()
         expected = -advantage * ratio * 4 * p * (1 - p)
         assert loss_gradient(grpo, ratio, advantage) == pytest.approx(expected)
+
+
+def test_sequence_mask(patched):
+    """The weight of a completion is the product of its tokens' weights, 0 above the cap (TRL)."""
+    grpo = module_of(patched("sequence_mask"))
+    gaps = torch.tensor([[0.5, 0.2, 9.0], [0.9, 0.3, 0.0]], dtype=F64)  # old - sampler
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    logps = torch.zeros(2, 3, dtype=F64, requires_grad=True)
+    advantages = torch.ones(2, dtype=F64)
+    cfg = grpo.Config(tis_cap=3.0)
+    old = logps.detach()
+    loss, _ = grpo.grpo_loss(logps, old, None, old - gaps, advantages, mask, cfg, 1, 2)
+    [gradient] = torch.autograd.grad(loss, logps)
+    kept = -torch.tensor(0.7, dtype=F64).exp()
+    assert torch.allclose(gradient[0], torch.stack([kept, kept, torch.zeros_like(kept)]))
+    assert not gradient[1].any()  # exp(1.2) > 3
 
 
 def test_entropy_bonus(patched):

@@ -35,9 +35,9 @@ FAULTS = {  # what goes wrong from the second push on, and what the run says
 }
 
 
-def in_a_process(function, *args):
+def in_a_process(function, *args, module="test_vllm"):
     """What a function of this file prints as JSON in its last line."""
-    code = f"from tests import test_vllm; test_vllm.{function}(*{list(map(str, args))!r})"
+    code = f"from tests import {module} as m; m.{function}(*{list(map(str, args))!r})"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -54,7 +54,7 @@ def gap_after_pushes(kind, tied, folder):
     first = tiny_model(kind, **options)
     first.save_pretrained(folder)
     cfg = Config(model=folder, dtype="float32", max_completion_length=16)
-    sampler = grpo.VLLMSampler([1], 80, cfg, on_cuda=False)
+    sampler = grpo.VLLMSampler(first, [1], 80, cfg)
     prompts = [np.arange(5, 5 + n) for n in (3, 40, 40, 7)]
     gaps = []
     for model in (first, tiny_model(kind, seed=7, **options), first):
