@@ -443,8 +443,8 @@ def update(
     for minibatch in minibatches(samples, step, cfg):
         learning_rate = learning_rate_at(number, cfg)
         number += 1
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP's buckets hold the gradients anyway
         sums = backward(policy, ddp, minibatch, cfg)
         if not norms:
@@ -493,7 +493,7 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
     chosen = []
     for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
         epoch, place = divmod(i, len(prompts))
-        if not chosen or place == 0:
+        if not chosen or place == 0:  # the first prompt of the step, or of an epoch
             order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
         chosen.append(prompts[order[place]])
     return chosen
@@ -766,6 +766,7 @@ def padded_texts(samples: list[Sample]) -> dict:
 
     ids           a b c x y EOS 0        the completion x y EOS has the prompt a b c
     predictors        2 3 4              the model's output at c predicts x, that at x predicts y
+    first             2                  the logits before this place are not needed
     """
     completion = padded([s.completion_ids for s in samples])  # [N, T]
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
@@ -776,8 +777,8 @@ def padded_texts(samples: list[Sample]) -> dict:
 
 
 def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
-    """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. A field of
-    Sample that the loss shall get has its name added here."""
+    """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. To give the
+    loss another field of Sample, add its name here."""
     batch = layout(samples)
     for name in ("trained", "sampled", "counted", "advantages", "sampler_logps"):
         batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
@@ -966,7 +967,7 @@ class Config:
     micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048, on cuda by free memory
     learning_rate: float = 1e-6  # AdamW, on float32 parameters
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
-    warmup_steps: int = 0  # optimizer steps; the first advantages are no worse than later ones
+    warmup_steps: int = 0  # optimizer steps until the learning rate is full; GRPO needs none
     weight_decay: float = 0.0  # for matrices, not for norms and biases
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; 0: off
     max_steps: int = 100  # rollouts
@@ -1444,14 +1445,21 @@ def resolve_auto(cfg: Config, model, device: torch.device) -> Config:
         if size(model) >= SMALL and fast_bfloat16(device):
             cfg = replace(cfg, dtype="bfloat16")
     if cfg.micro_batch_tokens == 0:
-        cfg = replace(cfg, micro_batch_tokens=2048)
+        tokens = 2048
         if device.type == "cuda":
-            text = model.config.get_text_config()
-            learning = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # bytes
-            token = 16 * text.vocab_size + 80 * text.hidden_size * text.num_hidden_layers
-            free = 0.8 * (torch.cuda.mem_get_info(device)[0] - learning)
-            cfg = replace(cfg, micro_batch_tokens=int(min(16384, max(256, free / token))))
+            tokens = tokens_that_fit(model, device)
+        cfg = replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
     return cfg
+
+
+def tokens_that_fit(model, device: torch.device) -> int:
+    """A micro-batch that should fit the free memory of a GPU. Estimates, in bytes: gradients and
+    Adam's moments of a parameter 12; of a token, logits and what the layers keep for backward."""
+    text = model.config.get_text_config()
+    learning = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    of_a_token = 16 * text.vocab_size + 80 * text.hidden_size * text.num_hidden_layers
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(min(16384, max(256, 0.8 * (free - learning) / of_a_token)))
 
 
 def halve_frozen(model) -> None:
@@ -1521,8 +1529,8 @@ class AdaptersOff:
 
 
 def merged_weights(model, rounded: bool = False) -> dict:
-    """Parameters (a tied head once) and saved buffers by name, with the adapters added to what they
-    stand beside. rounded: what was added to is in bfloat16."""
+    """Parameters (a tied head once) and saved buffers by name, the adapters merged into the weights
+    beside which they stand. rounded: merged weights are in bfloat16."""
     saved = model.state_dict()
     weights = dict(model.named_parameters())
     weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
