@@ -10,10 +10,12 @@ import transformers
 
 import grpo
 from grpo import Config, ConfigError, TrainingError
+from reward import load_function
 from tests.common import CPU, HERE, lines, small_run, tiny_model
 from tests.test_models import load, write
 from tests.test_vllm import in_a_process
 
+ADAPTER = ("play", "score", "rows")
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 
 
@@ -196,3 +198,18 @@ def test_a_reward_that_ranks_a_group_sees_it_whole(tmp_path):
 def test_a_step_that_moves_nothing_says_so(tmp_path, capsys):
     small_run(tmp_path / "run", reward="format", max_steps=1)  # no completion has the format
     assert "NO OPTIMIZER STEP" in capsys.readouterr().out
+
+
+def test_an_environment_with_reset_and_step_is_replayed_from_its_turns():
+    pytest.importorskip("gem")
+    play, score, rows = [
+        load_function(f"{HERE}/sample_data/reset_step.py:{name}") for name in ADAPTER
+    ]
+    row = rows()[0]
+    assert "between 1 and 20" in row["prompt"]
+    hints = {guess: play([f"\\boxed{{{guess}}}"], row) for guess in range(1, 21)}
+    [answer] = [guess for guess, hint in hints.items() if hint is None]
+    assert "higher" in hints[answer - 1] and "lower" in hints[answer + 1]
+    turns = [f"\\boxed{{{answer - 1}}}", f"\\boxed{{{answer}}}"]
+    assert play(turns, row) is None
+    assert score("", dict(row, turns=turns)) == 1
