@@ -126,40 +126,40 @@ class FastPolicy(nn.Module):
         return [batch for batch in batches if batch]
 
     def layout(self, samples: list) -> dict:
-        """blocks: with share one for each group, and its prompt [1, P]; else one. Each has parts
-        [R, L], whose places, one after the other, are the rows of hidden_states.
+        """parts: [R, L] each, texts of similar length, whose places, one after the other, are the
+        rows of hidden_states. With share a text is a completion; prompts [g, P], padded left,
+        stand beside, and owners [R] says for each text of a part which of them is its own.
         targets [n]: the sampled tokens; read [n]: the rows that predict them; place [n]: where they
         stand in the flattened [N, T]."""
-        texts = [s.completion_ids for s in samples]
-        completion = padded(texts)  # [N, T]
+        completion = padded([s.completion_ids for s in samples])  # [N, T]
         sampled = padded([s.sampled for s in samples])  # [N, T]
+        prompts = {s.group: s.prompt.ids for s in samples}
+        numbers = {group: number for number, group in enumerate(prompts)}
         first = torch.zeros(len(samples), dtype=torch.int64)  # [N], where token 0 is predicted
+        texts = [s.completion_ids for s in samples]
         if not self.share:
             texts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
             first += torch.tensor([len(s.prompt.ids) - 1 for s in samples])
-        groups = {}
-        for row, s in enumerate(samples):
-            key = s.group if self.share else 0
-            groups.setdefault(key, []).append(row)
 
-        blocks = []
+        parts = []
+        owners = []
         start = 0
-        for rows in groups.values():
-            parts = []
-            rows.sort(key=lambda row: -len(texts[row]))
-            while rows:
-                L = len(texts[rows[0]])
-                R = max(1, PART[self.model.device.type] // L)
-                part = rows[:R]
-                rows = rows[R:]
-                parts.append(padded([texts[row] for row in part]))
-                first[part] += start + L * torch.arange(len(part))
-                start += L * len(part)
-            prompt = samples[part[0]].prompt.ids
-            blocks.append(dict(prompt=padded([prompt]), parts=parts))
+        rows = sorted(range(len(samples)), key=lambda row: -len(texts[row]))
+        while rows:
+            L = len(texts[rows[0]])
+            R = max(1, PART[self.model.device.type] // L)
+            part = rows[:R]
+            rows = rows[R:]
+            parts.append(padded([texts[row] for row in part]))
+            owners.append(torch.tensor([numbers[samples[row].group] for row in part]))
+            first[part] += start + L * torch.arange(len(part))
+            start += L * len(part)
         predictors = first[:, None] + torch.arange(completion.shape[1])  # [N, T]
         return dict(
-            blocks=blocks,
+            parts=parts,
+            owners=owners,
+            prompts=padded(list(prompts.values()), side="left"),
+            prompt_mask=padded([np.ones_like(ids) for ids in prompts.values()], side="left"),
             shape=sampled.shape,
             read=predictors[sampled],
             place=sampled.flatten().nonzero()[:, 0],
@@ -169,7 +169,7 @@ class FastPolicy(nn.Module):
     def forward(self, batch: dict):
         if self.model.is_gradient_checkpointing:  # it acts in training mode only
             self.model.train(torch.is_grad_enabled())
-        hidden = self.hidden_states(batch["blocks"])
+        hidden = self.hidden_states(batch)
         hidden = hidden.index_select(0, batch["read"])  # [n, H]
         weight = self.model.get_output_embeddings().weight  # [V, H]
         logps, entropy = HeadLogps.apply(hidden, weight, batch["targets"], self.temperature)
@@ -179,35 +179,42 @@ class FastPolicy(nn.Module):
         entropy = zeros.scatter(0, place, entropy)
         return logps.view(batch["shape"]), entropy.view(batch["shape"])
 
-    def hidden_states(self, blocks: list[dict]):
+    def hidden_states(self, batch: dict):
         """[places, H]. With share, the end of the prompt predicts the first token of each row."""
         body = self.model.base_model
         states = []
-        for block in blocks:
+        if self.share:
+            mask = batch["prompt_mask"]  # [g, P]
+            places = (mask.cumsum(1) - 1).clamp(min=0)  # [g, P]
+            options = dict(attention_mask=mask, position_ids=places, use_cache=True)
+            prompts = body(batch["prompts"], **options)
+            ends = prompts.last_hidden_state[:, -1:]  # [g, 1, H]
+        for ids, owner in zip(batch["parts"], batch["owners"], strict=True):  # [R, L], [R]
             if self.share:
-                prompt = body(block["prompt"], use_cache=True)
-                end = prompt.last_hidden_state[:, -1:]  # [1, 1, H]
-            for ids in block["parts"]:
-                if self.share:
-                    R = len(ids)
-                    cache = repeated(prompt.past_key_values, R)
-                    out = body(ids, past_key_values=cache, use_cache=True).last_hidden_state
-                    out = torch.cat([end.expand(R, 1, -1), out[:, :-1]], dim=1)  # [R, L, H]
-                else:
-                    out = body(ids, use_cache=False).last_hidden_state  # [R, L, H]
-                states.append(out.flatten(0, 1))
+                after = torch.arange(1, ids.shape[1] + 1, device=ids.device)  # [L]
+                out = body(
+                    ids,
+                    attention_mask=torch.cat([mask[owner], torch.ones_like(ids)], 1),  # [R, P + L]
+                    position_ids=places[owner, -1:] + after,  # [R, L]
+                    past_key_values=rows_of(prompts.past_key_values, owner),
+                    use_cache=True,
+                ).last_hidden_state  # [R, L, H]
+                out = torch.cat([ends[owner], out[:, :-1]], dim=1)  # [R, L, H]
+            else:
+                out = body(ids, use_cache=False).last_hidden_state  # [R, L, H]
+            states.append(out.flatten(0, 1))
         return torch.cat(states)
 
 
-def repeated(cache: DynamicCache, R: int) -> DynamicCache:
-    """The cache of one text for R texts, without a copy in memory."""
+def rows_of(cache: DynamicCache, owner) -> DynamicCache:
+    """A cache that holds the texts number owner [R] of this one."""
     result = DynamicCache()
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(f"{type(layer).__name__} may hold more than keys and values")
         layer = copy.copy(layer)
-        layer.keys = layer.keys.expand(R, -1, -1, -1)  # [R, heads, P, units of a head]
-        layer.values = layer.values.expand(R, -1, -1, -1)
+        layer.keys = layer.keys.index_select(0, owner)  # [R, heads, P, units of a head]
+        layer.values = layer.values.index_select(0, owner)
         result.layers.append(layer)
     return result
 
@@ -219,9 +226,9 @@ def tokens(samples: list) -> int:
     return sum(prompts.values()) + sum(completions)
 
 
-def padded(arrays: list[np.ndarray]) -> torch.Tensor:
+def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
     tensors = [torch.from_numpy(array) for array in arrays]
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
 def choose(plain, samples: list, collate, cfg) -> tuple:

@@ -248,7 +248,7 @@ def test_a_model_that_cannot_share(error, monkeypatch):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(fast, "repeated", fails)
+    monkeypatch.setattr(fast, "rows_of", fails)
     if isinstance(error, torch.OutOfMemoryError):  # a slower policy would need more
         with pytest.raises(torch.OutOfMemoryError):
             chosen(MODELS["llama, tied"], monkeypatch)
