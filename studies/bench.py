@@ -1,7 +1,7 @@
 """CPU seconds and memory of a step: this trainer, and TRL on the same work.
 
     python3.11 -m venv .trl-venv
-    .trl-venv/bin/pip install --no-deps --retries 1 -r requirements-cpu.txt
+    .trl-venv/bin/pip install --no-deps --retries 1 -r requirements-test.txt
     .trl-venv/bin/pip install trl==1.16.0 "datasets<4.9"
     python studies/bench.py --trl .trl-venv/bin/python --rounds 3 --runs runs.jsonl
     python studies/bench.py --settings bundled            # without TRL
@@ -286,7 +286,7 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
     fast.keep_freed_memory(torch.device("cpu"))  # as ours does
     cfg = config(files, spec, "vllm")
     longest = spec["prompt"] + spec["completion"]
-    engine = grpo.VLLMSampler(trainer.eos_token_ids, longest, cfg, on_cuda=False)
+    engine = grpo.VLLMSampler(trainer.model, trainer.eos_token_ids, longest, cfg)
     calls = []
 
     def generate(prompt_ids, images, fields, num_generations, **_):
