@@ -1207,7 +1207,6 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
     """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
     path = getattr(cfg, flag)
     columns = re.findall(r"\{([A-Za-z_]\w*)\}", cfg.prompt_template) or ["prompt"]
-    columns = [*columns, *(column for reward in rewards for column in reward.columns)]
     prompts = []
     rows = read_rows(path)
     while True:
@@ -1239,9 +1238,12 @@ def check_row(row, columns: list[str], rewards: list[Reward]) -> None:
         except ValueError as error:
             raise ValueError(f"column '{column}': {one_line(error)}") from None
     for column in columns:
-        if column not in row:
+        if row.get(column) is None:
             raise ValueError(f"has no column '{column}'")
     for reward in rewards:
+        for column in reward.columns:
+            if column not in row:  # null: the reward does not apply to this row
+                raise ValueError(f"has no column '{column}'")
         if reward.check is not None and reward.applies(row):
             reward.check(row)
 
@@ -1327,12 +1329,14 @@ def string_ids(text: str, tokenizer) -> np.ndarray:
 
 
 def check_ids(ids: list[int], text: str, tokenizer) -> None:
-    """The ids must say what the text says, but for a blank at its start."""
+    """The ids must say what the text says. A blank at its start or beside a special token is left
+    out of account: some tokenizers add one, and decode it or not."""
     decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    if (
-        unicodedata.normalize("NFKC", decoded).lstrip()
-        != unicodedata.normalize("NFKC", text).lstrip()
-    ):
+    tokens = [unicodedata.normalize("NFKC", token) for token in tokenizer.get_added_vocab()]
+    special = "|".join(map(re.escape, tokens)) or "(?!)"
+    texts = [unicodedata.normalize("NFKC", x).lstrip() for x in (decoded, text)]
+    texts = [re.sub(f" *({special}) *", r"\1", x) for x in texts]
+    if texts[0] != texts[1]:
         raise ValueError(f"of {text!r} the tokenizer makes {decoded!r}")
 
 
@@ -1345,14 +1349,18 @@ def load_tokenizer(path: str):
     words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
     if not words - set(tokenizer.all_special_tokens):  # made up by transformers
         raise ValueError("there are no tokenizer files")
-    text = "a b\n\n  c"
-    if tokenizer.is_fast and tokenizer.decode(tokenizer(text)["input_ids"]).find(text) < 0:
-        # transformers 5 goes by the class in the config, and may make another tokenizer of
-        # tokenizer.json than that file says. This class takes the file as it is.
+    # transformers 5 goes by the class in the config, and may make another tokenizer of
+    # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
+    if not keeps_blanks(tokenizer) and getattr(tokenizer, "is_fast", False):
         plain = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-        if text in plain.decode(plain(text)["input_ids"]):
+        if keeps_blanks(plain):
             return plain
     return tokenizer
+
+
+def keeps_blanks(tokenizer) -> bool:
+    text = "a b\n\n  c"
+    return text in tokenizer.decode(tokenizer(text)["input_ids"])
 
 
 SMALL = 10e6  # parameters; below, threads, bfloat16 and vLLM cost more than they save

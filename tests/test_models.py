@@ -277,6 +277,9 @@ class AddsEos:
     def decode(self, ids, **_):
         return "".join(map(chr, ids))
 
+    def get_added_vocab(self):
+        return {}
+
 
 def test_no_end_token_at_the_end_of_a_string_prompt():
     assert grpo.string_ids("ab", AddsEos()).tolist() == [1, 97, 98]

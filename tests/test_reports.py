@@ -44,7 +44,7 @@ def test_a_tokenizer_is_what_its_file_says(tmp_path):
     assert loaded(text)["input_ids"] == written.encode(text).ids
 
 
-def test_a_prompt_whose_ids_say_something_else_is_refused():
+def test_a_prompt_whose_ids_say_something_else_is_refused(tmp_path):
     class DropsBlanks:
         bos_token_id, eos_token_id = None, 1
 
@@ -52,9 +52,16 @@ def test_a_prompt_whose_ids_say_something_else_is_refused():
             return dict(input_ids=[ord(letter) for letter in text if letter != " "])
 
         def decode(self, ids, **_):
-            return "".join(map(chr, ids))
+            return "".join(map(chr, ids)).replace("]", "] ")
+
+        def get_added_vocab(self):
+            return {"[X]": 7}
 
     assert grpo.string_ids(" ab", DropsBlanks()).tolist() == [97, 98]  # a leading blank is none
+    assert len(grpo.string_ids("a[X]b", DropsBlanks())) == 5  # nor is one beside a special token
+    template_column = dict(prompt_template="{question}")
+    with pytest.raises(ConfigError, match="no column 'question'"):
+        load(f"{HERE}/sample_data/model", [dict(question=None)], tmp_path, **template_column)
     with pytest.raises(ValueError, match="'ab'"):
         grpo.string_ids("a b", DropsBlanks())
 
