@@ -8,6 +8,7 @@ python extras/view.py out --html      # out/page.html: curves, steps, groups, sa
 
 import argparse
 import base64
+import contextlib
 import fnmatch
 import glob
 import json
@@ -50,14 +51,11 @@ STYLE = {
 def read_log(out_dir, name: str) -> list[dict]:
     """The lines of a log. A run that was killed may leave half a line, which is passed over.
     ValueError if there is none."""
-    path = os.path.join(out_dir, name)
+    path = Path(out_dir, name)
     lines = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                continue
+    for text in path.read_text("utf-8", "replace").split("\n"):
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
     if not lines:
         raise ValueError(f"{path} has no lines yet")
     return lines
@@ -92,10 +90,8 @@ def make_panels(lines) -> list[dict]:
     logged = sorted({name for line in lines for name in line})
     panels = []
     for title, unit, patterns in PANELS:
-        curves = []
-        for pattern in patterns:
-            names = fnmatch.filter(logged, pattern)
-            curves += [make_curve(lines, name) for name in names]
+        names = [name for pattern in patterns for name in fnmatch.filter(logged, pattern)]
+        curves = [make_curve(lines, name) for name in names]
         curves = [curve for curve in curves if curve["steps"]]
         low, high = range_of(curves)
         panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
@@ -108,8 +104,8 @@ def make_curve(lines, name: str) -> dict:
     values = list(points.values())
     errors = None
     if name == "eval_accuracy":
-        errors = points_of(lines, "eval_stderr")
-        errors = [abs(errors.get(step, 0.0)) for step in steps]
+        stderr = points_of(lines, "eval_stderr")
+        errors = [stderr.get(step, 0.0) for step in steps]
     return dict(name=name, steps=steps, values=values, smooth=smooth(values), errors=errors)
 
 
@@ -203,9 +199,9 @@ def make_groups(samples, by_token: bool) -> list[dict]:
 
 
 def make_group(samples, by_token: bool) -> dict:
-    """Samples by reward; equal ones are shown once, with their count."""
+    """Samples by reward, those without one last; equal ones are shown once, with their count."""
     entries = {}
-    for sample in sorted(samples, key=order_of):
+    for sample in sorted(samples, key=lambda s: s.get("reward", -math.inf), reverse=True):
         entry = dict(facts=facts_of(sample), advantage=shown(sample["advantage"]), count=0)
         entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
         entry |= turns_of(sample)
@@ -215,8 +211,7 @@ def make_group(samples, by_token: bool) -> dict:
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
-    sizes = [abs(s["advantage"]) for s in samples if is_number(s["advantage"])]
-    mean = sum(sizes) / len(samples)
+    mean = sum(abs(sample["advantage"]) for sample in samples) / len(samples)
     return dict(
         title=f"group {first['group']}: {len(samples)} samples, mean |advantage| {shown(mean)}",
         signal=mean,
@@ -226,23 +221,15 @@ def make_group(samples, by_token: bool) -> dict:
     )
 
 
-def order_of(sample) -> float:
-    """The highest reward comes first, no reward last."""
-    reward = sample["reward"]
-    if not is_number(reward):
-        reward = -math.inf
-    return -reward
-
-
 def facts_of(sample) -> str:
     """The line above a sample."""
-    facts = [f"reward {shown(sample['reward'])}"]
+    facts = [f"reward {shown(sample.get('reward'))}"]
     facts += [f"{name} {shown(value)}" for name, value in sample["rewards"].items()]
     facts += [f"advantage {shown(sample['advantage'], '+')}", f"{sample['length']} tokens"]
     if sample["finish_reason"] == "length":
         facts.append("cut off")
     if sample.get("failure"):
-        facts.append(f"episode failed: {sample['failure']}")
+        facts.append(f"failed: {sample['failure']}")
     return ", ".join(facts)
 
 
@@ -352,6 +339,5 @@ def main(argv=None) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()
