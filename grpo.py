@@ -46,7 +46,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import io
 import json
 import math
 import os
@@ -160,7 +159,7 @@ class Sample:
 
 
 def training_loop(run: Run) -> None:
-    """GRPO. `run` holds what `set_up` (far below) has made; `train` calls this function."""
+    """GRPO. `run` holds all that it needs (see class Run, far below); `train` calls it."""
     cfg = run.cfg
     run.sampler.push(run.policy.model)  # the sampler starts without weights
     run.evaluate_if_due()
@@ -670,6 +669,12 @@ def nanstd(x, dim: int):
     return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
+def mean_and_std(values) -> tuple:
+    """Those of the values that are no nan. The mean is nan if there is none."""
+    x = torch.tensor(values, dtype=torch.float64)
+    return x.nanmean().item(), nanstd(x, 0).item()
+
+
 # ------------------------------------------------------------------------------------------------
 # Objective
 
@@ -785,7 +790,10 @@ def collate(samples: list[Sample], device: torch.device, layout=padded_texts) ->
     for name in ("old_logps", "ref_logps"):
         if samples[0].__dict__[name] is not None:
             batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
-    return to_device(batch, device)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            batch[name] = value.to(device, non_blocking=True)  # beside what the GPU does
+    return batch
 
 
 def batches_of_rank(policy, samples: list[Sample], cfg: Config):
@@ -883,11 +891,9 @@ def check_gap(sums: dict, cfg: Config) -> None:
 def evaluate(run: Run, step: int) -> dict:
     """The mean of the first reward over the eval data, greedy; with --eval_samples also pass@k."""
     values, length = eval_rewards(run, step, 1, 0.0)
-    metrics = dict(eval_accuracy=math.nan, eval_stderr=0.0, eval_length=length)
-    if len(values) > 0:
-        metrics["eval_accuracy"] = float(values.mean())
-    if len(values) > 1:
-        metrics["eval_stderr"] = float(values.std(ddof=1)) / math.sqrt(len(values))
+    mean, std = mean_and_std(values[:, 0])
+    metrics = dict(eval_accuracy=mean, eval_stderr=std / math.sqrt(max(1, len(values))))
+    metrics["eval_length"] = length
     k = run.cfg.eval_samples
     if k > 0:
         values, _ = eval_rewards(run, step, k, run.cfg.temperature)
@@ -986,7 +992,7 @@ class Config:
     keep: int = 2  # newest checkpoints kept, beside the best by eval accuracy; 0: all
     resume: bool = False  # continue the run in --out_dir; without --out_dir the newest run
     log_completions: int = 64  # samples per step in completions.jsonl
-    report_to: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # dashboard
+    report_to: Literal["none", "wandb", "trackio"] = "none"  # dashboard
 
 
 BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
@@ -1160,17 +1166,6 @@ def digest_of_rows(prompts: list[Prompt]) -> str:
         digest.update(p.ids.tobytes())
         digest.update(json.dumps(p.row, default=lambda value: type(value).__name__).encode())
     return digest.hexdigest()[:16]
-
-
-def to_device(x, device: torch.device):
-    """Moves tensors, also those in dicts and lists; the copy runs beside what the GPU does."""
-    if isinstance(x, torch.Tensor):
-        return x.to(device, non_blocking=True)
-    if isinstance(x, dict):
-        return {name: to_device(value, device) for name, value in x.items()}
-    if isinstance(x, list):
-        return [to_device(value, device) for value in x]
-    return x
 
 
 # -- Data
@@ -1735,7 +1730,10 @@ def newest_checkpoint(cfg: Config) -> dict:
     for path in reversed(checkpoints(cfg.out_dir)):
         try:
             transformers.AutoConfig.from_pretrained(path)
-            return torch.load(f"{path}/trainer_state.pt", map_location="cpu") | dict(path=path)
+            # weights_only=False: run.state may hold anything. The directory is trusted anyway: its
+            # config.json names Python files.
+            options = dict(map_location="cpu", weights_only=False)
+            return torch.load(f"{path}/trainer_state.pt", **options) | dict(path=path)
         except Exception as error:
             say(f"--resume: {path} is damaged ({one_line(error)}); trying the one before")
     return {}
@@ -1765,37 +1763,29 @@ def without_nan(metrics: dict) -> dict:
 
 def sample_metrics(samples: list[Sample]) -> dict:
     """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
-    rewards = np.array([s.reward for s in samples])
-    lengths = np.array([s.sampled.sum() for s in samples])
-    groups = {}
-    for s in samples:
-        groups.setdefault(s.group, []).append(np.abs(s.advantages).max(initial=0) == 0)
+    reward, reward_std = mean_and_std([s.reward for s in samples])
+    lengths = [int(s.sampled.sum()) for s in samples]
+    signal = np.array([np.abs(s.advantages).max(initial=0) for s in samples])
+    group_size = sum(s.group == samples[0].group for s in samples)
     metrics = {
-        "reward": mean(rewards),
-        "reward_std": float(nanstd(torch.tensor(rewards), 0)),
-        "advantage_abs": mean([np.abs(s.advantages).max(initial=0) for s in samples]),
-        "frac_reward_zero_std": mean([all(has_none) for has_none in groups.values()]),
-        "completions/mean_length": mean(lengths),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": mean([s.finish_reason == "length" for s in samples]),
+        "reward": reward,
+        "reward_std": reward_std,
+        "advantage_abs": float(signal.mean()),
+        "frac_reward_zero_std": float((signal.reshape(-1, group_size).max(1) == 0).mean()),
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tokens": sum(s.total_length for s in samples),
         "failed_rewards": sum(bool(s.failure) for s in samples),
     }
     for name in samples[0].rewards:
-        values = np.array([s.rewards[name] for s in samples])
-        metrics[f"rewards/{name}/mean"] = mean(values)
-        metrics[f"rewards/{name}/std"] = float(nanstd(torch.tensor(values), 0))
+        mean, std = mean_and_std([s.rewards[name] for s in samples])
+        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     for name in {name for s in samples for name in s.logged}:
-        metrics[f"logged/{name}"] = mean([s.logged[name] for s in samples if name in s.logged])
+        mean, _ = mean_and_std([s.logged.get(name, math.nan) for s in samples])
+        metrics[f"logged/{name}"] = mean
     return metrics
-
-
-def mean(values) -> float:
-    """The mean of those that are no nan; nan if there is none."""
-    values = np.array(values, float)
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if len(values) > 0 else math.nan
 
 
 def completion_row(s: Sample, step: int, tokenizer) -> dict:
@@ -1828,64 +1818,150 @@ SHOWN = {  # metric: its name in the line of a step
 }
 
 
-def open_dashboard(cfg: Config, step: int):
-    """A function that sends metrics, under TRL's names: train/reward, eval/accuracy."""
+def open_dashboard(cfg: Config):
+    """The module wandb or trackio, which have the same functions; None without a dashboard."""
     if RANK > 0 or cfg.report_to == "none":
-        return lambda metrics: None
-    if cfg.report_to == "tensorboard":
-        module = importlib.import_module("torch.utils.tensorboard")
-        writer = module.SummaryWriter(cfg.out_dir, purge_step=step + 1)
-    else:
-        module = importlib.import_module(cfg.report_to)
-        name = os.path.basename(cfg.out_dir)
-        module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
-
-    def send(metrics: dict) -> None:
-        values = {f"train/{k}".replace("train/eval_", "eval/"): v for k, v in metrics.items()}
-        try:
-            if cfg.report_to == "tensorboard":
-                for name, value in values.items():
-                    writer.add_scalar(name, value, metrics["step"])
-                writer.flush()
-            else:
-                module.log(values, step=metrics["step"])
-        except Exception as error:  # costs no step
-            say(f"--report_to {cfg.report_to} failed: {one_line(error)}")
-
-    return send
+        return None
+    module = importlib.import_module(cfg.report_to)
+    name = os.path.basename(cfg.out_dir)
+    module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
+    return module
 
 
-@dataclass
+# -- The run: set-up, log, eval, save
+
+
+def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
+    """What the KL is measured from; None: nothing."""
+    if cfg.beta == 0:
+        return None
+    if cfg.lora_rank > 0 and not cfg.reference:
+        return AdaptersOff(policy)
+    flag = "reference" if cfg.reference else "model"
+    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
+    sizes = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
+    need(sizes[0] == sizes[1], "reference", f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
+    reference = make_policy(model, prompts, cfg)
+    if cfg.dtype == "bfloat16":
+        halve_frozen(model)
+    return reference
+
+
+def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
+    groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
+    return torch.optim.AdamW(groups, cfg.learning_rate, fused=True)  # fused: 5 times as fast
+
+
+def check_sizes(model, prompts: list[Prompt], cfg: Config) -> int:
+    """The most tokens of a prompt and its completion; the model must have room for them."""
+    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+    why = f"with the longest prompt {longest} tokens; the model has {positions} positions"
+    need(longest <= positions, f"max_completion_length {cfg.max_completion_length}", why)
+    largest = max(int(p.ids.max()) for p in prompts)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    why = f"its tokenizer makes the id {largest}, but its vocabulary has {vocabulary} tokens"
+    need(largest < vocabulary, f"model {cfg.model}", why)
+    return longest
+
+
 class Run:
-    """All that a run holds."""
+    """All that a run holds. It is loaded and checked, on all ranks, before anything is written."""
 
-    cfg: Config
-    tokenizer: typing.Any
-    rewards: list[Reward]
-    train_prompts: list[Prompt]
-    eval_prompts: list[Prompt]
-    policy: nn.Module
-    reference: typing.Any  # None without a KL
-    sampler: typing.Any
-    player: typing.Any  # plays the environment's turns; None without --environment
-    optimizer: torch.optim.Optimizer
-    ddp: nn.Module
-    digests: dict  # of the data and the weights that the run began with
-    checkpoint: dict  # it continues from this one; empty: from the beginning
-    step: int = 0  # the last whole one
-    history: list = field(default_factory=list)  # the lines of metrics.jsonl
-    state: dict = field(default_factory=dict)  # a changed copy's own: tensors, numbers, text, lists
-    signals: list = field(default_factory=list)  # SIGTERM and Ctrl-C that came
-    times: dict = field(default_factory=dict)
-    bad_steps: int = 0  # in a row
+    def __init__(self, cfg: Config, device: torch.device, closing: contextlib.ExitStack):
+        with blame(f"--model {cfg.model}: no tokenizer"):
+            self.tokenizer = tokenizer = load_tokenizer(cfg.model)
+        with blame(f"--reward {cfg.reward}"):
+            self.rewards = load_rewards(cfg.reward)
+        environment = self.player = None
+        if cfg.environment:
+            with blame(f"--environment {cfg.environment}"):
+                from extras import agents
 
-    def __post_init__(self):
-        self.step = self.saved = self.checkpoint.get("step", 0)
-        self.history = self.checkpoint.get("history", [])
-        self.state = self.checkpoint.get("state", {})
-        self.send = open_dashboard(self.cfg, self.step)
+                environment = agents.load_environment(cfg.environment, cfg.call_timeout)
+        data = (tokenizer, self.rewards, environment, cfg)
+        self.train_prompts = load_prompts("train_data", *data)
+        self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
+        prompts = self.train_prompts + self.eval_prompts
+
+        checkpoint = newest_checkpoint(cfg)  # empty: the run begins
+        self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
+        self.history = checkpoint.get("history", [])  # the lines of metrics.jsonl
+        self.state = checkpoint.get("state", {})  # a changed copy's own; a resume restores it
+        self.signals = []  # SIGTERM and Ctrl-C that came
+        self.times = {}
+        self.bad_steps = 0  # in a row
         self.weights_are_between_steps = False  # then an error must not save them
+
+        model = load_model("model", cfg.model, cfg, device)
+        digests = dict(weights=digest_of_weights(model), data=digest_of_rows(self.train_prompts))
+        self.digests = checkpoint.get("digests", digests)  # those that the run began with
+        same = self.digests["weights"] == digests["weights"]
+        need(same, f"model {cfg.model}", "not the weights that this run began with")
+        if self.digests["data"] != digests["data"]:
+            say("--train_data has changed since this run began")
+        if cfg.lora_rank > 0:
+            add_adapters(model, cfg)
+            model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
+        elif checkpoint:
+            model = load_model("model", checkpoint["path"], cfg, device)
+        if size(model) < SMALL:
+            torch.set_num_threads(1)
+        longest = check_sizes(model, prompts, cfg)
+        cfg = resolve_auto(cfg, model, device)
+        self.policy = make_policy(model, prompts, cfg)
+        if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
+            halve_frozen(model)
+        self.reference = load_reference(cfg, self.policy, prompts, device)
+        stop_ids = stop_ids_of(model, tokenizer, cfg)
+        if environment is not None:
+            with blame(f"--environment {cfg.environment}"):
+                self.player = agents.Player(environment, tokenizer, stop_ids, prompts, cfg)
+                stop_ids = self.player.stop_ids
+
+        ours = {f"--{name}": value for name, value in asdict(cfg).items()}
+        for path in ("--model", "--train_data", "--eval_data", "--reward", "--out_dir"):
+            ours.pop(path)  # paths may differ between machines: what they hold is compared
+        ours["--eval_data"] = digest_of_rows(self.eval_prompts)
+        ours["--reward"] = [(r.name, r.weight, r.columns) for r in self.rewards]
+        ours["--resume"] = self.step
+        refuse_different_ranks(ours | digests | dict(trained=digest_of_weights(model)))
+
+        self.cfg = cfg = replace(cfg, out_dir=on_rank_0(claim_out_dir, cfg))
+        if RANK == 0:
+            lock = closing.enter_context(open(f"{cfg.out_dir}/.lock", "w"))
+            with blame(f"--out_dir {cfg.out_dir}: another run is writing there"):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+            write_lines(f"{cfg.out_dir}/metrics.jsonl", self.history, "w")
+            drop_later_lines(f"{cfg.out_dir}/completions.jsonl", self.step)
+
+        self.sampler = make_sampler(model, stop_ids, longest, cfg)
+        closing.callback(self.sampler.close)
+        self.optimizer = make_optimizer(self.policy, cfg)
         self.optimizer.register_step_pre_hook(self.begin_to_change)
+        if checkpoint:
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+        if cfg.compile:
+            for module in model.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.compile(dynamic=True)
+        self.ddp = self.policy
+        if WORLD_SIZE > 1:  # after vLLM, which may switch this thread to another CUDA stream
+            options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
+            options["find_unused_parameters"] = has_unused_parameters(model)
+            self.ddp = DistributedDataParallel(self.policy, **options)
+        self.dashboard = open_dashboard(cfg)
+        weights = f"{size(model) / 1e6:.2f} M parameters"
+        say(f"{cfg.model}: {weights}, {cfg.dtype}, {WORLD_SIZE} x {device}")
+        count = len(self.train_prompts)
+        say(f"{type(self.sampler).__name__}, {count} prompts, out_dir {cfg.out_dir}")
+        say(f"first prompt: {decode(tokenizer, self.train_prompts[0].ids)!r}")
+        say("watch reward and eval accuracy, not the loss: it can be 0 in every step of a good run")
         self.started = self.lap_started = time.perf_counter()
 
     def begin_to_change(self, *_) -> None:
@@ -1912,7 +1988,13 @@ class Run:
         if RANK == 0:
             write_lines(f"{self.cfg.out_dir}/metrics.jsonl", self.history[-1:])
             write_lines(f"{self.cfg.out_dir}/completions.jsonl", rows)
-            self.send(self.history[-1])
+        if self.dashboard is not None:
+            # TRL's names: train/reward, eval/accuracy
+            names = {k: f"train/{k}".replace("train/eval_", "eval/") for k in self.history[-1]}
+            try:
+                self.dashboard.log({names[k]: v for k, v in self.history[-1].items()}, self.step)
+            except Exception as error:  # costs no step
+                say(f"--report_to {self.cfg.report_to} failed: {one_line(error)}")
 
     def log_step(self, samples: list[Sample], metrics: dict) -> None:
         cfg = self.cfg
@@ -1974,7 +2056,6 @@ class Run:
         if not all(w.isfinite().all() for w in weights.values()):
             say(f"the weights after step {self.step} are not finite: not saved")
             return
-        check_loadable(self.state)
         partial = f"{cfg.out_dir}/.partial"
         shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
         try:
@@ -1996,145 +2077,6 @@ class Run:
             for old in checkpoints(cfg.out_dir)[: -cfg.keep]:
                 if old != best:
                     shutil.rmtree(old)
-
-
-def check_loadable(state: dict) -> None:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    try:
-        torch.load(file)
-    except Exception as error:
-        why = f"holds more than tensors, numbers, text, lists and dicts ({one_line(error)})"
-        raise TrainingError(f"run.state {why}: it could not be loaded again") from None
-
-
-# -- Set-up
-
-
-def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
-    """What the KL is measured from; None: nothing."""
-    if cfg.beta == 0:
-        return None
-    if cfg.lora_rank > 0 and not cfg.reference:
-        return AdaptersOff(policy)
-    flag = "reference" if cfg.reference else "model"
-    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
-    sizes = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
-    need(sizes[0] == sizes[1], "reference", f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
-    reference = make_policy(model, prompts, cfg)
-    if cfg.dtype == "bfloat16":
-        halve_frozen(model)
-    return reference
-
-
-def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    vectors = [p for p in trained if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
-    groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
-    return torch.optim.AdamW(groups, cfg.learning_rate, fused=True)  # fused: 5 times as fast
-
-
-def check_sizes(model, prompts: list[Prompt], cfg: Config) -> int:
-    """The most tokens of a prompt and its completion; the model must have room for them."""
-    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
-    why = f"with the longest prompt {longest} tokens; the model has {positions} positions"
-    need(longest <= positions, f"max_completion_length {cfg.max_completion_length}", why)
-    largest = max(int(p.ids.max()) for p in prompts)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    why = f"its tokenizer makes the id {largest}, but its vocabulary has {vocabulary} tokens"
-    need(largest < vocabulary, f"model {cfg.model}", why)
-    return longest
-
-
-def set_up(cfg: Config, device: torch.device, closing: contextlib.ExitStack) -> Run:
-    """Everything is loaded and checked, on all ranks, before anything is written."""
-    with blame(f"--model {cfg.model}: no tokenizer"):
-        tokenizer = load_tokenizer(cfg.model)
-    with blame(f"--reward {cfg.reward}"):
-        rewards = load_rewards(cfg.reward)
-    environment = player = None
-    if cfg.environment:
-        with blame(f"--environment {cfg.environment}"):
-            from extras import agents
-
-            environment = agents.load_environment(cfg.environment, cfg.call_timeout)
-    train_prompts = load_prompts("train_data", tokenizer, rewards, environment, cfg)
-    eval_prompts = []
-    if cfg.eval_data:
-        eval_prompts = load_prompts("eval_data", tokenizer, rewards, environment, cfg)
-    prompts = train_prompts + eval_prompts
-
-    checkpoint = newest_checkpoint(cfg)
-    model = load_model("model", cfg.model, cfg, device)
-    digests = dict(weights=digest_of_weights(model), data=digest_of_rows(train_prompts))
-    began = checkpoint.get("digests", digests)
-    same = began["weights"] == digests["weights"]
-    need(same, f"model {cfg.model}", "not the weights that this run began with")
-    if began["data"] != digests["data"]:
-        say("--train_data has changed since this run began")
-    if cfg.lora_rank > 0:
-        add_adapters(model, cfg)
-        model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
-    elif checkpoint:
-        model = load_model("model", checkpoint["path"], cfg, device)
-    if size(model) < SMALL:
-        torch.set_num_threads(1)
-    longest = check_sizes(model, prompts, cfg)
-    cfg = resolve_auto(cfg, model, device)
-    policy = make_policy(model, prompts, cfg)
-    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
-        halve_frozen(model)
-    reference = load_reference(cfg, policy, prompts, device)
-    stop_ids = stop_ids_of(model, tokenizer, cfg)
-    if environment is not None:
-        with blame(f"--environment {cfg.environment}"):
-            player = agents.Player(environment, tokenizer, stop_ids, prompts, cfg)
-            stop_ids = player.stop_ids
-
-    ours = {f"--{name}": value for name, value in asdict(cfg).items()}
-    for path in ("--model", "--train_data", "--eval_data", "--reward", "--out_dir"):
-        ours.pop(path)  # paths may differ between machines: what they hold is compared
-    ours["--eval_data"] = digest_of_rows(eval_prompts)
-    ours["--reward"] = [(r.name, r.weight, r.columns) for r in rewards]
-    ours["--resume"] = checkpoint.get("step", 0)
-    refuse_different_ranks(ours | digests | dict(trained=digest_of_weights(model)))
-
-    cfg = replace(cfg, out_dir=on_rank_0(claim_out_dir, cfg))
-    if RANK == 0:
-        lock = closing.enter_context(open(f"{cfg.out_dir}/.lock", "w"))
-        with blame(f"--out_dir {cfg.out_dir}: another run is writing there"):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1))
-        step = checkpoint.get("step", 0)
-        write_lines(f"{cfg.out_dir}/metrics.jsonl", checkpoint.get("history", []), "w")
-        drop_later_lines(f"{cfg.out_dir}/completions.jsonl", step)
-
-    sampler = make_sampler(model, stop_ids, longest, cfg)
-    closing.callback(sampler.close)
-    optimizer = make_optimizer(policy, cfg)
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint.pop("optimizer"))
-    if cfg.compile:
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile(dynamic=True)
-    ddp = policy
-    if WORLD_SIZE > 1:  # after vLLM, which may switch this thread to another CUDA stream
-        options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
-        options["find_unused_parameters"] = has_unused_parameters(model)
-        ddp = DistributedDataParallel(policy, **options)
-    say(f"{cfg.model}: {size(model) / 1e6:.2f} M parameters, {cfg.dtype}, {WORLD_SIZE} x {device}")
-    say(f"{type(sampler).__name__}, {len(train_prompts)} prompts, out_dir {cfg.out_dir}")
-    say(f"first prompt: {decode(tokenizer, train_prompts[0].ids)!r}")
-    say("watch reward and eval accuracy, not the loss: it can be 0 in every step of a good run")
-    models = dict(policy=policy, reference=reference, sampler=sampler, player=player, ddp=ddp)
-    data = dict(rewards=rewards, train_prompts=train_prompts, eval_prompts=eval_prompts)
-    state = dict(optimizer=optimizer, digests=began, checkpoint=checkpoint)
-    return Run(cfg, tokenizer, **data, **models, **state)
 
 
 def on_rank_0(function, *args):
@@ -2183,7 +2125,7 @@ def train(cfg: Config) -> list[dict]:
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
     started_group = not dist.is_initialized()
     with contextlib.ExitStack() as closing:
-        run = set_up(cfg, join_ranks(cfg), closing)
+        run = Run(cfg, join_ranks(cfg), closing)
         with signals_into(run.signals):
             try:
                 training_loop(run)

@@ -1,8 +1,8 @@
 """A faster policy for language models. grpo.py takes it if this file is there and the model allows.
 
-Its numbers are those of the plain policy. It is faster because the output head makes the logits of
-some words at a time (tiles), because texts of similar length are padded together (parts), and
-because the prompt of a group goes through the model once, not once a completion (share).
+Its numbers are those of the plain policy. It is faster because the head makes the logits of some
+words at a time (tiles), because texts of similar length are padded together (parts), and because
+the prompt of a group goes through the model once, not once a completion (share).
 
 Shapes: N samples, T completion tokens (padded), n sampled tokens, H hidden units, V words in the
 vocabulary, w words of a tile, P prompt tokens, R texts of a part, L tokens of a text (padded).
@@ -14,7 +14,6 @@ import ctypes
 import numpy as np
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 SMALL = 10e6  # parameters; below, the work around the model costs more than is saved
 PART = dict(cpu=1024, cuda=8192)  # tokens; a GPU needs many to be busy
@@ -126,11 +125,10 @@ class FastPolicy(nn.Module):
         return [batch for batch in batches if batch]
 
     def layout(self, samples: list) -> dict:
-        """parts: [R, L] each, texts of similar length, whose places, one after the other, are the
-        rows of hidden_states. With share a text is a completion; prompts [g, P], padded left,
-        stand beside, and owners [R] says for each text of a part which of them is its own.
-        targets [n]: the sampled tokens; read [n]: the rows that predict them; place [n]: where they
-        stand in the flattened [N, T]."""
+        """parts: [R, L] each, texts of similar length; hidden_states has a row for each of their
+        places. With share a text is a completion; prompts [g, P] stand beside, and owners [R] says
+        which of them is that of a text. targets [n]: the sampled tokens; read [n]: the rows that
+        predict them; place [n]: where they stand in the flattened [N, T]."""
         completion = padded([s.completion_ids for s in samples])  # [N, T]
         sampled = padded([s.sampled for s in samples])  # [N, T]
         prompts = {s.group: s.prompt.ids for s in samples}
@@ -141,26 +139,25 @@ class FastPolicy(nn.Module):
             texts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
             first += torch.tensor([len(s.prompt.ids) - 1 for s in samples])
 
+        device = self.model.device
         parts = []
         owners = []
         start = 0
-        rows = sorted(range(len(samples)), key=lambda row: -len(texts[row]))
-        while rows:
-            L = len(texts[rows[0]])
-            R = max(1, PART[self.model.device.type] // L)
-            part = rows[:R]
-            rows = rows[R:]
-            parts.append(padded([texts[row] for row in part]))
-            owners.append(torch.tensor([numbers[samples[row].group] for row in part]))
-            first[part] += start + L * torch.arange(len(part))
-            start += L * len(part)
+        order = sorted(range(len(samples)), key=lambda row: -len(texts[row]))
+        while order:
+            L = len(texts[order[0]])
+            R = max(1, PART[device.type] // L)
+            rows, order = order[:R], order[R:]
+            parts.append(padded([texts[row] for row in rows]).to(device))
+            owners.append(torch.tensor([numbers[samples[row].group] for row in rows]).to(device))
+            first[rows] += start + L * torch.arange(len(rows))
+            start += L * len(rows)
         predictors = first[:, None] + torch.arange(completion.shape[1])  # [N, T]
         return dict(
             parts=parts,
             owners=owners,
             prompts=padded(list(prompts.values()), side="left"),
             prompt_mask=padded([np.ones_like(ids) for ids in prompts.values()], side="left"),
-            shape=sampled.shape,
             read=predictors[sampled],
             place=sampled.flatten().nonzero()[:, 0],
             targets=completion[sampled],
@@ -169,15 +166,13 @@ class FastPolicy(nn.Module):
     def forward(self, batch: dict):
         if self.model.is_gradient_checkpointing:  # it acts in training mode only
             self.model.train(torch.is_grad_enabled())
-        hidden = self.hidden_states(batch)
-        hidden = hidden.index_select(0, batch["read"])  # [n, H]
+        hidden = self.hidden_states(batch).index_select(0, batch["read"])  # [n, H]
         weight = self.model.get_output_embeddings().weight  # [V, H]
         logps, entropy = HeadLogps.apply(hidden, weight, batch["targets"], self.temperature)
-        place = batch["place"]
-        zeros = logps.new_zeros(batch["shape"].numel())  # [N * T]
-        logps = zeros.scatter(0, place, logps)
-        entropy = zeros.scatter(0, place, entropy)
-        return logps.view(batch["shape"]), entropy.view(batch["shape"])
+        zeros = logps.new_zeros(batch["sampled"].numel())  # [N * T]
+        logps = zeros.scatter(0, batch["place"], logps).view_as(batch["sampled"])
+        entropy = zeros.scatter(0, batch["place"], entropy).view_as(batch["sampled"])
+        return logps, entropy
 
     def hidden_states(self, batch: dict):
         """[places, H]. With share, the end of the prompt predicts the first token of each row."""
@@ -206,17 +201,14 @@ class FastPolicy(nn.Module):
         return torch.cat(states)
 
 
-def rows_of(cache: DynamicCache, owner) -> DynamicCache:
+def rows_of(cache, owner):
     """A cache that holds the texts number owner [R] of this one."""
-    result = DynamicCache()
-    for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(f"{type(layer).__name__} may hold more than keys and values")
-        layer = copy.copy(layer)
+    cache = copy.copy(cache)
+    cache.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in cache.layers:  # a layer without keys and values is an error
         layer.keys = layer.keys.index_select(0, owner)  # [R, heads, P, units of a head]
         layer.values = layer.values.index_select(0, owner)
-        result.layers.append(layer)
-    return result
+    return cache
 
 
 def tokens(samples: list) -> int:
@@ -239,21 +231,18 @@ def choose(plain, samples: list, collate, cfg) -> tuple:
         return plain, "the model is small"
     P = np.mean([len(s.prompt.ids) for s in samples])
     saved = P - P / cfg.num_generations  # prompt tokens a completion
-    ways = [False]
     # Completions are often much shorter than their limit. Gradient checkpointing takes no cache.
-    if saved > cfg.max_completion_length / 4 and not cfg.gradient_checkpointing:
-        ways = [True, False]
+    worth = saved > cfg.max_completion_length / 4 and not cfg.gradient_checkpointing
     why = ""
-    for share in ways:
+    for share in [True, False] if worth else [False]:
         policy = FastPolicy(plain, share)
         try:
             compare(policy, plain, samples, collate)
+            return policy, f"share={share}{why}"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model raises that takes no cache
             why += f"; not with share={share}: {error!r:.99}"
-        else:
-            return policy, f"share={share}{why}"
     return plain, why.removeprefix("; ")
 
 
@@ -263,10 +252,10 @@ def compare(policy, plain, samples: list, collate) -> None:
     if plain.model.get_output_embeddings().bias is not None:
         raise ValueError("the head has a bias")
     device = plain.model.device
-    batch = collate(samples, device, plain.layout)
+    batch = collate(samples, device, policy.layout)
     with torch.autocast(device.type, enabled=False):
-        logps, _ = policy(collate(samples, device, policy.layout))  # [N, T]
-        expected, _ = plain(batch)  # [N, T]
+        logps, _ = policy(batch)  # [N, T]
+        expected, _ = plain(collate(samples, device, plain.layout))  # [N, T]
     off = (logps - expected)[batch["sampled"]].abs().max().item()
     if not off <= 1e-3:  # or it is nan
         raise ValueError(f"log-probabilities are {off:.1g} off")
@@ -274,8 +263,7 @@ def compare(policy, plain, samples: list, collate) -> None:
 
 def keep_freed_memory(device: torch.device) -> None:
     """glibc would return the memory of large tensors to the kernel, which clears it before it gives
-    it out again: that took 10 % of an update of 135 M parameters, and more of
-    a smaller model's."""
+    it out again: 10 % of an update of 135 M parameters, and more of a smaller model's."""
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor

@@ -277,7 +277,7 @@ def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
         runs.append(self)
         for s in samples:
             key = str(s.prompt.number)
-            self.state[key] = self.state.get(key, 0) + 1
+            self.state[key] = self.state.get(key, np.zeros(1)) + 1  # an array: not only tensors
         honest(self, samples, metrics)
 
     monkeypatch.setattr(grpo.Run, "log_step", log_step)
@@ -287,10 +287,6 @@ def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
     small_run(tmp_path / "parts", resume=True)
     assert runs[-1].state == whole and sum(whole.values()) == 4 * 15
     assert assign_advantages is grpo.assign_advantages
-
-    runs[-1].state["array"] = np.zeros(3)  # torch.save() takes it; a resume could not load it
-    with pytest.raises(grpo.TrainingError, match="run.state"):
-        grpo.check_loadable(runs[-1].state)
 
 
 @pytest.mark.slow
@@ -423,7 +419,6 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path, monkeypatch, capsy
             raise OSError("No space left on device")
         return honest(*args, **options)
 
-    monkeypatch.setattr(grpo, "check_loadable", lambda state: None)
     monkeypatch.setattr(torch, "save", full)
     small_run(tmp_path / "run", max_steps=2)
     assert "No space left" in capsys.readouterr().out
