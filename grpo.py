@@ -6,27 +6,31 @@ beat the mean of their group more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \\
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-One step, in the order in which it runs:
+It is fine-tuning on the model's own answers, each with a weight: its advantage, which is negative
+for an answer below the mean. The reward is only a number, and no gradient goes through it.
 
-    training_loop      does the following once a step
+One step, in the order in which it runs (`training_loop` calls these):
+
     prompts_of_step    takes the next prompts from the data
     rollout            samples a group of completions for each prompt, and scores them
-    add_logps          adds the log-probabilities of old policy and reference, if needed
+    add_logps          adds log-probabilities under the old policy and the reference, if needed
     assign_advantages  gives each completion its reward minus the mean reward of its group
-    update             takes the optimizer step; before, for each micro-batch,
-        Policy         computes the log-probability of each completion token,
-        grpo_loss      multiplies it by minus the advantage,
-        backward       and adds the gradient to that of the micro-batches before
+    update             takes an optimizer step, with the gradient that `backward` adds up: for each
+                       micro-batch Policy gives the log-probability of each completion token,
+                       grpo_loss the loss, and PyTorch the gradient
     sampler.push       gives the new weights to the sampler
-
-The page has them up to `update`, then their parts, then PLUMBING, which every trainer needs.
 
 One group: four completions of one prompt have the rewards 1, 0, 0, 1. Their mean is 0.5 and their
 standard deviation (with n - 1) 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of
-each token is minus the advantage of its completion. If all four are equally long, the losses add up
-to 0; if the good ones are longer, to less than 0. The gradient is not 0: it makes the first and the
-last completion more likely and the others less. So watch the reward and not the loss, which can be
-0 in every step of a run that learns.
+a token is -A * exp(logp - logp.detach()), with the advantage A of its completion. Its value is -A,
+and its gradient is that of -A * logp. If the four are equally long, these values add up to 0; if
+the bad ones are longer, to more, and else to less. The gradient is not 0: it makes the first and
+the last completion more likely and the others less. So watch the reward and not the loss, which
+can be 0 in every step of a run that learns. Had all four the same reward, their advantages would be
+0, and the group would teach nothing.
+
+First comes the loop and what it calls, down to `update`. The helpers of these functions follow, and
+then PLUMBING, which every trainer needs.
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
 in the vocabulary, G samples of one prompt (a group).
@@ -110,17 +114,23 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    sampler_logps: np.ndarray  # log-probabilities as the sampler computed them
-    sampled: np.ndarray = None  # bool; False: an environment wrote this token
+    # Log-probabilities of these tokens under the sampler, as it sampled; under the old policy,
+    # which is the trainer's own before its first update on them (None: not needed); and under the
+    # reference, a frozen model (None: no KL).
+    sampler_logps: np.ndarray
+    old_logps: np.ndarray | None = None
+    ref_logps: np.ndarray | None = None
+    # Masks, all True unless something else is said. sampled: the policy drew the token; else an
+    # environment wrote it, and it is only read. in_loss: the token has a term in the loss.
+    # counted: the divisor of the loss counts it, also if it has no term.
+    sampled: np.ndarray = None
+    in_loss: np.ndarray = None
+    counted: np.ndarray = None
+    advantages: np.ndarray = None  # by default the same for all tokens of a completion
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
-    advantages: np.ndarray = None  # here the same for all tokens of a completion
-    in_loss: np.ndarray = None  # bool; False: the token gets no term in the loss
-    counted: np.ndarray = None  # bool; False: the divisor of the loss does not count the token
-    old_logps: np.ndarray | None = None  # under the policy that sampled; None: not needed
-    ref_logps: np.ndarray | None = None  # under the reference; None: no KL term
     failure: str = ""  # why a reward function or the environment failed
     logged: dict = field(default_factory=dict)  # metrics that a reward function logs
     extra: dict = field(default_factory=dict)  # columns that a reward function logs
@@ -175,8 +185,9 @@ def training_loop(run: Run) -> None:
         if run.stop_is_requested():
             break  # the weights are still those of the last whole step
 
-        # The loss compares the policy with the one that sampled and with a reference. By default
-        # neither is needed: there is one optimizer step, by the policy that sampled, and no KL.
+        # The loss compares the policy with the old one, which sampled, and with a reference. With
+        # one optimizer step a rollout, the default, the policy still is the old one; and without
+        # --beta there is no reference. (The bundled task has a small beta, 0.001.)
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -190,7 +201,7 @@ def training_loop(run: Run) -> None:
         )
         run.lap("update")
 
-        run.complete(step)  # from here on a stop saves this step; run.state may change now
+        run.complete(step)  # a stop from here on saves this step
         run.sampler.push(run.policy.model)
         run.lap("push")
         run.log_step(samples, metrics)
@@ -252,12 +263,8 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], cfg: Config) -> None:
-    """Fills in `advantages`, from the samples of all ranks, so that no group is ever split.
-
-    Another method puts its own code here: an advantage for each token, and `in_loss` False for
-    tokens without a loss. Those still count in the divisor of the loss, unless `counted` is False,
-    too. A token with advantage 0 counts, and the KL term still acts on it.
-    """
+    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
+    its code here: it sets the advantages and the masks in_loss and counted, token by token."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
@@ -270,9 +277,13 @@ def assign_advantages(samples: list[Sample], cfg: Config) -> None:
 
 
 class Policy(nn.Module):
-    """policy(collate(samples, device)) -> (logps [N, T], entropy [N, T] in nats): of each
-    completion token the log-probability, and the entropy of the distribution that it was drawn
-    from, without gradient. What stands at padding means nothing.
+    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
+    token, and entropy [N, T] in nats, that of the distribution at its place, without gradient.
+    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
+
+    ids           a b c x y EOS 0        the completion x y EOS has the prompt a b c
+    predictors        2 3 4              the model's output at c predicts x, that at x predicts y
+    first             2                  the logits before this place are not needed
 
     extras/fast.py has a policy with the same numbers that is faster with language models.
     """
@@ -285,7 +296,7 @@ class Policy(nn.Module):
     def forward(self, batch: dict):
         # Padding stands on the right, where causal attention lets no token see it.
         logits = logits_from(self.model, batch["ids"], batch["first"])  # [N, L - first, V]
-        place = batch["predictors"] - batch["first"]  # [N, T]; padded_texts draws them
+        place = batch["predictors"] - batch["first"]  # [N, T], in these logits
         logits = logits.take_along_dim(place[:, :, None], dim=1)  # [N, T, V]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
@@ -301,15 +312,20 @@ class Policy(nn.Module):
 
 
 def token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg: Config):
-    """[N, T]: the loss of each token, and where the clip acts. In the first optimizer step the
-    ratio is 1: then the loss is minus the advantage, and its gradient that of -advantage * logps.
+    """[N, T]: the loss of each token, and where the clip acts.
+
+    In the first optimizer step after a rollout the policy is the old one, and the ratio is
+    exp(logps - logps.detach()). It is 1, and its gradient is that of logps, because the derivative
+    of exp(x) at 0 is 1. So the loss has the value -advantage, and the gradient of
+    -advantage * logps.
     """
     ratio = policy_ratio(logps, old_logps, sampled, cfg)  # exp(logps - old_logps)
     surrogate = clipped_surrogate(ratio, advantages, cfg)
     is_clipped = surrogate < ratio * advantages
     if sampler_logps is not None and cfg.tis_cap > 0:
         # The sampler has the policy's weights but other kernels, so its probabilities differ a bit.
-        # Truncated importance sampling corrects that by p_trainer / p_sampler.
+        # Truncated importance sampling (TIS) weighs each token by p_trainer / p_sampler, so that a
+        # token which the sampler draws too often counts less.
         weight = (old_logps - sampler_logps).detach().exp()
         surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
     loss = -surrogate
@@ -320,10 +336,15 @@ def token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, 
 
 
 def clipped_surrogate(ratio, advantages, cfg: Config):
-    """[N, T]: what the policy gains by each token (PPO, arXiv 1707.06347, eq. 7).
+    """[N, T]: ratio * advantage, what the policy gains by each token, but clipped (PPO, arXiv
+    1707.06347, eq. 7). In the first optimizer step after a rollout the ratio is 1, and nothing is
+    clipped. Later there is no gradient
 
-    Beyond the clip, a ratio that moves farther in the direction of its advantage gains nothing. On
-    the other side the minimum leaves it as it is, so that it is still corrected.
+    where the advantage is positive and the ratio above 1 + clip_high: more likely than is safe
+    where the advantage is negative and the ratio below 1 - clip_low: less likely than is safe
+
+    A ratio that went the wrong way, such as a small one with a positive advantage, keeps its
+    gradient.
     """
     clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return torch.minimum(ratio * advantages, clipped_ratio * advantages)
@@ -340,11 +361,11 @@ def grpo_loss(
     n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
     n_sequences: int,  # likewise
     sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
-    counted=None,  # [N, T], the tokens that make the length of a completion; None: those of mask
+    counted=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
 ):
-    """The share of one micro-batch in the loss of an optimizer step: a SUM over its tokens, divided
-    by counts of the WHOLE step. So the shares of any micro-batches and ranks add up to the same
-    loss. (A mean over each micro-batch would give the tokens of a small one more weight.)
+    """The loss of one micro-batch: the SUM over its tokens, divided by a count of the WHOLE
+    optimizer step. So the losses of any micro-batches and ranks add up to that of the step. (A mean
+    over each micro-batch would give the tokens of a small one more weight.)
 
     Where nothing was sampled the inputs may hold anything, even inf and nan.
     Returns (loss, stats); stats are sums over the tokens in the loss.
@@ -385,13 +406,13 @@ def grpo_loss(
 def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
     """The gradient of one optimizer step, in micro-batches. Returns sums for the log: over all
     ranks, and over the tokens of the samples that have a gradient."""
-    counted = [s.sampled & s.counted for s in minibatch]
-    n_tokens = max(1, sum(int(tokens.sum()) for tokens in counted))
-    n_sequences = max(1, sum(bool(tokens.any()) for tokens in counted))
-    trained = [s for s in minibatch if has_gradient(s, cfg)]
-    trained = trained or minibatch[:1]  # one pass without a gradient, to check the sampler
+    lengths = [int((s.sampled & s.counted).sum()) for s in minibatch]
+    n_tokens = max(1, sum(lengths))
+    n_sequences = max(1, np.count_nonzero(lengths))
+    teaching = [s for s in minibatch if has_gradient(s, cfg)]
+    teaching = teaching or minibatch[:1]  # no gradient: one pass for check_gap, and for DDP
     sums = 0
-    for batch, is_last in batches_of_rank(policy, trained, cfg):
+    for batch, is_last in batches_of_rank(policy, teaching, cfg):
         # DDP averages the gradients over the ranks in the last backward only.
         ddp.require_backward_grad_sync = is_last
         with autocast(cfg, policy.model.device):
@@ -411,7 +432,8 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
             batch["sampled"],
             batch["counted"],
         )
-        # Times the ranks, because DDP divides by them, and the loss already has global counts.
+        # DDP takes the mean over the ranks. The loss is divided by the count of all ranks already,
+        # so their sum is right: the mean times the number of ranks.
         (loss * WORLD_SIZE).backward()
         stats["loss"] = loss.detach()
         stats["entropy"] = zero_outside(batch["trained"], entropy).sum()
@@ -444,7 +466,7 @@ def update(
         number += 1
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
-        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP's buckets hold the gradients anyway
+        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps them in its own buckets
         sums = backward(policy, ddp, minibatch, cfg)
         if not norms:
             check_gap(sums, cfg)  # before a weight changes
@@ -473,9 +495,9 @@ def update(
 # Every random number comes from a generator seeded with (seed, purpose, step, number). So nothing
 # depends on the number of ranks, and a resumed run has no generator to restore. Purposes:
 SAMPLING = 0  # completions; number: the prompt within the step
-ORDER = 0  # order of the data; step: 0, where nothing is sampled; number: the epoch
+ORDER = 0  # order of the data; step: always 0, and steps that sample begin at 1; number: the epoch
 EVAL = 1  # completions of an eval; number: the prompt
-MINIBATCHES = 4  # order of a rollout's samples; number: the epoch (2 and 3 are for changed copies)
+MINIBATCHES = 4  # order of a rollout's samples; number: the epoch (2 and 3 are free)
 
 
 def generator(cfg: Config, purpose: int, step: int, number: int = 0) -> np.random.Generator:
@@ -663,7 +685,7 @@ def zero_where_nan_or_rounding(advantages, grouped):
 
 
 def nanstd(x, dim: int):
-    """The unbiased standard deviation of the entries that are no nan, at least two."""
+    """The unbiased standard deviation of the entries that are no nan; 0 for fewer than two."""
     count = (~x.isnan()).sum(dim, keepdim=True)
     squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -684,8 +706,8 @@ def policy_ratio(logps, old_logps, sampled, cfg: Config):
     are the same. Then the ratio is 1, and its gradient is that of the log-probability."""
     log_ratio = logps - old_logps  # [N, T]
     if cfg.ratio_level == "sequence":
-        # The geometric mean of the token ratios (GSPO, arXiv 2507.18071, eq. 7), with the gradient
-        # of each token's own log-probability (eq. 14).
+        # One ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
+        # 2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14).
         length = sampled.sum(1, keepdim=True).clamp(min=1)
         mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]; / length: the geometric mean
         log_ratio = straight_through(mean, logps)
@@ -696,12 +718,15 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
     [N, T]. With d = log(policy / reference) and w = policy / old policy:
 
-        k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    k4 = w k1    wk3 = w k3
+        estimator             its gradient, as a loss
+        k1 = d                0 on average: k1 does not hold the policy
+        k2 = d^2 / 2          that of the KL, as long as w is 1
+        k3 = exp(-d) - 1 + d  that of KL(reference || policy), which fades far from the reference
+        k4 = w k1             that of the KL
+        wk3 = w k3            that of the KL, with less noise; the default
 
     k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is that of DeepSeek-V3.2 (arXiv
-    2512.02556). As a loss, k4 and wk3 have the gradient of the KL, wk3 with less noise, and k2 has
-    it as long as w is 1. The gradient of k1 is 0 on average: it does not hold the policy. That of
-    k3 is the gradient of KL(reference || policy), which fades far from the reference.
+    2512.02556). studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -732,7 +757,7 @@ def capped(exponent):
 
 def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
     """[N, T]. With --kl_in reward the KL is a cost: each token pays beta * k1 for itself and for
-    all later tokens of its completion."""
+    the later tokens of its completion, because these depend on it."""
     if ref_logps is None or cfg.kl_in == "loss":
         return advantages
     k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
@@ -767,12 +792,7 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
 
 
 def padded_texts(samples: list[Sample]) -> dict:
-    """What Policy needs of a micro-batch. Each row is a prompt, its completion and padding:
-
-    ids           a b c x y EOS 0        the completion x y EOS has the prompt a b c
-    predictors        2 3 4              the model's output at c predicts x, that at x predicts y
-    first             2                  the logits before this place are not needed
-    """
+    """The texts of a micro-batch. Policy says what is in it."""
     completion = padded([s.completion_ids for s in samples])  # [N, T]
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
     last = torch.tensor([len(s.prompt.ids) - 1 for s in samples])  # [N], end of the prompt
@@ -860,9 +880,9 @@ def has_gradient(s: Sample, cfg: Config) -> bool:
 
 
 def has_signal(minibatch: list[Sample], policy, reference, cfg: Config) -> bool:
-    """Whether an optimizer step has something to follow. If not, momentum alone would move the
-    weights; and while the policy is the reference, Adam would make a full step of the KL's rounding
-    errors."""
+    """Whether an optimizer step has anything to follow: an advantage, or a KL to the reference.
+    Without, Adam would still step: by its momentum, or, while the policy is the reference and the
+    KL's gradient is mere rounding, by that, which it scales to a full step."""
     if any(s.advantages[s.trained].any() for s in minibatch):
         return True
     pulls = any(has_gradient(s, cfg) for s in minibatch)
@@ -1548,8 +1568,9 @@ def merged_weights(model, rounded: bool = False) -> dict:
 
 
 def round_at_random(x, seed: int):
-    """float32 to bfloat16, up or down, right on average. Rounded to the nearest, a small adapter's
-    share would vanish: it is less than half the distance between two numbers of bfloat16."""
+    """float32 to bfloat16 by stochastic rounding: up or down, right on average. Rounded to the
+    nearest, a small adapter's share would vanish: it is less than half the distance between two
+    numbers of bfloat16."""
     bits = x.view(torch.int32)
     generator = torch.Generator(bits.device).manual_seed(seed)
     options = dict(dtype=torch.int32, device=bits.device, generator=generator)
@@ -1891,7 +1912,8 @@ class Run:
         checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
         self.history = checkpoint.get("history", [])  # the lines of metrics.jsonl
-        self.state = checkpoint.get("state", {})  # a changed copy's own; a resume restores it
+        # A changed copy's own: a resume restores it. It may change once complete() was called.
+        self.state = checkpoint.get("state", {})
         self.signals = []  # SIGTERM and Ctrl-C that came
         self.times = {}
         self.bad_steps = 0  # in a row
