@@ -449,7 +449,7 @@ def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
 
 def update(
     policy,
-    ddp,  # the policy inside DistributedDataParallel; one process: the policy
+    ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
     optimizer,
     samples: list[Sample],  # of all ranks
     step: int,
@@ -471,9 +471,9 @@ def update(
         if not norms:
             check_gap(sums, cfg)  # before a weight changes
         totals.update(sums)  # a Counter adds
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf).item()
-        norms.append(norm)  # before clipping
-        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norm):
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
+        norms.append(norm.item())  # before clipping
+        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norms[-1]):
             optimizer.step()
             taken += 1
     optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
@@ -1868,6 +1868,15 @@ def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.dev
     return reference
 
 
+def wrap(policy):
+    """The policy for backward: inside DDP, which takes the mean of the gradients of all ranks."""
+    if WORLD_SIZE == 1:
+        return policy
+    options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
+    options["find_unused_parameters"] = has_unused_parameters(policy.model)
+    return DistributedDataParallel(policy, **options)
+
+
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -1964,7 +1973,8 @@ class Run:
 
         self.sampler = make_sampler(model, stop_ids, longest, cfg)
         closing.callback(self.sampler.close)
-        self.optimizer = make_optimizer(self.policy, cfg)
+        self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
+        self.optimizer = make_optimizer(self.ddp, cfg)
         self.optimizer.register_step_pre_hook(self.begin_to_change)
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -1972,11 +1982,6 @@ class Run:
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
                     module.compile(dynamic=True)
-        self.ddp = self.policy
-        if WORLD_SIZE > 1:  # after vLLM, which may switch this thread to another CUDA stream
-            options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
-            options["find_unused_parameters"] = has_unused_parameters(model)
-            self.ddp = DistributedDataParallel(self.policy, **options)
         self.dashboard = open_dashboard(cfg)
         weights = f"{size(model) / 1e6:.2f} M parameters"
         say(f"{cfg.model}: {weights}, {cfg.dtype}, {WORLD_SIZE} x {device}")

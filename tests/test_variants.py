@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.common import F64, HERE, flags_of, lines, metrics_of, small_config
+from tests.common import (
+    F64,
+    HERE,
+    flags_of,
+    lines,
+    metrics_of,
+    small_config,
+    small_run,
+    weights_of,
+)
 
 PATCHES = sorted(path.stem for path in Path(HERE, "variants").glob("*.patch"))
 OPTIONS = dict(
@@ -76,6 +85,21 @@ def test_runs_of_a_patch_resume_to_the_bit(name, patched, tmp_path):
             groups.setdefault(key, []).append(row["advantage"])
         assert len(groups) == 4 * 3
         assert all(any(advantages) for advantages in groups.values())
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_ranks_is_the_run_of_one_process(patched, tmp_path):
+    folder = patched("fsdp2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    small_run(whole)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for more in (dict(max_steps=2), dict(resume=True)):
+        args = flags_of(small_config(parts, **more))
+        command = [sys.executable, *torchrun, str(folder / "grpo.py"), *args]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours, expected = weights_of(parts / "step_000004"), weights_of(whole / "step_000004")
+    assert torch.allclose(ours, expected, atol=1e-5)
 
 
 def loss_gradient(module, ratio, advantage, **options):
