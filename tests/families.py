@@ -1,95 +1,31 @@
 """Directories as the hub has them, of tiny models of many families."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from tests.common import tiny_model
-
-CHATML = """{% if messages[0].role != 'system' %}
-    {{- '<|im_start|>system\nBe kind.<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-LLAMA = """{{- bos_token }}
-{%- if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}
-{%- if tools is not defined %}{% set tools = none %}{% endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system, messages = messages[0]['content'] | trim, messages[1:] %}
-{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string + '\n\n'
-    + (system or '') + '<|eot_id|>' }}
-{%- if tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
-    {%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}"""
-
-GEMMA = """{{ bos_token }}
-{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Roles must alternate') }}
-    {%- endif %}
-    {{- '<start_of_turn>' + {'assistant': 'model'}.get(message.role, message.role) }}
-    {{- '\n' + message.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
 {%- if messages[0].role == 'system' %}
     {%- set system, messages = messages[0].content, messages[1:] %}
 {%- endif %}
 {%- for message in messages %}
-    {%- if (message.role == 'user') != (turns.n % 2 == 0) %}
-        {{- raise_exception('Roles must alternate') }}
-    {%- endif %}
-    {%- set turns.n = turns.n + 1 %}
     {%- if message.role == 'user' %}
         {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '')
             + message.content + '[/INST]' }}
     {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}
 {%- endfor %}"""
 
-R1 = """{{ bos_token }}{% set found = namespace(system='') %}
-{%- for message in messages if message.role == 'system' %}
-    {%- set found.system = message.content %}
-{%- endfor %}
-{{- found.system }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}{% endif %}
-    {%- if message.role == 'assistant' %}
-        {{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + eos_token }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"""
 
-QWEN3 = """{% set asked = namespace(last=-1) %}
-{%- for message in messages if message.role == 'user' %}
-    {%- set asked.last = messages.index(message) %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set answer, thought = message.content, '' %}
-    {%- if message.role == 'assistant' and '</think>' in answer %}
-        {%- set thought = answer.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-        {%- set answer = answer.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\n' }}
-    {%- if message.role == 'assistant' and loop.index0 > asked.last %}
-        {{- '<think>\n' + thought + '\n</think>\n\n' }}
-    {%- endif %}
-    {{- answer + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}"""
+def template_of(name):
+    """A chat template of the hub, as TRL's package has it."""
+    if name == "mistral":
+        return MISTRAL
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    return (folder / f"{name}.jinja").read_text("utf-8")
+
 
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TURNS = ("<start_of_turn>", "<end_of_turn>")
@@ -108,7 +44,7 @@ GEMMA_IDS = dict(bos="<bos>", eos="<eos>", pad="<pad>", ends=["<eos>", "<end_of_
 GEMMA_FILES = dict(
     pieces=("<pad>", "<eos>", "<bos>", "<unk>", *TURNS),
     tokenizer_class="GemmaTokenizer",
-    template=GEMMA,
+    template="gemma",
 )
 CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=16)
 
@@ -118,25 +54,15 @@ FAMILIES = dict(
         kind="qwen2",
         words=IM,
         tokenizer_class="Qwen2Tokenizer",
-        template=CHATML,
+        template="qwen2_5",
         **QWEN_IDS,
         generation=SAMPLING | dict(do_sample=True),
-    ),
-    smollm2=dict(
-        kind="llama",
-        words=IM,
-        tokenizer_class="GPT2Tokenizer",
-        template=CHATML,
-        bos="<|im_start|>",
-        eos="<|im_end|>",
-        pad="<|im_end|>",
-        ends=["<|im_end|>"],
     ),
     llama3=dict(
         kind="llama",
         words=HEADERS,
         tokenizer_class="PreTrainedTokenizerFast",
-        template=LLAMA,
+        template="llama3_1",
         adds_bos=True,
         bos="<|begin_of_text|>",
         eos="<|eot_id|>",
@@ -153,7 +79,7 @@ FAMILIES = dict(
     ),
     gemma3=dict(
         kind="gemma3",
-        **GEMMA_FILES,
+        **GEMMA_FILES | dict(template="gemma3"),
         **GEMMA_IDS,
         model=dict(sliding_window=16),
         generation=dict(cache_implementation="hybrid", do_sample=True, top_k=64, top_p=0.95),
@@ -162,7 +88,7 @@ FAMILIES = dict(
         kind="mistral",
         pieces=("<unk>", "<s>", "</s>", "[INST]", "[/INST]"),
         tokenizer_class="LlamaTokenizer",
-        template=MISTRAL,
+        template="mistral",
         bos="<s>",
         eos="</s>",
         ends=["</s>"],
@@ -173,7 +99,7 @@ FAMILIES = dict(
         words=BARS,
         more=("<think>", "</think>"),
         tokenizer_class="LlamaTokenizerFast",
-        template=R1,
+        template="deepseek_r1_distill",
         adds_bos=True,
         bos=BARS[3],
         eos=BARS[0],
@@ -186,7 +112,7 @@ FAMILIES = dict(
         words=IM,
         more=("<think>", "</think>"),
         tokenizer_class="Qwen2Tokenizer",
-        template=QWEN3,
+        template="qwen3",
         **QWEN_IDS,
         generation=SAMPLING | dict(do_sample=True),
     ),
@@ -286,7 +212,7 @@ def family(path, name, generation=None, size=None, **changes):
     config = dict(
         added_tokens_decoder=added,
         tokenizer_class=has["tokenizer_class"],
-        chat_template=has["template"],
+        chat_template=template_of(has["template"]),
     )
     config |= dict(
         bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=name == "llama3"

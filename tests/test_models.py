@@ -19,7 +19,7 @@ from tests.common import (
     tiny_model,
     update_gradient,
 )
-from tests.families import BARS, FAMILIES, HEADERS, IM, SAMPLING, TURNS, family
+from tests.families import FAMILIES, SAMPLING, family
 
 MODEL = f"{HERE}/sample_data/model"
 
@@ -159,86 +159,36 @@ def chat(*turns):
 
 
 QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
-TURNS_OF_TWO, GOES_ON = (
-    chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?"),
-    chat("*Add.", "1+2?", "It is "),
-)
-# What the templates make of QUESTION, SYSTEM, TURNS_OF_TWO and GOES_ON; None: they refuse it.
-WRITTEN = dict(
-    qwen2=[
-        "<S>system\nBe kind.<E>\n<S>user\n 1+2? <E>\n<S>assistant\n",
-        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
-        "<S>system\nBe kind.<E>\n<S>user\n1+2?<E>\n<S>assistant\n<think>\nhm\n</think>\n\n3<E>\n"
-        "<S>user\n2+2?<E>\n<S>assistant\n",
-        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
-    ],
-    llama3=[
-        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
-        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E><H>assistant</H>\n\n",
-        "<B><H>system</H>\n\nToday: 1 May\n\n<E><H>user</H>\n\n1+2?<E>"
-        "<H>assistant</H>\n\n<think>\nhm\n</think>\n\n3<E>"
-        "<H>user</H>\n\n2+2?<E><H>assistant</H>\n\n",
-        "<B><H>system</H>\n\nToday: 1 May\n\nAdd.<E><H>user</H>\n\n1+2?<E>"
-        "<H>assistant</H>\n\nIt is",
-    ],
-    gemma2=[
-        "<bos><S>user\n1+2?<E>\n<S>model\n",
-        None,
-        "<bos><S>user\n1+2?<E>\n<S>model\n<think>\nhm\n</think>\n\n3<E>\n<S>user\n2+2?<E>\n<S>model\n",
-        None,
-    ],
-    mistral=[
-        "<s>[INST]  1+2? [/INST]",
-        "<s>[INST] Add. \n\n1+2?[/INST]",
-        "<s>[INST] 1+2?[/INST] <think>\nhm\n</think>\n\n3</s>[INST] 2+2?[/INST]",
-        None,  # it writes the system message only into a last turn of the user
-    ],
-    r1=[
-        "<B><U> 1+2? <A><think>\n",
-        "<B>Add. <U>1+2?<A><think>\n",
-        "<B><U>1+2?<A>\n\n3<E><U>2+2?<A><think>\n",
-        "<B>Add.<U>1+2?<A>It is ",
-    ],
-    qwen3=[
-        "<S>user\n 1+2? <E>\n<S>assistant\n",
-        "<S>system\nAdd. <E>\n<S>user\n1+2?<E>\n<S>assistant\n",
-        "<S>user\n1+2?<E>\n<S>assistant\n3<E>\n<S>user\n2+2?<E>\n<S>assistant\n",
-        "<S>system\nAdd.<E>\n<S>user\n1+2?<E>\n<S>assistant\nIt is ",
-    ],
-)
-SHORT = dict(
-    qwen2={"<S>": IM[1], "<E>": IM[2]},
-    qwen3={"<S>": IM[1], "<E>": IM[2]},
-    gemma2={"<S>": TURNS[0], "<E>": TURNS[1]},
-    llama3={"<B>": HEADERS[0], "<H>": HEADERS[2], "</H>": HEADERS[3], "<E>": HEADERS[5]},
-    r1={"<E>": BARS[0], "<U>": BARS[1], "<A>": BARS[2], "<B>": BARS[3]},
+TURNS_OF_TWO = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?")
+GOES_ON = dict(  # where a begun answer stands
+    qwen2="<|im_start|>assistant\nIt is ",
+    qwen3="<|im_start|>assistant\nIt is ",
+    llama3="<|start_header_id|>assistant<|end_header_id|>\n\nIt is",
+    gemma2="<start_of_turn>model\nIt is",
+    r1="<｜Assistant｜>It is ",
 )
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_templates_of_the_families(name, tmp_path):
     path, ids = family(tmp_path / "model", name)
     tokenizer = AutoTokenizer.from_pretrained(path)
     bos = FAMILIES[name].get("bos")
-    options = {}
-    if name == "llama3":
-        options["chat_template_kwargs"] = '{"date_string": "1 May"}'
-    prompts = (QUESTION, SYSTEM, TURNS_OF_TWO, GOES_ON)
-    for messages, expected in zip(prompts, WRITTEN[name], strict=True):
-        if expected is None:
+    for messages in (QUESTION, SYSTEM, TURNS_OF_TWO):
+        row = dict(prompt=messages)
+        if name == "gemma2" and messages is SYSTEM:  # its template raises an error
             with pytest.raises(ConfigError, match="row 1: .*(system|System)"):
-                load(path, [dict(prompt=messages)], tmp_path, **options)
+                load(path, [row], tmp_path)
             continue
-        for short, word in SHORT.get(name, {}).items():
-            expected = expected.replace(short, word)
-        [prompt] = load(path, [dict(prompt=messages)], tmp_path, **options)
-        assert prompt.text == expected
-        assert prompt.ids.tolist().count(ids.get(bos)) == bool(bos)
-        if messages[-1]["role"] == "user":
-            given = json.loads(options.get("chat_template_kwargs", "{}"))
-            given |= dict(add_generation_prompt=True)
-            written = tokenizer.apply_chat_template(messages, **given)["input_ids"]
-            assert prompt.ids.tolist() == written
+        [prompt] = load(path, [row], tmp_path)
+        options = dict(add_generation_prompt=True)
+        assert prompt.text == tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        written = tokenizer.apply_chat_template(messages, **options)["input_ids"]
+        assert prompt.ids.tolist() == written and written.count(ids.get(bos)) == bool(bos)
+    if name in GOES_ON:
+        [begun] = load(path, [dict(prompt=chat("1+2?", "It is "))], tmp_path)
+        start = tokenizer.apply_chat_template(chat("1+2?"), tokenize=False)
+        assert begun.text == start + GOES_ON[name]
 
 
 def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
@@ -251,7 +201,7 @@ def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
     assert "--chat" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2", "smollm2"])
+@pytest.mark.parametrize("name", ["llama3", "r1", "mistral", "gemma2"])
 def test_a_string_prompt_has_at_most_one_bos(name, tmp_path):
     """Also where a template wrote it before: rows that hold what apply_chat_template made."""
     path, ids = family(tmp_path / "model", name)
@@ -259,7 +209,7 @@ def test_a_string_prompt_has_at_most_one_bos(name, tmp_path):
     prompts = load(path, [dict(prompt="1+2?"), dict(prompt=f"{bos}1+2?")], tmp_path)
     plain, written = [p.ids.tolist() for p in prompts]
     assert written[0] == ids[bos] and written.count(ids[bos]) == 1
-    assert plain == (written[1:] if name == "smollm2" else written)  # whose tokenizer adds none
+    assert plain == written
 
 
 class AddsEos:
