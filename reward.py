@@ -52,7 +52,7 @@ def math_reward(completion, row):
     # It warns if its own time limits are off. They would switch off the one of call_reward.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = as_text(row["answer"])
-    if "$" not in gold and "\\boxed" not in gold:
+    if "$" not in gold.replace("\\$", "") and "\\boxed" not in gold:
         gold = f"\\boxed{{{gold}}}"
     expected = parse(gold, parsing_timeout=None)
     if not expected:
@@ -123,7 +123,10 @@ FORMAT = re.compile(r"""(?x)  # a special token as <|im_end|> is no word
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
 BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{")
 SCALE = re.compile(r"dozen|hundred|thousand|million|billion|trillion")
-UNIT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}")
+TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}")
+UNIT = re.compile(  # at the end: the m^2 of 5 m^2
+    r"[0-9)}](?:\s|~|\\[,;:! ])*([A-Za-z]+(?:[ /]+[A-Za-z]+)*(?:\^\{?[0-9]\}?)?)\s*$"
+)
 BASE = re.compile(r"[0-9]_\{?([0-9]+)")
 LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
 NUMBER = re.compile(r"""(?x)  # of at most 1,000 digits: int() takes quadratic time
@@ -193,15 +196,17 @@ def last_box(text):
 
 def differ_in_words(answer, gold):
     """Whether two answers differ in what math-verify does not read: 5 million and 5, 5 km and 5 m,
-    101 in two bases, and words, whose letters it takes for factors. One unit may be missing."""
+    101 in two bases, and words: it takes the letters of "act" and "cat" for the same factors. An
+    answer without a unit, or a gold without one, may be right."""
     if set(SCALE.findall(answer)) != set(SCALE.findall(gold)):
         return True
+    answer, gold = TEXT.sub(r" \1", answer).strip(), TEXT.sub(r" \1", gold).strip()
     for pattern in (UNIT, BASE):
         ours, theirs = pattern.findall(answer), pattern.findall(gold)
-        if ours and theirs and [x.split() for x in ours] != [x.split() for x in theirs]:
+        plain = [[re.sub(r"[\s{}]|s$", "", x) for x in found] for found in (ours, theirs)]
+        if ours and theirs and plain[0] != plain[1]:
             return True
-    word = UNIT.sub(r"\1", gold).strip()
-    return word.isalpha() and len(word) > 1 and UNIT.sub(r"\1", answer).strip() != word
+    return gold.isalpha() and len(gold) > 1 and answer != gold
 
 
 def differ_as_numbers(gold, given):
