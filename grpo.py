@@ -24,10 +24,10 @@ One group: four completions of one prompt have the rewards 1, 0, 0, 1. Their mea
 standard deviation (with n - 1) 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of
 a token is -A * exp(logp - logp.detach()), with the advantage A of its completion. Its value is -A,
 and its gradient is that of -A * logp. If the four are equally long, these values add up to 0; if
-the bad ones are longer, to more, and else to less. The gradient is not 0: it makes the first and
-the last completion more likely and the others less. So watch the reward and not the loss, which
-can be 0 in every step of a run that learns. Had all four the same reward, their advantages would be
-0, and the group would teach nothing.
+the good ones are longer, to less than 0. The gradient is not 0: it makes the first and the last
+completion more likely and the others less. So watch the reward and not the loss, which can be 0 in
+every step of a run that learns. Had all four the same reward, their advantages would be 0, and the
+group would teach nothing.
 
 First comes the loop and what it calls, down to `update`. The helpers of these functions follow, and
 then PLUMBING, which every trainer needs.
@@ -120,9 +120,9 @@ class Sample:
     sampler_logps: np.ndarray
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
-    # Masks, all True unless something else is said. sampled: the policy drew the token; else an
-    # environment wrote it, and it is only read. in_loss: the token has a term in the loss.
-    # counted: the divisor of the loss counts it, also if it has no term.
+    # Masks, by default all True. sampled: the policy drew the token; else an environment wrote it,
+    # and it is only read. in_loss: the token has a term in the loss (with advantage 0 it has only
+    # that of the KL). counted: the divisor of the loss counts the token.
     sampled: np.ndarray = None
     in_loss: np.ndarray = None
     counted: np.ndarray = None
