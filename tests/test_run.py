@@ -290,11 +290,12 @@ def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kill_9_at_random_moments_loses_nothing(tmp_path):
+@pytest.mark.parametrize("options", [{}, dict(lora_rank=2)])
+def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
     """In the rollout, the update, a save, a rename. Resumed each time, the run ends in the bits of
     an undisturbed one."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    options = dict(max_steps=12, num_prompts=8)
+    options = dict(max_steps=12, num_prompts=8) | options
     small_run(whole, **options)
     args = flags_of(small_config(out, **options))
     rng = random.Random(0)
