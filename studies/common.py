@@ -290,13 +290,6 @@ def span(values, digits: int = 3) -> str:
     return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def ratio_of_means(a: list, b: list) -> float:
-    """NaN if one of them is empty."""
-    if not a or not b:
-        return np.nan
-    return float(np.mean(a) / np.mean(b))
-
-
 def permutation_test(a, b, n: int = 20_000) -> float:
     """Two-sided p of the difference of the means: how often is it as large if the runs are
     assigned to a and b at random?"""
