@@ -172,8 +172,6 @@ def print_summary(out_dir) -> None:
         for curve in panel["curves"]:
             values = curve["smooth"]
             ends = f"{shown(values[0])} -> {shown(values[-1])}"
-            if curve["errors"]:
-                ends += f" +- {shown(curve['errors'][-1])}"
             print(f"{visible(curve['name']):25s} {ends}")
 
 
@@ -302,16 +300,14 @@ def show(args) -> None:
         out_dir = os.path.dirname(max(logs, key=os.path.getmtime, default=""))
     if args.step is None and not args.html:
         print_summary(out_dir)
-        print(visible(draw(out_dir)))
+        print(draw(out_dir))
         return
     steps = read_steps(out_dir)
-    step = args.step
-    if step in (None, -1):
-        step = max(steps)
+    step = max(steps) if args.step in (None, -1) else args.step
     if step not in steps:
         raise ValueError(f"no completions of step {step}, but of {min(steps)} to {max(steps)}")
     if args.html:
-        print(visible(write_page(out_dir, steps, step)))
+        print(write_page(out_dir, steps, step))
     else:
         print_step(steps[step], step)
 
