@@ -104,7 +104,7 @@ class Prompt:
     text: str
     row: dict  # the row of the data file
     messages: list | None = None  # the chat; None: the prompt is a plain text
-    number: int = 0  # of the row. Count by it: ranks have copies of a Prompt
+    number: int = 0  # the row's. Count by it: ranks have copies of a Prompt
 
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
@@ -121,8 +121,8 @@ class Sample:
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None
     # Masks, by default all True. sampled: the policy drew the token; else an environment wrote it,
-    # and it is only read. in_loss: the token has a term in the loss (with advantage 0 it has only
-    # that of the KL). counted: the divisor of the loss counts the token.
+    # and it is only read. in_loss: the token has a term in the loss (if its advantage is 0, only
+    # that for the KL). counted: the divisor of the loss counts the token.
     sampled: np.ndarray = None
     in_loss: np.ndarray = None
     counted: np.ndarray = None
@@ -451,13 +451,13 @@ def update(
     policy,
     ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
     optimizer,
-    samples: list[Sample],  # of all ranks
+    samples: list[Sample],  # all ranks have the same
     step: int,
     cfg: Config,
     reference=None,
 ) -> dict:
     """All optimizer steps of a rollout, by default one. Returns metrics."""
-    totals = Counter()
+    sums = Counter()
     norms = []
     taken = 0
     number = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # optimizer steps before this one
@@ -467,10 +467,10 @@ def update(
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps them in its own buckets
-        sums = backward(policy, ddp, minibatch, cfg)
+        minibatch_sums = backward(policy, ddp, minibatch, cfg)
         if not norms:
-            check_gap(sums, cfg)  # before a weight changes
-        totals.update(sums)  # a Counter adds
+            check_gap(minibatch_sums, cfg)  # before a weight changes
+        sums.update(minibatch_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
         if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norms[-1]):
@@ -481,11 +481,11 @@ def update(
     metrics = dict(learning_rate=learning_rate, optimizer_steps=taken)
     metrics["skipped_steps"] = int(np.sum(~np.isfinite(norms)))
     metrics["grad_norm"] = float(np.mean(norms))
-    metrics["loss"] = totals.pop("loss") / len(norms)
-    tokens = totals.pop("tokens")
-    metrics["sampler_gap"] = totals.pop("sampler_gap") / max(1, totals.pop("sampled_tokens"))
+    metrics["loss"] = sums.pop("loss") / len(norms)
+    tokens = sums.pop("tokens")
+    metrics["sampler_gap"] = sums.pop("sampler_gap") / max(1, sums.pop("sampled_tokens"))
     if tokens > 0:
-        metrics |= {name: total / tokens for name, total in totals.items()}
+        metrics |= {name: value / tokens for name, value in sums.items()}
     return metrics
 
 
@@ -692,7 +692,7 @@ def nanstd(x, dim: int):
 
 
 def mean_and_std(values) -> tuple:
-    """Those of the values that are no nan. The mean is nan if there is none."""
+    """Without the values that are nan; the mean is nan if no other is left."""
     x = torch.tensor(values, dtype=torch.float64)
     return x.nanmean().item(), nanstd(x, 0).item()
 
@@ -1361,8 +1361,8 @@ def check_ids(ids: list[int], text: str, tokenizer) -> None:
 def load_tokenizer(path: str):
     transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # refuses foreign code
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    if not words - set(tokenizer.all_special_tokens):  # made up by transformers
+    tokens = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    if not tokens - set(tokenizer.all_special_tokens):  # made up by transformers
         raise ValueError("there are no tokenizer files")
     # transformers 5 goes by the class in the config, and may make another tokenizer of
     # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
@@ -2033,13 +2033,13 @@ class Run:
         first = samples[: cfg.log_completions]
         self.log(metrics, [completion_row(s, self.step, self.tokenizer) for s in first])
 
-        words = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
+        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
         for name in ("failed_rewards", "skipped_steps"):
             if metrics[name] > 0:
-                words.append(f"{name.upper()} {metrics[name]}")
+                shown.append(f"{name.upper()} {metrics[name]}")
         if metrics.get("optimizer_steps") == 0:
-            words.append("NO OPTIMIZER STEP")
-        say(f"step {self.step}/{cfg.max_steps} {' '.join(words)}")
+            shown.append("NO OPTIMIZER STEP")
+        say(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
         failures = [s.failure for s in samples if s.failure]
         if failures and sum(line.get("failed_rewards", 0) > 0 for line in self.history) == 1:
             say(failures[0])

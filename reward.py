@@ -129,7 +129,7 @@ UNIT = re.compile(  # at the end: the m^2 of 5 m^2
 )
 BASE = re.compile(r"[0-9]_\{?([0-9]+)")
 LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
-NUMBER = re.compile(r"""(?x)  # of at most 1,000 digits: int() takes quadratic time
+NUMBER = re.compile(r"""(?x)  # at most 1,000 digits: int() takes quadratic time
     (?<![A-Za-z0-9_./^-]) (?<![0-9]:)      # no part of 17/18, 2^5, 10-7, 5:30
     [-+]? (?: [0-9]{1,1000} (?: (?: , | \{,\} | ,?\\[,!] ) [0-9]{3} ){0,30} (?: \.[0-9]{0,1000} )?
         | \.[0-9]{1,1000} )                # 1,042 and 1{,}042 and 1042.50; .5

@@ -24,7 +24,7 @@ import numpy as np
 from reward import TimeUp, load_function, time_limit
 
 FAILURES = (Exception, SystemExit, TimeUp)  # end an episode, where KeyboardInterrupt ends the run
-QUESTION = dict(role="user", content="-")  # of made-up chats, which show what the template writes
+QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
 HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response_template goes first
     "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end by opening the thinking
@@ -43,8 +43,8 @@ HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response
 
 class Episode:
     def __init__(self, seed):
-        self.seed = seed  # of the policy's turns
-        self.object = None  # of the environment's class
+        self.seed = seed  # for the policy's turns
+        self.object = None  # the instance of the environment's class
         self.turns = []  # the policy's texts
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
@@ -78,7 +78,7 @@ class Environment:
 
         self.seconds = seconds
         self.openings = {}
-        self.function, self.classes, self.tool_sets = None, {}, {None: []}  # of the three kinds
+        self.function, self.classes, self.tool_sets = None, {}, {None: []}  # one of the three
         self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
         classes = target if isinstance(target, dict) else {None: target}
         if isinstance(target, (list, tuple)):

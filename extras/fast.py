@@ -1,11 +1,11 @@
 """A faster policy for language models. grpo.py takes it if this file is there and the model allows.
 
 Its numbers are those of the plain policy. It is faster because the head makes the logits of some
-words at a time (tiles), because texts of similar length are padded together (parts), and because
+tokens at a time (tiles), because texts of similar length are padded together (blocks), and because
 the prompt of a group goes through the model once, not once a completion (share).
 
-Shapes: N samples, T completion tokens (padded), n sampled tokens, H hidden units, V words in the
-vocabulary, w words of a tile, P prompt tokens, R texts of a part, L tokens of a text (padded).
+Shapes: N samples, T completion tokens (padded), n sampled tokens, H hidden units, V tokens in the
+vocabulary, v tokens of a tile, P prompt tokens, R texts of a block, L tokens of a text (padded).
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 SMALL = 10e6  # parameters; below, the work around the model costs more than is saved
-PART = dict(cpu=1024, cuda=8192)  # tokens; a GPU needs many to be busy
+BLOCK = dict(cpu=1024, cuda=8192)  # tokens; a GPU needs many to be busy
 TILE = dict(cpu=2**22, cuda=2**27)  # logits; on a CPU they should fit in the cache
 KEPT = 2**26  # logits that forward keeps, so that backward need not compute them again
 
@@ -35,21 +35,21 @@ class HeadLogps(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         ctx.temperature = temperature
-        ctx.kept = {}  # first word of a tile -> its logits
+        ctx.kept = {}  # first token of a tile -> its logits
         log_zs = []
         means = []
         of_targets = 0
         with torch.autocast(device, enabled=False):
-            for words, z in tiles(ctx, hidden, weight):
+            for tokens, z in tiles(ctx, hidden, weight):
                 log_zs.append(z.logsumexp(-1))  # [n]
                 means.append((z.softmax(-1) * z).sum(-1))  # [n]
-                column, inside = columns_of(targets, words)  # [n, 1]
+                column, inside = columns_of(targets, tokens)  # [n, 1]
                 of_targets += z.gather(-1, column).where(inside, 0)
-                if words.stop * len(hidden) <= KEPT:
-                    ctx.kept[words.start] = z
+                if tokens.stop * len(hidden) <= KEPT:
+                    ctx.kept[tokens.start] = z
         log_zs = torch.stack(log_zs)  # [tiles, n]
         log_z = log_zs.logsumexp(0)  # [n]
-        p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
+        p = log_zs.softmax(0)  # [tiles, n], the probability that the token is in the tile
         entropy = log_z - (p * torch.stack(means)).sum(0)  # [n]
         ctx.save_for_backward(hidden, weight, targets, log_z)
         ctx.mark_non_differentiable(entropy)
@@ -63,34 +63,34 @@ class HeadLogps(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with adapters
             grad_weight = torch.zeros_like(weight)  # [V, H]
-        for words, z in tiles(ctx, hidden, weight):
+        for tokens, z in tiles(ctx, hidden, weight):
             grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad)  # in the memory of z
-            column, inside = columns_of(targets, words)  # [n, 1]
+            column, inside = columns_of(targets, tokens)  # [n, 1]
             grad_z.scatter_add_(-1, column, grad.where(inside, 0))
             grad_z = grad_z.to(hidden.dtype)
-            grad_hidden += grad_z @ weight[words].to(hidden.dtype)
+            grad_hidden += grad_z @ weight[tokens].to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight[words] = grad_z.T @ hidden
+                grad_weight[tokens] = grad_z.T @ hidden
         return grad_hidden, grad_weight, None, None
 
 
 def tiles(ctx, hidden, weight):
-    """The words of each tile, and their logits [n, w], at least in float32."""
+    """The tokens of each tile, and their logits [n, v], at least in float32."""
     width = 1 + TILE[hidden.device.type] // (1 + len(hidden))
     wide = torch.promote_types(hidden.dtype, torch.float32)
     for start in range(0, len(weight), width):
-        words = slice(start, start + width)
+        tokens = slice(start, start + width)
         z = ctx.kept.pop(start, None)
         if z is None:
-            tile_weight = weight[words].to(hidden.dtype)  # [w, H]
+            tile_weight = weight[tokens].to(hidden.dtype)  # [v, H]
             z = (hidden @ tile_weight.T).to(wide) / ctx.temperature
-        yield words, z
+        yield tokens, z
 
 
-def columns_of(targets, words: slice):
+def columns_of(targets, tokens: slice):
     """The column of each target in the tile, and whether the tile has it: [n, 1] each."""
-    column = targets[:, None] - words.start
-    inside = (column >= 0) & (column < words.stop - words.start)
+    column = targets[:, None] - tokens.start
+    inside = (column >= 0) & (column < tokens.stop - tokens.start)
     return column.where(inside, 0), inside
 
 
@@ -116,16 +116,16 @@ class FastPolicy(nn.Module):
             groups.setdefault(s.group, []).append(s)
         batches = [[]]
         for group in groups.values():
-            if tokens(batches[-1] + group) > budget:
+            if token_count(batches[-1] + group) > budget:
                 batches.append([])
             for s in group:
-                if tokens(batches[-1] + [s]) > budget:
+                if token_count(batches[-1] + [s]) > budget:
                     batches.append([])
                 batches[-1].append(s)
         return [batch for batch in batches if batch]
 
     def layout(self, samples: list) -> dict:
-        """parts: [R, L] each, texts of similar length; hidden_states has a row for each of their
+        """blocks: [R, L] each, texts of similar length; hidden_states has a row for each of their
         places. With share a text is a completion; prompts [g, P] stand beside, and owners [R] says
         which of them is that of a text. targets [n]: the sampled tokens; read [n]: the rows that
         predict them; place [n]: where they stand in the flattened [N, T]."""
@@ -140,21 +140,21 @@ class FastPolicy(nn.Module):
             first += torch.tensor([len(s.prompt.ids) - 1 for s in samples])
 
         device = self.model.device
-        parts = []
+        blocks = []
         owners = []
         start = 0
         order = sorted(range(len(samples)), key=lambda row: -len(texts[row]))
         while order:
             L = len(texts[order[0]])
-            R = max(1, PART[device.type] // L)
+            R = max(1, BLOCK[device.type] // L)
             rows, order = order[:R], order[R:]
-            parts.append(padded([texts[row] for row in rows]).to(device))
+            blocks.append(padded([texts[row] for row in rows]).to(device))
             owners.append(torch.tensor([numbers[samples[row].group] for row in rows]).to(device))
             first[rows] += start + L * torch.arange(len(rows))
             start += L * len(rows)
         predictors = first[:, None] + torch.arange(completion.shape[1])  # [N, T]
         return dict(
-            parts=parts,
+            blocks=blocks,
             owners=owners,
             prompts=padded(list(prompts.values()), side="left"),
             prompt_mask=padded([np.ones_like(ids) for ids in prompts.values()], side="left"),
@@ -184,7 +184,7 @@ class FastPolicy(nn.Module):
             options = dict(attention_mask=mask, position_ids=places, use_cache=True)
             prompts = body(batch["prompts"], **options)
             ends = prompts.last_hidden_state[:, -1:]  # [g, 1, H]
-        for ids, owner in zip(batch["parts"], batch["owners"], strict=True):  # [R, L], [R]
+        for ids, owner in zip(batch["blocks"], batch["owners"], strict=True):  # [R, L], [R]
             if self.share:
                 after = torch.arange(1, ids.shape[1] + 1, device=ids.device)  # [L]
                 out = body(
@@ -211,7 +211,7 @@ def rows_of(cache, owner):
     return cache
 
 
-def tokens(samples: list) -> int:
+def token_count(samples: list) -> int:
     """Their completions and prompts, where the prompt of a group counts once."""
     prompts = {s.group: len(s.prompt.ids) for s in samples}
     completions = [len(s.completion_ids) for s in samples]

@@ -16,7 +16,7 @@ SMALL = """--num_prompts 3 --num_generations 5 --max_completion_length 24 --eval
 
 def run(script, out_dir, *flags, ranks=1):
     """The lines of its metrics.jsonl without times."""
-    command = [script, *SMALL, *flags, "--out_dir", out_dir]  # of two equal flags the later wins
+    command = [script, *SMALL, *flags, "--out_dir", out_dir]  # the later of two equal flags wins
     if ranks > 1:
         command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *command]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)

@@ -41,7 +41,7 @@ plt.rcParams.update(
         "axes.titlesize": 11,
         "figure.constrained_layout.h_pad": 0.06,
         "figure.constrained_layout.w_pad": 0.06,
-        "figure.labelsize": 9,  # of supxlabel, which explains bands and whiskers below a figure
+        "figure.labelsize": 9,  # supxlabel explains bands and whiskers below a figure
         "font.size": 10,
         "grid.alpha": 0.3,
         "legend.fontsize": 9,

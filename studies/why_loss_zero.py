@@ -114,7 +114,7 @@ def main():
     for case, label in CASES.items():
         histories = [results[case, seed, steps] for seed in seeds]
         curves.append((histories, dict(label=label)))
-        column = {}  # of each metric: [seeds, steps]
+        column = {}  # metric: [seeds, steps]
         for key in (*PANELS, "predicted", "frac_reward_zero_std"):
             column[key] = np.array([[m[key] for m in h] for h in histories])
         loss, norm, reward = column["loss"], column["grad_norm"], column["reward"]

@@ -13,7 +13,7 @@ from extras import fast
 from grpo import Config, Policy, Prompt, Sample, collate
 
 CPU = torch.device("cpu")
-V = 211  # words
+V = 211  # tokens in the vocabulary
 SIZES = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64)
 MODELS = {
@@ -71,8 +71,8 @@ def assert_same(
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Texts in several parts, words in several tiles, and some of these computed twice."""
-    monkeypatch.setattr(fast, "PART", dict(cpu=20))
+    """Several blocks of texts, and several tiles, some of them computed twice."""
+    monkeypatch.setattr(fast, "BLOCK", dict(cpu=20))
     monkeypatch.setattr(fast, "TILE", dict(cpu=2000))
     monkeypatch.setattr(fast, "KEPT", 3000)
 
@@ -86,13 +86,13 @@ def test_head_has_the_gradient_of_autograd(tile, kept, monkeypatch):
     monkeypatch.setattr(fast, "TILE", dict(cpu=tile))
     monkeypatch.setattr(fast, "KEPT", kept)
     torch.manual_seed(0)
-    n, H, words, temperature = 5, 4, 23, 0.7
+    n, H, V, temperature = 5, 4, 23, 0.7
     hidden = torch.randn(n, H, dtype=torch.float64, requires_grad=True)
-    weight = (100 * torch.randn(words, H, dtype=torch.float64)).requires_grad_()  # exp overflows
+    weight = (100 * torch.randn(V, H, dtype=torch.float64)).requires_grad_()  # exp overflows
     targets = torch.tensor([0, 22, 7, 8, 8])
     upstream = torch.randn(n, dtype=torch.float64)
 
-    table = (hidden @ weight.T / temperature).log_softmax(-1)  # [n, words]
+    table = (hidden @ weight.T / temperature).log_softmax(-1)  # [n, V]
     expected = table.gather(-1, targets[:, None])[:, 0]
     logps, entropy = fast.HeadLogps.apply(hidden, weight, targets, temperature)
     torch.testing.assert_close(logps, expected)

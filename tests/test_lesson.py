@@ -98,7 +98,7 @@ def test_exercise_1_turn_the_sign(names):
         s.advantages = -s.advantages
     metrics = names["update"](flipped, names["restart"]())
 
-    before = names["before"][3]["logp"]  # of a right completion, which begins with <think>
+    before = names["before"][3]["logp"]  # a right completion, which begins with <think>
     after = names["notes_of"](flipped)[3]["logp"]
     seen = [math.exp(before[0]), math.exp(after[0]), metrics["loss"]]
     assert seen == pytest.approx(answer(1), abs=2e-3)

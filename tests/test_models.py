@@ -431,7 +431,7 @@ def test_the_reference_is_the_model_without_adapters_and_the_gradient_is_merged_
     hook.remove()
     layer = model.get_submodule(name)
     B = layer.lora_B["default"].weight
-    expected = layer.scaling["default"] * B.T @ sum(loss_of)  # of A
+    expected = layer.scaling["default"] * B.T @ sum(loss_of)  # the gradient of A
     parts = {}
     for n, p in model.named_parameters():
         if p.requires_grad:

@@ -67,7 +67,7 @@ def test_a_real_run_is_drawn_summed_up_and_shown_by_step(tmp_path, capsys):
 def test_any_numbers_are_drawn(metrics, tmp_path):
     out = write_run(tmp_path / "run", metrics=metrics)
     with open(f"{out}/metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "rew')  # of a run that was killed
+        file.write('{"step": 3, "rew')  # the run was killed
     assert Path(view.draw(out)).stat().st_size > 1000
 
 
