@@ -59,10 +59,10 @@ def math_reward(completion, row):
         raise ValueError("math-verify cannot parse row['answer']")
     answer = answer_of(completion, row)
     box = last_box(answer)
-    if box is not None:  # "": the last box is never closed, and no other one counts
-        if not box or differ_in_words(box, last_box(gold) or gold):
-            return 0.0
+    if box is not None:
         answer = f"\\boxed{{{box}}}"
+    if box == "" or differ_in_words(box or last_formula(answer), last_box(gold) or gold):
+        return 0.0  # "": the last box is never closed, and no other one counts
     given = parse(answer, parsing_timeout=None)
     equal = verify(expected, given, timeout_seconds=None)
     return float(equal and not differ_as_numbers(expected[0], given[0]))
@@ -122,10 +122,11 @@ FORMAT = re.compile(r"""(?x)  # a special token as <|im_end|> is no word
     (?(1)</answer>)""")
 ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
 BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{")
-SCALE = re.compile(r"dozen|hundred|thousand|million|billion|trillion")
 TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}")
-UNIT = re.compile(  # at the end: the m^2 of 5 m^2
-    r"[0-9)}](?:\s|~|\\[,;:! ])*([A-Za-z]+(?:[ /]+[A-Za-z]+)*(?:\^\{?[0-9]\}?)?)\s*$"
+SCALE = re.compile(r"[0-9)}](?:\s|~|\\\W)*(dozen|hundred|thousand|million|billion|trillion)")
+UNIT = r"[A-Za-z]+(?:\^\{?[0-9]\}?)?"
+QUANTITY = re.compile(  # a number and its unit: 5 km, \frac{1}{2}\,m^2
+    rf"(?:[^A-Za-z]|\\[A-Za-z]+)*[0-9)}}](?:\s|~|\\\W)+({UNIT}(?:[ /]+{UNIT})*)\s*"
 )
 BASE = re.compile(r"[0-9]_\{?([0-9]+)")
 LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
@@ -194,19 +195,36 @@ def last_box(text):
     return ""
 
 
+def last_formula(text):
+    """What math-verify reads without a box: the last formula, else the last number, and in both
+    cases the rest of its line."""
+    text = re.sub(r"\\[()]", "$", text)
+    formula = re.match(r"(?s).*\$([^$\n]+\$[^\n]*)", text)
+    if formula:
+        return formula[1].replace("$", "")
+    return ["", *re.findall("[0-9][0-9.,]*[^0-9\n]*", text)][-1]
+
+
 def differ_in_words(answer, gold):
     """Whether two answers differ in what math-verify does not read: 5 million and 5, 5 km and 5 m,
     101 in two bases, and words: it takes the letters of "act" and "cat" for the same factors. An
-    answer without a unit, or a gold without one, may be right."""
+    answer without a unit or a base, or a gold without one, may be right."""
+    answer, gold = TEXT.sub(r" \1", answer).strip(" ."), TEXT.sub(r" \1", gold).strip()
     if set(SCALE.findall(answer)) != set(SCALE.findall(gold)):
         return True
-    answer, gold = TEXT.sub(r" \1", answer).strip(), TEXT.sub(r" \1", gold).strip()
-    for pattern in (UNIT, BASE):
-        ours, theirs = pattern.findall(answer), pattern.findall(gold)
-        plain = [[re.sub(r"[\s{}]|s$", "", x) for x in found] for found in (ours, theirs)]
-        if ours and theirs and plain[0] != plain[1]:
-            return True
-    return gold.isalpha() and len(gold) > 1 and answer != gold
+    bases = [BASE.findall(text) for text in (answer, gold)]
+    units = [units_of(text) for text in (answer, gold)]
+    if all(bases) and bases[0] != bases[1]:
+        return True
+    if all(units) and units[0][: len(units[1])] != units[1]:
+        return True
+    return gold.isalpha() and len(gold) > 1 and not answer.startswith(gold)
+
+
+def units_of(text):
+    """["km", "h"] of "v = 5 km/h", and [] of "2 x + 3 y"."""
+    match = QUANTITY.fullmatch(text.rpartition("=")[2])
+    return match and [re.sub("[{}]|s$", "", unit) for unit in re.split("[ /]+", match[1])]
 
 
 def differ_as_numbers(gold, given):

@@ -102,6 +102,12 @@ MATH = [
     ("5", ["\\boxed{5}"], ["\\boxed{5\\text{ million}}"]),
     ("5\\text{ m}", ["\\boxed{5 \\mathrm{ m}}", "\\boxed{5}"], ["\\boxed{5\\text{ km}}"]),
     ("5 m", ["\\boxed{5\\,\\text{m}}"], ["\\boxed{5 km}", "\\boxed{5\\text{ m}^2}"]),
+    (
+        "5 m",
+        ["$5$", "It is 5 m in total."],
+        ["It is $5\\text{ km}$.", "It is 5 km", "$5$ million m"],
+    ),
+    ("2x+3y", ["\\boxed{3 y + 2 x}", "$3y+2x$"], ["$3x+2y$"]),
     ("2 hours", ["\\boxed{2\\text{ hour}}", "\\boxed{2}"], ["\\boxed{2 minutes}"]),
     ("\\$5", ["\\boxed{5}", "\\boxed{\\$5.00}"], ["\\boxed{\\$6}"]),
     ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(1.0000001,2)}"]),
@@ -170,6 +176,7 @@ def test_overlong():
 HOSTILE = ["9" * 10**5, "1,234" * 20_000, ",111" * 25_000, " 1." * 40_000, "1{,}" * 30_000]
 HOSTILE += ["$" * 10**5, "1 " * 50_000, "1 million" * 9999, "\\boxed{" + "a{}" * 40_000 + "{"]
 HOSTILE += ["\\boxed{" * 15_000, "<think>" * 40_000, "<answer>" * 40_000 + "</answer>" * 40_000]
+HOSTILE += ["a" * 10**5 + "!", "5 a" * 30_000 + "!", "5" + " " * 10**5 + "!", "$a" * 50_000]
 HOSTILE += ["<a" + " " * 10**5, "<|" * 50_000, ". <" * 40_000 + "b>", "####" + " " * 10**5]
 HOSTILE += [
     "#### 1" + " apple" * 20_000,
@@ -189,6 +196,8 @@ def test_no_text_breaks_a_built_in_or_takes_more_than_linear_time(text):
         for name in ("answer", "gsm8k", "countdown"):
             assert reward.BUILT_IN[name](completion, row) == 0
         assert reward.format_reward(completion, row) in (0, 1)
+        for answer in (completion, reward.last_formula(completion), "5 " + completion):
+            reward.differ_in_words(answer, "5 km")
     assert time.process_time() - start < 10  # at most 0.5 s on one core; quadratic takes minutes
 
 
