@@ -1324,7 +1324,7 @@ def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
     if not words:
         raise ValueError("the chat template changes the words that the answer begins with")
     # Qwen3's template puts an empty think block before these words, but not before a turn that the
-    # policy begins. What comes before both is the header.
+    # policy begins. What both have in common is the header, such as <|im_start|>assistant.
     own = write(messages[:-1], add_generation_prompt=True)
     return os.path.commonprefix([before, own]) + words + after
 
@@ -1348,7 +1348,7 @@ def check_ids(ids: list[int], text: str, tokenizer) -> None:
     out of account: some tokenizers add one, and decode it or not."""
     decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     tokens = [unicodedata.normalize("NFKC", token) for token in tokenizer.get_added_vocab()]
-    special = "|".join(map(re.escape, tokens)) or "(?!)"
+    special = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nothing
     texts = [unicodedata.normalize("NFKC", x).lstrip() for x in (decoded, text)]
     texts = [re.sub(f" *({special}) *", r"\1", x) for x in texts]
     if texts[0] != texts[1]:
