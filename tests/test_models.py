@@ -354,6 +354,7 @@ def test_weights_that_are_missing_and_a_folder_without_a_tokenizer_are_named(tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_teacher_is_measured_from_and_another_vocabulary_is_refused(tmp_path):
     from tests.common import metrics_of
 
@@ -450,6 +451,7 @@ def test_merged_bfloat16_is_right_on_average():
     assert torch.equal(grpo.round_at_random(x, 0), rounded)  # a resumed run pushes the same
 
 
+@pytest.mark.slow
 def test_a_checkpoint_needs_no_peft_and_bfloat16_resumes_to_the_bit(tmp_path):
     from tests.common import metrics_of
 

@@ -210,7 +210,10 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
 # Resume
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_epochs=2, weight_decay=0.1), dict(lora_rank=2)])
+SLOW_OPTIONS = pytest.param(dict(num_epochs=2, weight_decay=0.1), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [{}, SLOW_OPTIONS, dict(lora_rank=2)])
 def test_resume_to_the_bit(options, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     evals = dict(eval_data=f"{HERE}/sample_data/eval.jsonl", eval_every=2)
@@ -232,6 +235,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(tmp_path, capsys)
     same_run(whole, broken)
 
 
+@pytest.mark.slow
 def test_half_a_line_in_a_log_does_not_stop_a_resume(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
     small_run(whole)
@@ -324,7 +328,9 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
 # Stops and errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_stop_saves_and_the_run_can_go_on(number, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
     small_run(whole, save_every=0)
