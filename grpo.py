@@ -1485,10 +1485,10 @@ def tokens_that_fit(model, device: torch.device) -> int:
     return int(min(16384, max(256, 0.8 * (free - learning) / of_a_token)))
 
 
-def halve_frozen(model) -> None:
+def halve_frozen(policy) -> None:
     """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
-    tied = model.get_input_embeddings().weight
-    for module in model.modules():
+    tied = policy.model.get_input_embeddings().weight
+    for module in policy.model.modules():
         if isinstance(module, nn.Linear) and module.weight is not tied:
             if not module.weight.requires_grad:
                 module.to(torch.bfloat16)
@@ -1786,7 +1786,7 @@ def sample_metrics(samples: list[Sample]) -> dict:
     """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
     reward, reward_std = mean_and_std([s.reward for s in samples])
     lengths = [int(s.sampled.sum()) for s in samples]
-    signal = np.array([np.abs(s.advantages).max(initial=0) for s in samples])
+    signal = np.array([np.abs(s.advantages[s.trained]).max(initial=0) for s in samples])
     group_size = sum(s.group == samples[0].group for s in samples)
     metrics = {
         "reward": reward,
@@ -1862,10 +1862,8 @@ def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.dev
     model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
     sizes = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
     need(sizes[0] == sizes[1], "reference", f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
-    reference = make_policy(model, prompts, cfg)
-    if cfg.dtype == "bfloat16":
-        halve_frozen(model)
-    return reference
+    check_sizes(model, prompts, cfg)
+    return make_policy(model, prompts, cfg)
 
 
 def wrap(policy):
@@ -1930,11 +1928,6 @@ class Run:
 
         model = load_model("model", cfg.model, cfg, device)
         digests = dict(weights=digest_of_weights(model), data=digest_of_rows(self.train_prompts))
-        self.digests = checkpoint.get("digests", digests)  # those that the run began with
-        same = self.digests["weights"] == digests["weights"]
-        need(same, f"model {cfg.model}", "not the weights that this run began with")
-        if self.digests["data"] != digests["data"]:
-            say("--train_data has changed since this run began")
         if cfg.lora_rank > 0:
             add_adapters(model, cfg)
             model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
@@ -1945,9 +1938,19 @@ class Run:
         longest = check_sizes(model, prompts, cfg)
         cfg = resolve_auto(cfg, model, device)
         self.policy = make_policy(model, prompts, cfg)
-        if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
-            halve_frozen(model)
         self.reference = load_reference(cfg, self.policy, prompts, device)
+        if cfg.reference and self.reference is not None:
+            digests["reference"] = digest_of_weights(self.reference.model)
+        self.digests = checkpoint.get("digests", digests)  # those that the run began with
+        for name, flag in (("weights", "model"), ("reference", "reference")):
+            same = self.digests.get(name) == digests.get(name)
+            need(same, f"{flag} {getattr(cfg, flag)}", "not the weights that this run began with")
+        if self.digests["data"] != digests["data"]:
+            say("--train_data has changed since this run began")
+        if cfg.dtype == "bfloat16":
+            halve_frozen(self.policy)
+            if self.reference is not None:
+                halve_frozen(self.reference)
         stop_ids = stop_ids_of(model, tokenizer, cfg)
         if environment is not None:
             with blame(f"--environment {cfg.environment}"):

@@ -1,5 +1,6 @@
 """Is a changed copy of grpo.py still whole? Five short runs say if a resume is exact, if two ranks
-are one run, and if a signal is left without the KL.
+are one run, and if a signal is left without the KL. The runs have four steps of three prompts: take
+flags with which your change acts in these.
 
     python extras/selfcheck.py my_grpo.py [flags of its run]
 """

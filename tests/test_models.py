@@ -370,6 +370,11 @@ def test_a_teacher_is_measured_from_and_another_vocabulary_is_refused(tmp_path):
     small_run(parts, max_steps=2, **options)
     small_run(parts, resume=True, **options)
     assert metrics_of(whole) == metrics_of(parts)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.1)
+    model.save_pretrained(teacher)
+    with pytest.raises(ConfigError, match="--reference .*began"):
+        small_run(parts, resume=True, **options | dict(max_steps=5))
     other, _ = family(tmp_path / "other", "qwen2")
     with pytest.raises(ConfigError, match="--reference"):
         small_run(tmp_path / "out", **options | dict(reference=str(other)))
