@@ -6,31 +6,40 @@ beat the mean of their group more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \\
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-It is fine-tuning on the model's own answers, each with a weight: its advantage, which is negative
-for an answer below the mean. The reward is only a number, and no gradient goes through it.
+A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient with this file's.)
 
-One step, in the order in which it runs (`training_loop` calls these):
+    for prompt, row in prompts:  # token ids [P], and the row of the data with the right answer
+        answers = [sample(model, prompt) for _ in range(8)]  # a group: token ids, [T] each
+        rewards = torch.tensor([reward(decode(answer), row) for answer in answers])  # [8]
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # [8]
+        for answer, advantage in zip(answers, advantages):
+            logits = model(torch.cat([prompt, answer]))[len(prompt) - 1 : -1]  # [T, V]
+            logps = logits.log_softmax(-1)[range(len(answer)), answer]  # [T]
+            (-advantage * logps.sum() / n_tokens).backward()  # n_tokens: in all answers of the step
+    optimizer.step()
 
-    prompts_of_step    takes the next prompts from the data
-    rollout            samples a group of completions for each prompt, and scores them
-    add_logps          adds log-probabilities under the old policy and the reference, if needed
-    assign_advantages  gives each completion its reward minus the mean reward of its group
-    update             takes an optimizer step, with the gradient that `backward` adds up: for each
-                       micro-batch Policy gives the log-probability of each completion token,
-                       grpo_loss the loss, and PyTorch the gradient
-    sampler.push       gives the new weights to the sampler
+It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
+advantage, which is negative for an answer below the mean of its group. The reward is only a number,
+and no gradient goes through it. The file has the same lines with batches, ranks and options:
 
-One group: four completions of one prompt have the rewards 1, 0, 0, 1. Their mean is 0.5 and their
-standard deviation (with n - 1) 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. The loss of
-a token is -A * exp(logp - logp.detach()), with the advantage A of its completion. Its value is -A,
-and its gradient is that of -A * logp. If the four are equally long, these values add up to 0; if
-the good ones are longer, to less than 0. The gradient is not 0: it makes the first and the last
-completion more likely and the others less. So watch the reward and not the loss, which can be 0 in
-every step of a run that learns. Had all four the same reward, their advantages would be 0, and the
-group would teach nothing.
+    the loop over steps    training_loop
+    prompts                prompts_of_step
+    sample, decode         rollout, HFSampler (with vLLM: VLLMSampler)
+    reward                 score; reward.py has the reward functions
+    advantages             assign_advantages, group_advantages
+    logits, logps          Policy
+    the loss               grpo_loss
+    backward               accumulate_gradient
+    step                   update
 
-First comes the loop and what it calls, down to `update`. The helpers of these functions follow, and
-then PLUMBING, which every trainer needs.
+One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
+0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
+-A * exp(logp - logp.detach()): the value is -A, and the gradient is that of -A * logp. If the four
+answers are equally long, the values add up to 0. The gradient does not: it makes the first and the
+last answer more likely and the others less. So watch the reward and not the loss, which can be 0 in
+every step of a run that learns. Had all four the same reward, the group would teach nothing.
+
+GRPO comes first, in the order of the nine lines. PLUMBING follows: what every trainer needs.
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
 in the vocabulary, G samples of one prompt (a group).
@@ -38,11 +47,9 @@ in the vocabulary, G samples of one prompt (a group).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import csv
-import difflib
 import fcntl
 import functools
 import glob
@@ -57,11 +64,11 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import typing
-import unicodedata
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +82,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from reward import Reward, call_reward, load_function, load_rewards
@@ -84,11 +92,21 @@ RANK = int(os.environ.get("RANK", 0))  # torchrun starts one process per GPU, an
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
+# Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
+# depends on the number of ranks, and a resumed run has no generator to restore. The streams:
+SAMPLING = 0  # completions of a step; index: the prompt within the step
+ORDER = 0  # order of the data, always with step 0, where nothing is sampled; index: the epoch
+EVAL = 1  # completions of an eval; index: the prompt
+MINIBATCHES = 4  # order of a rollout's samples; index: the epoch (2 and 3 are free)
+
 
 def gather(items: list) -> list:
     """The items of all ranks, on every rank."""
     if WORLD_SIZE == 1:
         return items
+    arrived = dist.barrier(async_op=True)
+    while not arrived.is_completed():  # a blocking wait would let no signal in
+        time.sleep(0.001)
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
     return [item for one in lists for item in one]
@@ -104,7 +122,7 @@ class Prompt:
     text: str
     row: dict  # the row of the data file
     messages: list | None = None  # the chat; None: the prompt is a plain text
-    number: int = 0  # the row's. Count by it: ranks have copies of a Prompt
+    row_number: int = 0  # in the data. Identify a prompt by it: each rank has copies of a Prompt
 
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
@@ -114,19 +132,15 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens under the sampler, as it sampled; under the old policy,
-    # which is the trainer's own before its first update on them (None: not needed); and under the
-    # reference, a frozen model (None: no KL).
-    sampler_logps: np.ndarray
-    old_logps: np.ndarray | None = None
-    ref_logps: np.ndarray | None = None
-    # Masks, by default all True. sampled: the policy drew the token; else an environment wrote it,
-    # and it is only read. in_loss: the token has a term in the loss (if its advantage is 0, only
-    # that for the KL). counted: the divisor of the loss counts the token.
-    sampled: np.ndarray = None
-    in_loss: np.ndarray = None
-    counted: np.ndarray = None
-    advantages: np.ndarray = None  # by default the same for all tokens of a completion
+    # Log-probabilities of these tokens:
+    sampler_logps: np.ndarray  # recorded by the sampler as it drew the token
+    old_logps: np.ndarray | None = None  # the trainer's, before its first update on this rollout
+    ref_logps: np.ndarray | None = None  # from the reference, a frozen model; None: no KL
+    # Masks; None becomes True for every token:
+    sampled: np.ndarray | None = None  # False: an environment wrote the token; it is only read
+    loss_mask: np.ndarray | None = None  # the token has a term in the loss
+    length_mask: np.ndarray | None = None  # the token counts in what the loss is divided by
+    advantages: np.ndarray | None = None  # None becomes 0; by default the same for all tokens
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
@@ -137,27 +151,12 @@ class Sample:
     episode: typing.Any = None  # with --environment: its turns and replies
 
     def __post_init__(self):
-        if self.sampled is None:
-            self.sampled = np.ones(len(self.completion_ids), bool)
-        self.reset_advantages()
-
-    def reset_advantages(self) -> None:
         T = len(self.completion_ids)
-        self.advantages = np.zeros(T)
-        self.in_loss = np.ones(T, bool)
-        self.counted = np.ones(T, bool)
-
-    def append(self, ids: np.ndarray, logps: np.ndarray, sampled: bool) -> None:
-        """Adds a turn of the policy, or (sampled: False) what an environment wrote."""
-        self.completion_ids = np.append(self.completion_ids, ids)
-        self.sampler_logps = np.append(self.sampler_logps, logps)
-        self.sampled = np.append(self.sampled, np.full(len(ids), sampled))
-        self.reset_advantages()
-
-    @property
-    def trained(self) -> np.ndarray:
-        """The tokens that have a term in the loss."""
-        return self.sampled & self.in_loss
+        for name in ("sampled", "loss_mask", "length_mask"):
+            if getattr(self, name) is None:
+                setattr(self, name, np.ones(T, bool))
+        if self.advantages is None:
+            self.advantages = np.zeros(T)
 
     @property
     def total_length(self) -> int:
@@ -169,355 +168,82 @@ class Sample:
 
 
 def training_loop(run: Run) -> None:
-    """GRPO. `run` holds all that it needs (see class Run, far below); `train` calls it."""
+    """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
     cfg = run.cfg
-    run.sampler.push(run.policy.model)  # the sampler starts without weights
-    run.evaluate_if_due()
-    while run.step < cfg.max_steps:
-        step = run.step + 1
+    while True:
+        # The sampler gets all weights of the policy (VLLMSampler.push). Then come the eval and the
+        # checkpoint that are due (Run.save: weights, optimizer, run.state).
+        run.sampler.push(run.policy.model)
+        run.record_time("push")
+        run.evaluate_if_due()
+        run.save_if_due()
+        run.record_time("eval")
+        if run.is_over():
+            break
 
-        # Sample a group of completions for each prompt, and score them. Each rank samples a part
-        # of them, and gets them all.
+        # Sample a group of completions for each prompt, and score them. Each rank samples some of
+        # the groups, and gets all of them.
+        step = run.step + 1
         prompts = prompts_of_step(run.train_prompts, step, cfg)
         samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
         run.sampler.sleep()  # the update needs the memory
-        run.lap("rollout")
-        if run.stop_is_requested():
-            break  # the weights are still those of the last whole step
+        run.record_time("rollout")
+        if run.is_over():  # on Ctrl-C: the weights are still those of the last whole step
+            break
 
-        # The loss compares the policy with the old one, which sampled, and with a reference. With
-        # one optimizer step a rollout, the default, the policy still is the old one; and without
-        # --beta there is no reference. (The bundled task has a small beta, 0.001.)
+        # With one update a rollout, the default, the old policy is the current one, and nothing
+        # needs to be stored. The reference is there only with --beta.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
             add_logps("ref_logps", run.reference, samples, cfg)
-        run.lap("logps")
+        run.record_time("logps")
 
-        # How much better each completion is than its group; then the optimizer steps that follow.
-        assign_advantages(samples, cfg)
-        metrics = update(
-            run.policy, run.ddp, run.optimizer, samples, step, cfg, reference=run.reference
-        )
-        run.lap("update")
-
-        run.complete(step)  # a stop from here on saves this step
-        run.sampler.push(run.policy.model)
-        run.lap("push")
+        # How much better is each completion than its group? Then the optimizer follows.
+        assign_advantages(samples, cfg, run.state)
+        metrics = update(run.policy, run.ddp, run.optimizer, samples, step, cfg)
+        run.record_time("update")
+        run.complete(step)  # from here on a checkpoint holds this step
         run.log_step(samples, metrics)
-        run.evaluate_if_due()
-        run.save_if_due()
-        if run.stop_is_requested():
-            break
 
 
 # ------------------------------------------------------------------------------------------------
-# A step: rollout, advantages, log-probabilities, loss, gradient, update
+# Sample
 
 
 def rollout(
-    run: Run, prompts: list[Prompt], purpose: int, step: int, n: int, temperature: float
+    run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
-    """n scored samples for each prompt, sorted by prompt. Each rank makes those of every
-    WORLD_SIZE-th prompt, so that a group is on one rank; then all ranks get them all."""
-    samples = []
+    """n scored samples of each prompt, group after group, all of them on every rank. Each rank
+    makes the groups of every WORLD_SIZE-th prompt, so that a group is whole on one rank."""
+    groups = []
     seeds = []  # one for each sample, so that a sample does not depend on those beside it
     for group in range(RANK, len(prompts), WORLD_SIZE):
-        seed = seed_of(run.cfg, purpose, step, group)
-        for i in range(n):
-            samples.append(Sample(group, prompts[group], np.zeros(0, np.int64), np.zeros(0)))
-            seeds.append((seed, i))
+        seed = seed_of(run.cfg, stream, step, group)
+        groups += [group] * n
+        seeds += [(seed, i) for i in range(n)]
+    prompt_ids = [prompts[group].ids for group in groups]
+    completions = run.sampler.generate(prompt_ids, seeds, temperature)
 
-    completions = run.sampler.generate([s.prompt.ids for s in samples], seeds, temperature)
-    for s, (ids, logps) in zip(samples, completions, strict=True):
-        s.append(ids, logps, sampled=True)
+    samples = []
+    for group, (ids, logps) in zip(groups, completions, strict=True):
+        s = Sample(group, prompts[group], ids, logps)
         without_eos = ids
         if ids[-1] in run.sampler.stop_ids:
             without_eos = ids[:-1]
         else:
-            s.finish_reason = "length"  # cut off; its reward counts like any other
+            s.finish_reason = "length"  # cut off; the reward counts like any other
         s.text = decode(run.tokenizer, without_eos)
+        samples.append(s)
     if run.player is not None:  # --environment: the turns after the first
         run.player.play(samples, seeds, run.sampler.generate, temperature)
-    score(samples, run, step)  # reward.py has the reward functions: text, row -> number
+    score(samples, run)
     return sorted(gather(samples), key=lambda s: s.group)
 
 
-def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
-    group one after the other -> [N].
-
-    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
-    arXiv 2402.03300; unbiased, with eps, as in TRL). "batch": the standard deviation of all
-    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
-    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
-    """
-    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
-    advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)
-    if scale == "group":
-        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
-    elif scale == "batch":
-        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
-    return advantages.flatten().to(rewards.dtype)
-
-
-def assign_advantages(samples: list[Sample], cfg: Config) -> None:
-    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
-    its code here: it sets the advantages and the masks in_loss and counted, token by token."""
-    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
-    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
-    for s, advantage in zip(samples, advantages.tolist(), strict=True):
-        s.advantages[:] = advantage
-        # With mask_truncated, the reward of a cut-off completion only counts in its group's mean.
-        leave_out = cfg.mask_truncated and s.finish_reason == "length"
-        if leave_out or math.isnan(s.reward):
-            s.in_loss[:] = False
-            s.counted[:] = False
-
-
-class Policy(nn.Module):
-    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
-    token, and entropy [N, T] in nats, that of the distribution at its place, without gradient.
-    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
-
-    ids           a b c x y EOS 0        the completion x y EOS has the prompt a b c
-    predictors        2 3 4              the model's output at c predicts x, that at x predicts y
-    first             2                  the logits before this place are not needed
-
-    extras/fast.py has a policy with the same numbers that is faster with language models.
-    """
-
-    def __init__(self, model, temperature: float):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(self, batch: dict):
-        # Padding stands on the right, where causal attention lets no token see it.
-        logits = logits_from(self.model, batch["ids"], batch["first"])  # [N, L - first, V]
-        place = batch["predictors"] - batch["first"]  # [N, T], in these logits
-        logits = logits.take_along_dim(place[:, :, None], dim=1)  # [N, T, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
-        logps = logps.gather(-1, batch["completion"][:, :, None])  # [N, T, 1]
-        return logps[:, :, 0], entropy
-
-    def micro_batches(self, samples: list[Sample], budget: float) -> list[list[Sample]]:
-        return micro_batches(samples, budget)
-
-    def layout(self, samples: list[Sample]) -> dict:
-        return padded_texts(samples)
-
-
-def token_loss(logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg: Config):
-    """[N, T]: the loss of each token, and where the clip acts.
-
-    In the first optimizer step after a rollout the policy is the old one, and the ratio is
-    exp(logps - logps.detach()). It is 1, and its gradient is that of logps, because the derivative
-    of exp(x) at 0 is 1. So the loss has the value -advantage, and the gradient of
-    -advantage * logps.
-    """
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)  # exp(logps - old_logps)
-    surrogate = clipped_surrogate(ratio, advantages, cfg)
-    is_clipped = surrogate < ratio * advantages
-    if sampler_logps is not None and cfg.tis_cap > 0:
-        # The sampler has the policy's weights but other kernels, so its probabilities differ a bit.
-        # Truncated importance sampling (TIS) weighs each token by p_trainer / p_sampler, so that a
-        # token which the sampler draws too often counts less.
-        weight = (old_logps - sampler_logps).detach().exp()
-        surrogate = surrogate * weight.clamp(max=cfg.tis_cap)
-    loss = -surrogate
-    if ref_logps is not None and cfg.kl_in == "loss" and cfg.beta > 0:
-        kl = kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
-        loss = loss + cfg.beta * kl
-    return loss, is_clipped
-
-
-def clipped_surrogate(ratio, advantages, cfg: Config):
-    """[N, T]: ratio * advantage, what the policy gains by each token, but clipped (PPO, arXiv
-    1707.06347, eq. 7). In the first optimizer step after a rollout the ratio is 1, and nothing is
-    clipped. Later there is no gradient
-
-    where the advantage is positive and the ratio above 1 + clip_high: more likely than is safe
-    where the advantage is negative and the ratio below 1 - clip_low: less likely than is safe
-
-    A ratio that went the wrong way, such as a small one with a positive advantage, keeps its
-    gradient.
-    """
-    clipped_ratio = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.minimum(ratio * advantages, clipped_ratio * advantages)
-
-
-def grpo_loss(
-    logps,  # [N, T]
-    old_logps,  # [N, T]
-    ref_logps,  # [N, T]; None: no KL term
-    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
-    advantages,  # [N] or [N, T]
-    mask,  # [N, T], the tokens in the loss
-    cfg: Config,
-    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
-    n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
-    counted=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
-):
-    """The loss of one micro-batch: the SUM over its tokens, divided by a count of the WHOLE
-    optimizer step. So the losses of any micro-batches and ranks add up to that of the step. (A mean
-    over each micro-batch would give the tokens of a small one more weight.)
-
-    Where nothing was sampled the inputs may hold anything, even inf and nan.
-    Returns (loss, stats); stats are sums over the tokens in the loss.
-    """
-    mask = mask.bool()
-    sampled = mask if sampled is None else sampled.bool()
-    counted = mask if counted is None else counted.bool()
-    if advantages.dim() == 1:
-        advantages = advantages[:, None].expand_as(logps)
-    advantages = zero_outside(sampled, advantages.to(logps.dtype))
-    logps = zero_outside(sampled, logps)
-    old_logps = zero_outside(sampled, old_logps)
-    ref_logps = zero_outside(sampled, ref_logps)
-    sampler_logps = zero_outside(sampled, sampler_logps)
-
-    advantages = advantages_less_kl(advantages, old_logps, ref_logps, cfg)
-    losses, is_clipped = token_loss(
-        logps, old_logps, ref_logps, sampler_logps, advantages, sampled, cfg
-    )
-    if cfg.loss_reduction == "token":
-        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
-    elif cfg.loss_reduction == "sequence":
-        length = (counted & sampled).sum(1, keepdim=True).clamp(min=1)  # [N, 1]
-        losses = losses / length  # the mean over the completion (the original GRPO)
-        losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant, so that no length has an influence (Dr. GRPO)
-        losses = losses / (n_sequences * cfg.max_completion_length)
-    loss = zero_outside(mask, losses).sum()
-
-    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
-    if ref_logps is not None:
-        k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
-        stats["kl"] = zero_outside(mask, k3).sum()
-        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
-    return loss, stats
-
-
-def backward(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step, in micro-batches. Returns sums for the log: over all
-    ranks, and over the tokens of the samples that have a gradient."""
-    lengths = [int((s.sampled & s.counted).sum()) for s in minibatch]
-    n_tokens = max(1, sum(lengths))
-    n_sequences = max(1, np.count_nonzero(lengths))
-    teaching = [s for s in minibatch if has_gradient(s, cfg)]
-    teaching = teaching or minibatch[:1]  # no gradient: one pass for check_gap, and for DDP
-    sums = 0
-    for batch, is_last in batches_of_rank(policy, teaching, cfg):
-        # DDP averages the gradients over the ranks in the last backward only.
-        ddp.require_backward_grad_sync = is_last
-        with autocast(cfg, policy.model.device):
-            logps, entropy = ddp(batch)  # [N, T]
-        # Without old_logps this is the first optimizer step: the policy is the one that sampled.
-        old_logps = batch.get("old_logps", logps.detach())
-        loss, stats = grpo_loss(
-            logps,
-            old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            batch["trained"],
-            cfg,
-            n_tokens,
-            n_sequences,
-            batch["sampled"],
-            batch["counted"],
-        )
-        # DDP takes the mean over the ranks. The loss is divided by the count of all ranks already,
-        # so their sum is right: the mean times the number of ranks.
-        (loss * WORLD_SIZE).backward()
-        stats["loss"] = loss.detach()
-        stats["entropy"] = zero_outside(batch["trained"], entropy).sum()
-        gap = (old_logps - batch["sampler_logps"]).abs()
-        stats["sampler_gap"] = zero_outside(batch["sampled"], gap).sum()
-        stats["sampled_tokens"] = batch["sampled"].sum()
-        # The sums stay on the device, so that no pass waits for them.
-        sums = sums + torch.stack([value.double() for value in stats.values()])
-    if WORLD_SIZE > 1:
-        dist.all_reduce(sums)
-    return dict(zip(stats, sums.tolist(), strict=True))
-
-
-def update(
-    policy,
-    ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
-    optimizer,
-    samples: list[Sample],  # all ranks have the same
-    step: int,
-    cfg: Config,
-    reference=None,
-) -> dict:
-    """All optimizer steps of a rollout, by default one. Returns metrics."""
-    sums = Counter()
-    norms = []
-    taken = 0
-    number = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # optimizer steps before this one
-    for minibatch in minibatches(samples, step, cfg):
-        learning_rate = learning_rate_at(number, cfg)
-        number += 1
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps them in its own buckets
-        minibatch_sums = backward(policy, ddp, minibatch, cfg)
-        if not norms:
-            check_gap(minibatch_sums, cfg)  # before a weight changes
-        sums.update(minibatch_sums)  # a Counter adds
-        norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
-        norms.append(norm.item())  # before clipping
-        if has_signal(minibatch, policy, reference, cfg) and math.isfinite(norms[-1]):
-            optimizer.step()
-            taken += 1
-    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
-
-    metrics = dict(learning_rate=learning_rate, optimizer_steps=taken)
-    metrics["skipped_steps"] = int(np.sum(~np.isfinite(norms)))
-    metrics["grad_norm"] = float(np.mean(norms))
-    metrics["loss"] = sums.pop("loss") / len(norms)
-    tokens = sums.pop("tokens")
-    metrics["sampler_gap"] = sums.pop("sampler_gap") / max(1, sums.pop("sampled_tokens"))
-    if tokens > 0:
-        metrics |= {name: value / tokens for name, value in sums.items()}
-    return metrics
-
-
-# ------------------------------------------------------------------------------------------------
-# Sampling: token ids in, token ids and their log-probabilities out
-
-# Every random number comes from a generator seeded with (seed, purpose, step, number). So nothing
-# depends on the number of ranks, and a resumed run has no generator to restore. Purposes:
-SAMPLING = 0  # completions; number: the prompt within the step
-ORDER = 0  # order of the data; step: always 0, and steps that sample begin at 1; number: the epoch
-EVAL = 1  # completions of an eval; number: the prompt
-MINIBATCHES = 4  # order of a rollout's samples; number: the epoch (2 and 3 are free)
-
-
-def generator(cfg: Config, purpose: int, step: int, number: int = 0) -> np.random.Generator:
-    return np.random.default_rng((cfg.seed, purpose, step, number))
-
-
-def seed_of(cfg: Config, purpose: int, step: int, number: int) -> int:
-    sequence = np.random.SeedSequence((cfg.seed, purpose, step, number))
-    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
-
-
-def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts, in an order that is shuffled anew in every epoch."""
-    chosen = []
-    for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
-        epoch, place = divmod(i, len(prompts))
-        if not chosen or place == 0:  # the first prompt of the step, or of an epoch
-            order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
-        chosen.append(prompts[order[place]])
-    return chosen
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Ids without a token have no text."""
+    return tokenizer.decode(ids)
 
 
 class HFSampler:
@@ -542,22 +268,16 @@ class HFSampler:
     ) -> list[tuple]:
         """One completion of each prompt: its ids, and their log-probabilities after the
         temperature, both [T]. Temperature 0 is greedy. limits: the most tokens of each."""
-        if limits is None:
-            limits = [self.cfg.max_completion_length] * len(prompts)
-        completions = {}
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # pads least
-        while order:
-            chosen = order[: self.BATCH]
-            if self.model._is_stateful:  # recurrent layers see padding: prompts of one length
-                chosen = [i for i in chosen if len(prompts[i]) == len(prompts[chosen[0]])]
-            order = order[len(chosen) :]
-            tokens, logps = self.sample_batch(
-                [prompts[i] for i in chosen], [seeds[i] for i in chosen], temperature, limits
-            )
-            for place, i in enumerate(chosen):
-                length = completion_length(tokens[place], self.stop_ids, limits[i])
-                completions[i] = (tokens[place, :length], logps[place, :length])
-        return [completions[i] for i in range(len(prompts))]
+        limits = limits or [self.cfg.max_completion_length] * len(prompts)
+        completions = []
+        for start in range(0, len(prompts), self.BATCH):
+            batch = slice(start, start + self.BATCH)
+            rows = self.sample_batch(prompts[batch], seeds[batch], temperature, limits[batch])
+            for ids, logps, limit in zip(*rows, limits[batch], strict=True):
+                stops = np.flatnonzero(np.isin(ids, self.stop_ids))
+                length = min([*(stops + 1), limit])  # with the token that stops
+                completions.append((ids[:length], logps[:length]))
+        return completions
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
@@ -584,13 +304,9 @@ class HFSampler:
                     past_key_values=cache,
                     use_cache=True,
                 )
-                if "past_key_values" not in out:
-                    why = "this model gives no past_key_values in transformers"
-                    raise TrainingError(f"--rollout hf: {why}; --rollout vllm may know it")
                 cache = out.past_key_values
                 logits = out.logits[:, -1]  # [N, V], of the next token
-                random = randoms[:, len(tokens), None]  # [N, 1]
-                ids, logp = draw(logits, temperature, random)  # [N, 1] both
+                ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
                 tokens.append(ids)
                 logps.append(logp)
                 has_stopped = has_stopped | torch.isin(ids[:, 0], stop_ids)
@@ -614,78 +330,363 @@ def draw(logits, temperature: float, random) -> tuple:
     return token, logps.gather(-1, token)
 
 
-def completion_length(tokens: np.ndarray, stop_ids: list[int], limit: int) -> int:
-    """Up to and with the first token that stops."""
-    stops = np.flatnonzero(np.isin(tokens[:limit], stop_ids))
-    if len(stops) > 0:
-        return stops[0] + 1
-    return min(limit, len(tokens))
-
-
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Some models have more ids than their
-    tokenizer; these have no text."""
-    return tokenizer.decode(ids[ids < len(tokenizer)])
-
-
 # ------------------------------------------------------------------------------------------------
-# Rewards and advantages
+# Reward
 
 
-def score(samples: list[Sample], run: Run, step: int) -> None:
-    """Fills in the rewards. What fails counts as 0, and is said on the screen."""
-    cfg = run.cfg
+def score(samples: list[Sample], run: Run) -> None:
+    """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
+    function gets the text and the row of the data (reward_row says what else). A call that fails
+    gives 0, and is said on the screen; where a function does not apply the value is nan."""
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     texts = [s.text for s in scored]
-    rows = [reward_row(s, step, cfg) for s in scored]
+    rows = [reward_row(s, run) for s in scored]
     for reward in run.rewards:
         for s in samples:
             s.rewards[reward.name] = 0.0
-        values, failures, metrics, extra = call_reward(reward, texts, rows, cfg.call_timeout)
+        values, failures, metrics, extra = call_reward(reward, texts, rows, run.cfg.call_timeout)
         for i, s in enumerate(scored):
             s.rewards[reward.name] = values[i]
             s.failure = s.failure or failures.get(i, "")
             s.logged |= metrics
             s.extra |= {column: entries[i] for column, entries in extra.items()}
-
     for s in samples:
         weighted = [reward.weight * s.rewards[reward.name] for reward in run.rewards]
         if not np.isnan(weighted).all():
             s.reward = float(np.nansum(weighted))
-            if s.finish_reason == "length" and cfg.non_stop_reward is not None:
-                s.reward = cfg.non_stop_reward
-    if run.player is not None:
-        run.player.finish(samples)
+            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
+                s.reward = run.cfg.non_stop_reward
 
 
-def reward_row(s: Sample, step: int, cfg: Config) -> dict:
-    """What a reward function gets beside the completion: the data row, and what the trainer knows.
-    reward.py says how functions in TRL's form get it."""
-    row = dict(s.prompt.row)
-    if s.episode is not None:
-        row |= s.episode.reward_columns()
-    return row | dict(
-        prompt_text=s.prompt.text,
-        prompt_messages=s.prompt.messages,
-        completion_ids=s.completion_ids.tolist(),
-        completion_length=int(s.sampled.sum()),
-        max_completion_length=cfg.max_completion_length,
-        finish_reason=s.finish_reason,
-        trainer_state=dict(global_step=step - 1, max_steps=cfg.max_steps),
-    )
+# ------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
+    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
+    group one after the other -> [N].
+
+    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
+    arXiv 2402.03300), with n - 1 as in TRL. "batch": the standard deviation of all rewards. "none":
+    nothing (Dr. GRPO, arXiv 2503.20783).
+    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
+    """
+    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
+    advantages = grouped - grouped.nanmean(1, keepdim=True)
+    advantages = zero_where_nan_or_rounding(advantages, grouped)
+    if scale == "group":
+        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
+    elif scale == "batch":
+        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
+    return advantages.flatten().to(rewards.dtype)
+
+
+def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
+    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
+    its code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state,
+    for what such a method remembers from step to step."""
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
+    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+        s.advantages[:] = advantage
+        # mask_truncated: a cut-off completion only counts in its group's mean and deviation.
+        leave_out = cfg.mask_truncated and s.finish_reason == "length"
+        if leave_out or math.isnan(s.reward):
+            s.loss_mask[:] = False
+            s.length_mask[:] = False
+
+
+# ------------------------------------------------------------------------------------------------
+# Logits, logps
+
+
+class Policy(nn.Module):
+    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
+    token, and entropy [N, T] in nats, that of the distribution it was drawn from, without gradient.
+    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
+
+    ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
+    completion_ids    x y EOS
+    predicted_at      2 3 4              the logits at c, position 2, predict x
+
+    extras/fast.py has a policy with the same numbers that is faster with language models.
+    """
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: dict):
+        # Padding stands on the right, where causal attention lets no token see it.
+        logits = logits_of_completions(self.model, batch)  # [N, T, V], at least in float32
+        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
+        logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
+        return logps[:, :, 0], entropy
+
+
+@torch.no_grad()
+def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
+    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+    places = {s: i for i, s in enumerate(samples)}
+    results = []
+    for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
+        with autocast(cfg, policy.model.device):
+            logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
+        for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
+            results.append((places[s], row[: len(s.completion_ids)]))
+    for place, row in gather(results):
+        setattr(samples[place], name, row)
+
+
+# ------------------------------------------------------------------------------------------------
+# The loss
+
+
+def grpo_loss(
+    logps,  # [N, T]
+    old_logps,  # [N, T]
+    ref_logps,  # [N, T]; None: no KL term
+    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
+    advantages,  # [N] or [N, T]
+    mask,  # [N, T], the tokens in the loss
+    cfg: Config,
+    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
+    n_sequences: int,  # likewise
+    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
+    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
+):
+    """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
+    completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
+    that of the step. (A mean over each micro-batch would give the tokens of a small one more
+    weight.)
+
+    Where nothing was sampled the inputs may hold anything, even inf and nan.
+    Returns (loss, stats); stats are sums over the tokens in the loss.
+    """
+    sampled = (mask if sampled is None else sampled).bool()
+    length_mask = (mask if length_mask is None else length_mask).bool() & sampled
+    mask = mask.bool() & sampled
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand_as(logps)
+    advantages = zero_outside(sampled, advantages.to(logps.dtype))
+    logps = zero_outside(sampled, logps)
+    old_logps = zero_outside(sampled, old_logps)
+    ref_logps = zero_outside(sampled, ref_logps)
+    sampler_logps = zero_outside(sampled, sampler_logps)
+    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
+
+    # The policy gradient. In the first update the ratio is exp(logps - logps.detach()): it is 1,
+    # and its gradient is the gradient of logps, because the derivative of exp(x) at 0 is 1.
+    ratio = policy_ratio(logps, old_logps, sampled, cfg)  # [N, T], exp(logps - old_logps)
+    losses = -advantages * ratio  # [N, T]
+    # Additions to it: in the first update the clip changes nothing, and the weights are about 1.
+    losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
+    losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
+    if ref_logps is not None and cfg.kl_in == "loss":  # --beta
+        losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
+
+    if cfg.loss_reduction == "token":
+        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
+    elif cfg.loss_reduction == "sequence":
+        length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
+        losses = losses / length  # the mean over the completion (the original GRPO)
+        losses = losses / n_sequences  # each completion counts the same
+    else:  # by a constant, so that no length has an influence (Dr. GRPO)
+        losses = losses / (n_sequences * cfg.max_completion_length)
+    loss = zero_outside(mask, losses).sum()
+    return loss, token_stats(mask, is_clipped, logps, ref_logps)
+
+
+def policy_ratio(logps, old_logps, sampled, cfg: Config):
+    """[N, T]: the probability under the policy over that under the old policy."""
+    log_ratio = logps - old_logps  # [N, T]
+    if cfg.ratio_level == "sequence":
+        # One ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
+        # 2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14).
+        length = sampled.sum(1, keepdim=True).clamp(min=1)
+        mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]; / length: the geometric mean
+        log_ratio = straight_through(mean, logps)
+    return at_most_20(log_ratio).exp()
+
+
+def clip(losses, advantages, ratio, cfg: Config):
+    """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. There
+    is no gradient
+
+    where the advantage is positive and the ratio above 1 + clip_high: more likely than is safe
+    where the advantage is negative and the ratio below 1 - clip_low: less likely than is safe
+
+    A ratio that went the wrong way, such as a small one with a positive advantage, keeps its
+    gradient.
+    """
+    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.maximum(losses, clipped), clipped > losses
+
+
+def sampler_weights(old_logps, sampler_logps, cfg: Config):
+    """[N, T], without gradient. The sampler has the policy's weights but other kernels, so its
+    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
+    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
+    if sampler_logps is None or cfg.tis_cap == 0:
+        return 1.0
+    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
+
+
+def kl_estimate(logps, ref_logps, old_logps, estimator: str):
+    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
+    [N, T]. With d = log(policy / reference) and w = policy / old policy:
+
+        estimator             its expected gradient, if it stands in the loss
+        k1 = d                0: k1 does not hold the policy at all
+        k2 = d^2 / 2          the gradient of the KL, as long as w is 1
+        k3 = exp(-d) - 1 + d  the gradient of KL(reference || policy): it fades far away
+        k4 = w k1             the gradient of the KL
+        wk3 = w k3            the gradient of the KL, with less noise than k4; the default
+
+    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
+    2512.02556). studies/kl_estimators.py measures these claims.
+    """
+    d = logps - ref_logps
+    w = at_most_20(logps - old_logps).exp()
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k4":
+        return w * d
+    k3 = torch.expm1(at_most_20(-d)) + d
+    if estimator == "k3":
+        return k3
+    # The derivative of w k3 by logps is w d, since the terms with exp(-d) cancel. Autograd would
+    # add these up in float32, and from d = -20 on their rounding error is as large as d.
+    return straight_through(w * k3, logps, slope=(w * d).detach())
+
+
+def kl_from_here_on(old_logps, ref_logps):
+    """[N, T]: with --kl_in reward each token pays k1 for itself and for the later tokens of its
+    completion, because these depend on it."""
+    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
+    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
+
+
+# ------------------------------------------------------------------------------------------------
+# Backward, step
+
+
+def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
+    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
+    sums for the log, over all ranks."""
+    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # of all ranks
+    n_tokens = max(1, sum(lengths))
+    n_sequences = max(1, np.count_nonzero(lengths))
+    passes = []
+    for batch, is_last in batches_of_rank(policy, minibatch, cfg):
+        ddp.require_backward_grad_sync = is_last  # the ranks exchange gradients in the last only
+        with autocast(cfg, policy.model.device):
+            logps, entropy = ddp(batch)  # [N, T] both
+        # Without old_logps this is the first update on the rollout: the old policy is this one.
+        old_logps = batch.get("old_logps", logps.detach())
+        loss, stats = grpo_loss(
+            logps,
+            old_logps,
+            batch.get("ref_logps"),
+            batch["sampler_logps"],
+            batch["advantages"],
+            batch["loss_mask"],
+            cfg,
+            n_tokens,
+            n_sequences,
+            batch["sampled"],
+            batch["length_mask"],
+        )
+        # DDP takes the mean over the ranks. The loss is divided by the counts of all ranks already,
+        # so their sum is right: the mean times the number of ranks.
+        (loss * WORLD_SIZE).backward()
+        passes.append(stats | pass_stats(loss, entropy, old_logps, batch))
+    return sums_over_ranks(passes)
+
+
+def update(
+    policy,
+    ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
+    optimizer,
+    samples: list[Sample],  # all ranks have the same
+    step: int,
+    cfg: Config,
+) -> dict:
+    """All optimizer steps on a rollout, by default one. Returns metrics."""
+    sums = Counter()
+    norms = []
+    taken = 0
+    for index, minibatch in minibatches(samples, step, cfg):
+        learning_rate = learning_rate_at(index, cfg)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps them in its own buckets
+        new = accumulate_gradient(policy, ddp, minibatch, cfg)
+        if not norms:  # before a weight changes
+            check_gap(new["sampler_gap"] / max(1, new["sampled_tokens"]), cfg)
+        sums.update(new)  # a Counter adds
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
+        norms.append(norm.item())  # before clipping
+        if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
+            optimizer.step()
+            taken += 1
+    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
+    return dict(learning_rate=learning_rate, optimizer_steps=taken) | update_metrics(sums, norms)
+
+
+# ------------------------------------------------------------------------------------------------
+# PLUMBING: what every trainer needs. First the helpers of the functions above; then flags, ranks,
+# data, models, vLLM, the run on disk
+# ------------------------------------------------------------------------------------------------
+
+# -- Random streams, the order of the data
+
+
+def generator(cfg: Config, stream: int, step: int, index: int = 0) -> np.random.Generator:
+    return np.random.default_rng((cfg.seed, stream, step, index))
+
+
+def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
+    sequence = np.random.SeedSequence((cfg.seed, stream, step, index))
+    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
+
+
+def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
+    """The next num_prompts, in an order that is shuffled anew in every epoch."""
+    chosen = []
+    for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
+        epoch, place = divmod(i, len(prompts))
+        if not chosen or place == 0:  # the first prompt of the step, or of an epoch
+            order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
+        chosen.append(prompts[order[place]])
+    return chosen
+
+
+# -- Numbers
+
+
+def zero_outside(mask, x):
+    """x where the mask is True, elsewhere 0: not x * mask, which would keep nan."""
+    if x is None:
+        return None
+    return torch.where(mask, x, 0)
 
 
 def zero_where_nan_or_rounding(advantages, grouped):
-    """0.1 + 0.2 and 0.3 are the same reward: their difference must not become a signal."""
-    largest = grouped.nan_to_num(0.0).abs().amax(1, keepdim=True)  # [N / G, 1]
-    rounding = 4 * torch.finfo(torch.float64).eps * largest
+    """0.1 + 0.2 and 0.3 are the same reward: their difference must teach nothing."""
     advantages = advantages.nan_to_num(0.0)
-    is_signal = advantages.abs().amax(1, keepdim=True) > rounding
-    return torch.where(is_signal, advantages, 0.0)
+    largest = grouped.nan_to_num(0.0).abs().amax(1, keepdim=True)  # [N / G, 1]
+    is_more = advantages.abs().amax(1, keepdim=True) > 1e-15 * largest
+    return torch.where(is_more, advantages, 0.0)
 
 
 def nanstd(x, dim: int):
-    """The unbiased standard deviation of the entries that are no nan; 0 for fewer than two."""
+    """The standard deviation (n - 1) of the entries that are no nan; 0 for fewer than two."""
     count = (~x.isnan()).sum(dim, keepdim=True)
     squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -697,92 +698,18 @@ def mean_and_std(values) -> tuple:
     return x.nanmean().item(), nanstd(x, 0).item()
 
 
-# ------------------------------------------------------------------------------------------------
-# Objective
-
-
-def policy_ratio(logps, old_logps, sampled, cfg: Config):
-    """[N, T]: policy / old policy, the one that sampled. Until the optimizer takes a step the two
-    are the same. Then the ratio is 1, and its gradient is that of the log-probability."""
-    log_ratio = logps - old_logps  # [N, T]
-    if cfg.ratio_level == "sequence":
-        # One ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
-        # 2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14).
-        length = sampled.sum(1, keepdim=True).clamp(min=1)
-        mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]; / length: the geometric mean
-        log_ratio = straight_through(mean, logps)
-    return capped(log_ratio).exp()
-
-
-def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. With d = log(policy / reference) and w = policy / old policy:
-
-        estimator             its gradient, as a loss
-        k1 = d                0 on average: k1 does not hold the policy
-        k2 = d^2 / 2          that of the KL, as long as w is 1
-        k3 = exp(-d) - 1 + d  that of KL(reference || policy), which fades far from the reference
-        k4 = w k1             that of the KL
-        wk3 = w k3            that of the KL, with less noise; the default
-
-    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is that of DeepSeek-V3.2 (arXiv
-    2512.02556). studies/kl_estimators.py measures these claims.
-    """
-    d = logps - ref_logps
-    w = capped(logps - old_logps).exp()
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k4":
-        return w * d
-    k3 = torch.expm1(capped(-d)) + d
-    if estimator == "k3":
-        return k3
-    # The derivative of w k3 by logps is w d, since the terms with exp(-d) cancel. Autograd would
-    # add these up in float32, and from d = -20 on their rounding error is as large as d.
-    return straight_through(w * k3, logps, slope=(w * d).detach())
-
-
 def straight_through(value, x, slope=1.0):
     """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
     return value.detach() + slope * (x - x.detach())
 
 
-def capped(exponent):
-    """At most 20, so that products of exponentials fit float32. Beyond 20 the gradient goes on,
-    where that of clamp would be 0."""
+def at_most_20(exponent):
+    """Products of such exponentials fit float32. Beyond 20 the gradient goes on, where that of
+    clamp would be 0."""
     return straight_through(exponent.clamp(max=20), exponent)
 
 
-def advantages_less_kl(advantages, old_logps, ref_logps, cfg: Config):
-    """[N, T]. With --kl_in reward the KL is a cost: each token pays beta * k1 for itself and for
-    the later tokens of its completion, because these depend on it."""
-    if ref_logps is None or cfg.kl_in == "loss":
-        return advantages
-    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
-    return advantages - cfg.beta * k1.flip(1).cumsum(1).flip(1)  # the sum from t on
-
-
-def zero_outside(mask, x):
-    """x where the mask is True, elsewhere 0: not x * mask, which would keep nan."""
-    if x is None:
-        return None
-    return torch.where(mask, x, 0)
-
-
-# ------------------------------------------------------------------------------------------------
-# Batches: samples become tensors
-
-
-def micro_batches(samples: list[Sample], budget: float) -> list[list[Sample]]:
-    """Samples of similar length together, at most `budget` tokens when they are padded."""
-    batches = []
-    for s in sorted(samples, key=lambda s: -s.total_length):
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].total_length > budget:
-            batches.append([])
-        batches[-1].append(s)  # the first sample of a batch is its longest
-    return batches
+# -- Batches: samples become tensors, and are dealt to the ranks
 
 
 def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
@@ -793,158 +720,238 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
 
 def padded_texts(samples: list[Sample]) -> dict:
     """The texts of a micro-batch. Policy says what is in it."""
-    completion = padded([s.completion_ids for s in samples])  # [N, T]
+    completion_ids = padded([s.completion_ids for s in samples])  # [N, T]
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
     last = torch.tensor([len(s.prompt.ids) - 1 for s in samples])  # [N], end of the prompt
-    predictors = last[:, None] + torch.arange(completion.shape[1])  # [N, T]
-    predictors = predictors.clamp(max=ids.shape[1] - 1)  # at padding any place will do
-    return dict(ids=ids, completion=completion, predictors=predictors, first=int(last.min()))
+    predicted_at = last[:, None] + torch.arange(completion_ids.shape[1])  # [N, T]
+    predicted_at = predicted_at.clamp(max=ids.shape[1] - 1)  # at padding any place will do
+    first = int(last.min())  # the logits before this position are not needed
+    return dict(ids=ids, completion_ids=completion_ids, predicted_at=predicted_at, first=first)
 
 
 def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
     """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. To give the
     loss another field of Sample, add its name here."""
     batch = layout(samples)
-    for name in ("trained", "sampled", "counted", "advantages", "sampler_logps"):
+    for name in ("sampled", "loss_mask", "length_mask", "advantages", "sampler_logps"):
         batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
     for name in ("old_logps", "ref_logps"):
-        if samples[0].__dict__[name] is not None:
-            batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
+        given = [getattr(s, name) for s in samples if getattr(s, name) is not None]
+        if given:
+            batch[name] = padded(given)  # [N, T]
+            if len(given) < len(samples):
+                raise ValueError(f"only {len(given)} of {len(samples)} samples have {name}")
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             batch[name] = value.to(device, non_blocking=True)  # beside what the GPU does
     return batch
 
 
-def batches_of_rank(policy, samples: list[Sample], cfg: Config):
+def batch_for(policy, samples):
+    return collate(samples, policy.model.device, policy.layout)
+
+
+def micro_batches(samples, budget):
+    """Samples of similar length together, at most `budget` tokens when they are padded."""
+    batches = []
+    for s in sorted(samples, key=lambda s: -s.total_length):
+        if not batches or (len(batches[-1]) + 1) * batches[-1][0].total_length > budget:
+            batches.append([])
+        batches[-1].append(s)  # the first sample of a batch is its longest
+    return batches
+
+
+# extras/fast.py has its own of these two.
+Policy.layout = staticmethod(padded_texts)
+Policy.micro_batches = staticmethod(micro_batches)
+
+
+def micro_batches_of_all_ranks(policy, samples, cfg):
+    total = sum(s.total_length for s in samples)
+    return policy.micro_batches(samples, min(cfg.micro_batch_tokens, total / WORLD_SIZE))
+
+
+def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
     """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many: DDP
     needs a backward of every rank, so a rank that is left over in the last round gets an empty one.
-    """
-    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in samples) / WORLD_SIZE)
-    batches = policy.micro_batches(samples, budget)
+    Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
+    check_gap needs its log-probabilities, and DDP a backward."""
+    needed = [s for s in minibatch if has_gradient(s, cfg)] or minibatch[:1]
+    batches = micro_batches_of_all_ranks(policy, needed, cfg)
     for start in range(0, len(batches), WORLD_SIZE):
         dealt = batches[start : start + WORLD_SIZE]
-        batch = collate(dealt[RANK % len(dealt)], policy.model.device, policy.layout)
+        batch = batch_for(policy, dealt[RANK % len(dealt)])
         if RANK >= len(dealt):
-            batch["trained"].zero_()
             batch["sampled"].zero_()
         yield batch, start + WORLD_SIZE >= len(batches)
 
 
-@torch.no_grad()
-def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
-    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    numbers = {s: number for number, s in enumerate(samples)}
-    results = []
-    device = policy.model.device
-    budget = min(cfg.micro_batch_tokens, sum(s.total_length for s in samples) / WORLD_SIZE)
-    for micro_batch in policy.micro_batches(samples, budget)[RANK::WORLD_SIZE]:
-        with autocast(cfg, device):
-            logps, _ = policy(collate(micro_batch, device, policy.layout))  # [N, T]
-        for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            results.append((numbers[s], row[: len(s.completion_ids)]))
-    for number, row in gather(results):
-        setattr(samples[number], name, row)
-
-
-# ------------------------------------------------------------------------------------------------
-# Optimizer steps
-
-
 def minibatches(samples: list[Sample], step: int, cfg: Config):
-    """num_epochs passes over the samples, each in num_minibatches parts of nearly equal size."""
+    """Yields, for each optimizer step, its index in the run and its samples: num_epochs passes over
+    the samples, each in num_minibatches parts of nearly equal size."""
+    index = (step - 1) * cfg.num_minibatches * cfg.num_epochs
     for epoch in range(cfg.num_epochs):
         order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
-        for part in np.array_split(order, cfg.num_minibatches):
-            yield [samples[i] for i in part]
+        for places in np.array_split(order, cfg.num_minibatches):
+            yield index, [samples[i] for i in places]
+            index += 1
 
 
-def learning_rate_at(number: int, cfg: Config) -> float:
-    """The learning rate of optimizer step `number` of the run, from 0."""
-    if number < cfg.warmup_steps:
-        return cfg.learning_rate * (number + 1) / cfg.warmup_steps
+# -- Which optimizer steps are taken, and how large
+
+
+def learning_rate_at(index: int, cfg: Config) -> float:
+    """The learning rate of an optimizer step. index: counted from the start of the run, from 0."""
+    if index < cfg.warmup_steps:
+        return cfg.learning_rate * (index + 1) / cfg.warmup_steps
     total = cfg.max_steps * cfg.num_minibatches * cfg.num_epochs
-    progress = (number - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
-    if cfg.lr_schedule == "linear":
-        return cfg.learning_rate * (1 - progress)
-    if cfg.lr_schedule == "cosine":
-        return cfg.learning_rate * (1 + math.cos(math.pi * progress)) / 2
-    return cfg.learning_rate
+    progress = (index - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
+    factors = dict(constant=1, linear=1 - progress, cosine=(1 + math.cos(math.pi * progress)) / 2)
+    return cfg.learning_rate * factors[cfg.lr_schedule]
 
 
-def has_gradient(s: Sample, cfg: Config) -> bool:
-    """Whether the loss has a gradient in any token of the sample. If not, it needs no pass."""
-    if cfg.beta > 0:
-        return s.trained.any()
-    return s.advantages[s.trained].any()
+def trained_advantages(s: Sample) -> np.ndarray:
+    return s.advantages[s.sampled & s.loss_mask]
 
 
-def has_signal(minibatch: list[Sample], policy, reference, cfg: Config) -> bool:
-    """Whether an optimizer step has anything to follow: an advantage, or a KL to the reference.
-    Without, Adam would still step: by its momentum, or, while the policy is the reference and the
-    KL's gradient is mere rounding, by that, which it scales to a full step."""
-    if any(s.advantages[s.trained].any() for s in minibatch):
+def has_gradient(s: Sample, cfg: Config, kl_pulls: bool = True) -> bool:
+    """Whether the loss has a gradient at this sample. If you add a term to the loss that acts where
+    the advantage is 0, say so here."""
+    if cfg.beta > 0 and kl_pulls:
         return True
-    pulls = any(has_gradient(s, cfg) for s in minibatch)
-    return pulls and not same_weights(policy, reference)
+    return trained_advantages(s).any()
 
 
-def check_gap(sums: dict, cfg: Config) -> None:
+def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
+    """Whether an optimizer step has anything to learn from. If not, it is skipped: Adam would still
+    move the weights, by its momentum, or by the rounding noise in the KL's gradient while the
+    policy still is the reference, which Adam scales up to a full step."""
+    kl_pulls = bool(cfg.reference or optimizer.state)  # Adam has no state before its first step
+    return any(has_gradient(s, cfg, kl_pulls) for s in minibatch)
+
+
+def check_gap(gap: float, cfg: Config) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
     rounding, the samples are not the policy's, and what is learned from them is wrong."""
-    gap = sums["sampler_gap"] / max(1, sums["sampled_tokens"])
     limit = cfg.max_sampler_gap
     if limit == 0:
         limit = 0.1 if cfg.dtype == "bfloat16" else 1e-4
     if not gap <= limit:  # or the gap is nan
         raise TrainingError(
-            f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:g}: "
-            "it has other weights, or another prompt, temperature or dtype. --rollout hf takes the "
-            "trainer's own model"
+            f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:g}. "
+            "vLLM has other weights, temperature or dtype; --rollout hf has the trainer's own. If "
+            "this is hf, the model computes otherwise with padding on the left or with a cache."
         )
 
 
-# ------------------------------------------------------------------------------------------------
-# Eval
+# -- Metrics
 
 
-def evaluate(run: Run, step: int) -> dict:
-    """The mean of the first reward over the eval data, greedy; with --eval_samples also pass@k."""
-    values, length = eval_rewards(run, step, 1, 0.0)
-    mean, std = mean_and_std(values[:, 0])
-    metrics = dict(eval_accuracy=mean, eval_stderr=std / math.sqrt(max(1, len(values))))
-    metrics["eval_length"] = length
-    k = run.cfg.eval_samples
-    if k > 0:
-        values, _ = eval_rewards(run, step, k, run.cfg.temperature)
-        metrics["eval_pass@1"] = float((values > 0.5).mean())
-        metrics[f"eval_pass@{k}"] = float((values > 0.5).any(1).mean())
+def token_stats(mask, is_clipped, logps, ref_logps) -> dict:
+    """Sums over the tokens in the loss."""
+    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
+    if ref_logps is not None:
+        k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
+        stats["kl"] = zero_outside(mask, k3).sum()
+        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
+    return stats
+
+
+def pass_stats(loss, entropy, old_logps, batch: dict) -> dict:
+    gap = (old_logps - batch["sampler_logps"]).abs()
+    return dict(
+        loss=loss.detach(),
+        entropy=zero_outside(batch["loss_mask"] & batch["sampled"], entropy).sum(),
+        sampler_gap=zero_outside(batch["sampled"], gap).sum(),
+        sampled_tokens=batch["sampled"].sum(),
+    )
+
+
+def sums_over_ranks(passes: list[dict]) -> Counter:
+    """The tensors stay on the device until here, so that no pass waits for them."""
+    rows = [torch.stack([value.double() for value in stats.values()]) for stats in passes]
+    sums = torch.stack(rows).sum(0)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(sums)
+    return Counter(dict(zip(passes[0], sums.tolist(), strict=True)))
+
+
+def update_metrics(sums: Counter, norms: list[float]) -> dict:
+    """Metrics of the optimizer steps on a rollout."""
+    metrics = dict(grad_norm=float(np.mean(norms)), loss=sums.pop("loss") / len(norms))
+    metrics["skipped_steps"] = len(norms) - sum(map(math.isfinite, norms))
+    metrics["sampler_gap"] = sums.pop("sampler_gap") / max(1, sums.pop("sampled_tokens"))
+    tokens = max(1, sums.pop("tokens"))
+    return metrics | {name: value / tokens for name, value in sums.items()}
+
+
+def sample_metrics(samples: list[Sample]) -> dict:
+    """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
+    reward, reward_std = mean_and_std([s.reward for s in samples])
+    lengths = [int(s.sampled.sum()) for s in samples]
+    largest = np.array([np.abs(trained_advantages(s)).max(initial=0) for s in samples])
+    group_size = sum(s.group == samples[0].group for s in samples)
+    metrics = {
+        "reward": reward,
+        "reward_std": reward_std,
+        "advantage_abs": float(largest.mean()),
+        "frac_reward_zero_std": float((largest.reshape(-1, group_size).max(1) == 0).mean()),
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "tokens": sum(s.total_length for s in samples),
+        "failed_rewards": sum(bool(s.failure) for s in samples),
+    }
+    for name in samples[0].rewards:
+        mean, std = mean_and_std([s.rewards[name] for s in samples])
+        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+    for name in {name for s in samples for name in s.logged}:
+        mean, _ = mean_and_std([s.logged.get(name, math.nan) for s in samples])
+        metrics[f"logged/{name}"] = mean
     return metrics
 
 
-def eval_rewards(run: Run, step: int, n: int, temperature: float) -> tuple:
-    """The first reward of n completions of each eval prompt to which it applies, [prompts, n], and
-    the mean length."""
-    samples = rollout(run, run.eval_prompts, EVAL, step, n, temperature)
-    check_sampler(run, samples[:8], temperature)
+# -- Eval
+
+
+def evaluate(run: Run) -> dict:
+    """The mean of the first reward over the eval data, greedy; with --eval_samples also pass@k."""
+    values, metrics = eval_rewards(run, 1, 0.0)
+    mean, std = mean_and_std(values[:, 0])
+    metrics |= dict(eval_accuracy=mean, eval_stderr=std / math.sqrt(max(1, len(values))))
+    k = run.cfg.eval_samples
+    if k > 0:
+        is_right = eval_rewards(run, k, run.cfg.temperature)[0] > 0.5
+        metrics["eval_pass@1"] = float(is_right.mean())
+        metrics[f"eval_pass@{k}"] = float(is_right.any(1).mean())
+    return metrics
+
+
+def eval_rewards(run: Run, n: int, temperature: float) -> tuple:
+    """The first reward of n completions of each eval prompt, [prompts, n], without the prompts to
+    which it does not apply or for which it failed."""
+    samples = rollout(run, run.eval_prompts, EVAL, run.step, n, temperature)
+    check_eval_gap(run, samples[:8], temperature)
+    print_failures(samples)
     name = run.rewards[0].name
-    values = np.array([s.rewards[name] for s in samples]).reshape(-1, n)
-    length = float(np.mean([s.sampled.sum() for s in samples]))
-    return values[~np.isnan(values).any(1)], length
+    values = np.array([math.nan if s.failure else s.rewards[name] for s in samples])
+    values = values.reshape(-1, n)
+    metrics = dict(eval_length=float(np.mean([s.sampled.sum() for s in samples])))
+    metrics["failed_rewards"] = sum(bool(s.failure) for s in samples)
+    return values[~np.isnan(values).any(1)], metrics
 
 
-def check_sampler(run: Run, samples: list[Sample], temperature: float) -> None:
+def check_eval_gap(run: Run, samples: list[Sample], temperature: float) -> None:
     """An eval is wrong, too, if the sampler has other weights than the policy."""
     policy = copy.copy(run.policy)
     policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
     add_logps("old_logps", policy, samples, run.cfg)
-    gaps = np.concatenate([np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples])
-    check_gap(dict(sampler_gap=gaps.sum(), sampled_tokens=len(gaps)), run.cfg)
+    gaps = [np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples]
+    check_gap(np.concatenate(gaps).mean(), run.cfg)
 
 
-# ------------------------------------------------------------------------------------------------
-# PLUMBING: what every trainer needs. Flags, errors, ranks, data, models, vLLM, the run on disk
-# ------------------------------------------------------------------------------------------------
+# -- Flags
 
 
 @dataclass
@@ -1027,10 +1034,9 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
     eval_every=5,
 )
 
-LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3, vllm_gpu_memory_utilization=0)
+LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # all others: 1 or 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
-HIGHEST = dict(clip_low=1, vllm_gpu_memory_utilization=1)
 
 
 class ConfigError(Exception):
@@ -1042,102 +1048,70 @@ class TrainingError(Exception):
 
 
 @contextlib.contextmanager
-def blame(what: str):
-    """Whatever fails inside is a mistake in `what`: a flag, a file, a row."""
+def mistakes_in(what: str):
+    """Whatever fails inside is a mistake of the user in this flag, file or row."""
     try:
         yield
-    except TrainingError:
-        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if "validation error" in lines[0]:  # pydantic's reason comes later
-        return " ".join(line.strip() for line in lines)[:500]
-    return lines[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def need(fine, flag: str, why: str) -> None:
-    if not fine:
+def require(condition, flag: str, why: str) -> None:
+    if not condition:
         raise ConfigError(f"--{flag}: {why}")
 
 
-def say(text: str) -> None:
+def print_rank_0(text: str) -> None:
     if RANK == 0:
-        with contextlib.suppress(OSError):  # a closed pipe or a full disk ends no run
+        with contextlib.suppress(OSError, RuntimeError):  # a closed pipe; a print inside a print
             print(text, flush=True)
 
 
 def parse_flags(argv: list[str] | None) -> Config:
     """Given flags win over those of the run that --resume continues, and over BUNDLED."""
-
-    def refuse(message: str):
-        raise ConfigError(message)
-
-    parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = refuse
+    parser = transformers.HfArgumentParser(Config, allow_abbrev=False)
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
-    for f in fields(Config):
-        options = dict(type=type(f.default))
-        if f.default is None:
-            options = dict(type=float)
-        if isinstance(f.default, bool):  # --chat, --chat true, --chat false
-            options = dict(type=true_or_false, nargs="?", const=True)
-        parser.add_argument(f"--{f.name}", **options)
-    known, unknown = parser.parse_known_args(argv)
-    given = vars(known)
-    if unknown:
-        names = [f"--{f.name}" for f in fields(Config)]
-        closest = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0)[0]
-        refuse(f"unknown flag {unknown[0]}; did you mean {closest}? See --help")
-    if given.get("resume"):
-        out_dir = given.get("out_dir") or newest_run()
-        with blame(f"--resume: no run in {out_dir}"):
-            saved = json.loads(Path(out_dir, "config.json").read_text())
-            return Config(**saved | given | dict(out_dir=out_dir))
-    if given.get("model"):
-        return Config(**given)
-    if given.get("train_data"):
-        given.setdefault("eval_data", "")  # the bundled eval is another task
-    return Config(**BUNDLED | given | dict(model=BUNDLED["model"]))
-
-
-def true_or_false(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
-
-
-def newest_run() -> str:
-    runs = glob.glob("out*/config.json")
-    return os.path.dirname(max(runs, key=os.path.getmtime, default="out/"))
+    parser.error = lambda message: require(False, "help lists the flags", message)
+    given = parser.parse_args(argv)
+    if given.resume:
+        runs = glob.glob("out*/config.json")
+        path = max(runs, key=os.path.getmtime, default="out/config.json")  # the newest unnamed run
+        if given.out_dir != Config.out_dir:
+            path = f"{given.out_dir}/config.json"
+        with mistakes_in(f"--resume: {path}"):
+            saved = Config(**json.loads(Path(path).read_text()))
+        parser.set_defaults(**asdict(saved) | dict(out_dir=os.path.dirname(path)))
+    elif not given.model:
+        parser.set_defaults(**BUNDLED)
+        if given.train_data:
+            parser.set_defaults(eval_data="")  # the bundled eval is another task
+    return Config(**vars(parser.parse_args(argv)))
 
 
 def check_flags(cfg: Config) -> None:
     """Refuses impossible values before anything is loaded or written."""
     for name, kind in typing.get_type_hints(Config).items():
         value = getattr(cfg, name)
-        choices = [choice for choice in typing.get_args(kind) if isinstance(choice, str)]
-        if choices:
-            need(value in choices, name, f"{value} is none of {', '.join(choices)}")
         if kind in (int, float):
-            low, high = LOWEST.get(name, 0), HIGHEST.get(name, 1e300)
-            is_number = isinstance(value, (int, float)) and low <= value <= high
-            need(is_number, name, f"{value} is not a number from {low} on (to {high:g})")
-    need(cfg.model, "model", "is empty; Config(**BUNDLED) is the bundled task")
-    need(cfg.train_data, "train_data", "required if --model is given")
-    with blame("--chat_template_kwargs: no JSON object"):
-        dict(**json.loads(cfg.chat_template_kwargs or "{}"))
+            low = LOWEST.get(name, 0)
+            require(low <= value < math.inf, name, f"{value} is no number from {low} on")
+        elif typing.get_origin(kind) is Literal:
+            choices = typing.get_args(kind)
+            require(value in choices, name, f"{value} is none of {', '.join(choices)}")
+    require(cfg.clip_low <= 1, "clip_low", "no ratio is below 0")
+    require(cfg.model, "model", "is empty; Config(**BUNDLED) is the bundled task")
+    require(cfg.train_data, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
-    need(cfg.num_minibatches <= samples, "num_minibatches", "more than the step's samples")
+    require(cfg.num_minibatches <= samples, "num_minibatches", "more than the step's samples")
     if cfg.kl_in == "reward" and cfg.beta > 0:
-        why = f"the reward takes k1 only: {cfg.kl_estimator} has another gradient there"
-        need(cfg.kl_estimator == "k1", "kl_estimator", why)
-    if cfg.report_to != "none":
-        found = importlib.util.find_spec(cfg.report_to)
-        need(found, "report_to", f"not installed: pip install {cfg.report_to}")
+        why = "with --kl_in reward only k1 has the right gradient"
+        require(cfg.kl_estimator == "k1", "kl_estimator", why)
+    with mistakes_in("--chat_template_kwargs: no JSON object"):
+        dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
 
 # -- Ranks
@@ -1148,44 +1122,30 @@ def join_ranks(cfg: Config) -> torch.device:
     this rank."""
     global RANK, WORLD_SIZE
     has_cuda = torch.cuda.is_available()
-    need(has_cuda or cfg.device != "cuda", "device", "torch finds no usable GPU here")
+    require(has_cuda or cfg.device != "cuda", "device", "torch finds no usable GPU here")
     device = torch.device("cpu")
+    backend = "gloo"
     if has_cuda and cfg.device != "cpu":
         device = torch.device("cuda", LOCAL_RANK)
         torch.cuda.set_device(device)
-    elif cfg.device == "auto" and torch.version.cuda and os.path.exists("/proc/driver/nvidia"):
-        raise ConfigError("--device: torch cannot use this GPU (old driver?); or say cpu")
+        backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
     if dist.is_initialized():
         RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
     elif "RANK" in os.environ:
-        # Python objects travel over gloo, gradients on GPUs over NCCL
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        with mistakes_in("torchrun sets RANK and more; here only a part is set"):
+            dist.init_process_group(backend)
     return device
 
 
-def refuse_different_ranks(values: dict) -> None:
-    """Ranks that differ would train on nonsense without a word."""
-    for rank, theirs in enumerate(gather([values])):
-        different = [name for name in values if theirs[name] != values[name]]
-        if different:
-            raise ConfigError(f"{', '.join(different)}: rank {rank} has another than rank {RANK}")
+def digest_of_weights(model) -> list[int]:
+    """Sums of bits: the same on every device."""
+    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
+    return [int(x.sum(dtype=torch.int64)) for x in bits]
 
 
-def digest_of_weights(model) -> int:
-    """The same on every device: the sum of (position of the parameter) * (sum of its bits)."""
-    total = 0
-    for position, parameter in enumerate(model.parameters(), 1):
-        bits = parameter.detach().reshape(-1).view(torch.int32)
-        total = total + position * bits.sum(dtype=torch.int64)
-    return int(total)
-
-
-def digest_of_rows(prompts: list[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for p in prompts:
-        digest.update(p.ids.tobytes())
-        digest.update(json.dumps(p.row, default=lambda value: type(value).__name__).encode())
-    return digest.hexdigest()[:16]
+def digest(values) -> str:
+    text = json.dumps(values, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -- Data
@@ -1196,163 +1156,163 @@ def read_rows(path: str):
     kind = Path(path).suffix.lower()
     if ".py:" in path:
         yield from load_function(path)()
-    elif kind == ".jsonl":
-        for line in Path(path).read_text("utf-8-sig").split("\n"):
-            if line.strip():
+    elif kind in (".json", ".jsonl", ".ndjson"):
+        text = Path(path).read_text("utf-8-sig")
+        if text.lstrip().startswith("["):
+            yield from json.loads(text)
+        else:
+            for line in filter(str.strip, text.split("\n")):
                 yield json.loads(line)
-    elif kind == ".json":
-        yield from json.loads(Path(path).read_text("utf-8-sig"))
     elif kind == ".csv":
         with open(path, encoding="utf-8-sig", newline="") as file:
             for row in csv.DictReader(file, strict=True):
                 if None in row or None in row.values():
                     raise ValueError("more or fewer fields than the header")
                 yield row
+    elif kind != ".parquet" and (os.path.isfile(path) or path.startswith((".", "/"))):
+        raise ValueError("no file of JSON, JSONL, CSV or parquet")
     else:
         from datasets import load_dataset
 
         if kind == ".parquet":
             yield from load_dataset("parquet", data_files=path, split="train")
         else:
-            name, config, split = f"{path}::".split(":")[:3]
-            yield from load_dataset(name, config or None, split=split or "train")
+            name, config, split = f"{path}::".split(":", 2)
+            yield from load_dataset(name, config or None, split=split.rstrip(":") or "train")
 
 
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
     """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
     path = getattr(cfg, flag)
-    columns = re.findall(r"\{([A-Za-z_]\w*)\}", cfg.prompt_template) or ["prompt"]
+    rows = iter(tqdm(read_rows(path), path, delay=10, disable=RANK > 0))  # a bar if it takes long
     prompts = []
-    rows = read_rows(path)
     while True:
-        number = len(prompts)
-        with blame(f"--{flag} {path} row {number + 1}"):
+        with mistakes_in(f"--{flag} {path} row {len(prompts) + 1}"):
             row = next(rows, None)
             if row is None:
                 break
-            row = plain_values(row)
-            check_row(row, columns, rewards)
-            prompts.append(make_prompt(row, number, tokenizer, environment, cfg))
-    need(prompts, f"{flag} {path}", "no rows")
+            check_row(row, rewards)
+            prompts.append(make_prompt(row, len(prompts), tokenizer, environment, cfg))
+            if len(prompts) == 1:
+                check_tokenizer(tokenizer, prompts[0])
     kept = [p for p in prompts if len(p.ids) <= cfg.max_prompt_length]
-    need(kept, f"{flag} {path}", f"no prompt has at most {cfg.max_prompt_length} tokens")
+    left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts are too long"
+    require(kept, f"{flag} {path}", left_out)
     if len(kept) < len(prompts):
-        left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts"
-        say(f"--{flag}: {left_out} have more than {cfg.max_prompt_length} tokens: left out")
+        print_rank_0(f"--{flag}: {left_out} (--max_prompt_length) and left out")
     if tokenizer.chat_template and kept[0].messages is None:
-        say(f"--{flag}: strings go to this chat model without its template; --chat applies it")
+        print_rank_0(f"--{flag}: strings go to this chat model as they are; see --chat")
     return kept
 
 
-def check_row(row, columns: list[str], rewards: list[Reward]) -> None:
+def check_row(row, rewards: list[Reward]) -> None:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
-    for column, value in row.items():
-        try:
-            json.dumps(value, default=str, allow_nan=False)  # for the log
-        except ValueError as error:
-            raise ValueError(f"column '{column}': {one_line(error)}") from None
-    for column in columns:
-        if row.get(column) is None:
-            raise ValueError(f"has no column '{column}'")
+    json.dumps(row, default=str, allow_nan=False)  # for the log
+    if row.keys() & ADDED_COLUMNS:
+        raise ValueError(f"has a column that the trainer adds: {row.keys() & ADDED_COLUMNS}")
     for reward in rewards:
-        for column in reward.columns:
-            if column not in row:  # null: the reward does not apply to this row
-                raise ValueError(f"has no column '{column}'")
+        missing = set(reward.columns) - row.keys()  # null: the reward does not apply to this row
+        if missing:
+            raise ValueError(f"has no column {missing}, which {reward.name} needs")
         if reward.check is not None and reward.applies(row):
             reward.check(row)
 
 
-def plain_values(value):
-    """NumPy's arrays and numbers, as parquet files hold them, as Python's."""
-    if isinstance(value, dict):
-        return {name: plain_values(item) for name, item in value.items()}
-    if isinstance(value, (list, np.ndarray)):
-        return [plain_values(item) for item in value]
-    if isinstance(value, np.floating):
-        return float(str(value))  # float32's 5e-05 is not 4.999999873689376e-05
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
-
-
-def make_prompt(row: dict, number: int, tokenizer, environment, cfg: Config) -> Prompt:
+def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
     """The column `prompt`, or --prompt_template filled in, as token ids."""
-    prompt = row.get("prompt")
+    text = row.get("prompt")
     if cfg.prompt_template:
-        # A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq
-        template = re.sub(r"\\n(?![a-z])", "\n", cfg.prompt_template)
-        prompt = re.sub(r"\{([A-Za-z_]\w*)\}", lambda match: str(row[match[1]]), template)
-    if not prompt or not isinstance(prompt, (str, list)):
-        raise ValueError(f"the prompt is neither a text nor a list of messages: {prompt!r}")
-    is_chat = isinstance(prompt, list) or cfg.chat or cfg.system_prompt
-    if not is_chat:
-        if environment is not None and environment.tools(row):
-            raise ValueError("tools need a chat: a list of messages, or --chat")
-        return Prompt(string_ids(prompt, tokenizer), prompt, row, None, number)
+        text = fill_template(cfg.prompt_template, row)
+    if not text or not isinstance(text, (str, list)):
+        raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
+    messages = None
+    if isinstance(text, list) or cfg.chat or cfg.system_prompt:
+        messages = text
+        if isinstance(text, str):
+            messages = [dict(role="user", content=text)]
+        if cfg.system_prompt:
+            messages = [dict(role="system", content=cfg.system_prompt), *messages]
+        options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
+        if environment is not None:
+            seed = (cfg.seed, row_number)
+            messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
+        text = chat_text(messages, tokenizer, options)
+    # One BOS: a chat template writes it, and so does a row that was made by one.
+    has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
+    ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if messages is None and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers add it
+        ids = ids[:-1]
+    return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [dict(role="user", content=prompt)]
-    if cfg.system_prompt:
-        messages = [dict(role="system", content=cfg.system_prompt), *messages]
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs a role and a text as content: {message!r}")
-    options = json.loads(cfg.chat_template_kwargs or "{}")
-    if environment is not None:
-        if environment.tools(row):
-            options["tools"] = environment.tools(row)
-        opening = environment.opening(row, (cfg.seed, number), tokenizer)
-        last = messages[-1]
-        messages = [*messages[:-1], last | dict(content=last["content"] + opening)]
-    text = chat_text(messages, tokenizer, options)
-    if messages[0]["content"].strip() not in text:
-        raise ValueError(f"the chat template leaves out the {messages[0]['role']} message")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes BOS
-    check_ids(ids, text, tokenizer)
-    return Prompt(np.array(ids, np.int64), text, row, messages, number)
+
+def fill_template(template: str, row: dict) -> str:
+    r"""Puts the values of the row in the place of {column}. The braces of \boxed{}, \frac{1}{2} and
+    \text{kg} stay."""
+
+    def value_of(match):
+        command, column = match.groups()
+        if command is None and row.get(column) is not None:
+            return str(row[column])
+        if command is None and re.fullmatch(r"[^\W\d][\w.-]*", column):
+            raise ValueError(f"has no column '{column}'")
+        return match[0]
+
+    # A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq
+    template = re.sub(r"\\n(?![a-z])", "\n", template)
+    filled = re.sub(r"(\\[A-Za-z]+)?\{([^{}\n]+)\}", value_of, template)
+    if filled == template:
+        raise ValueError("--prompt_template has no column in braces")
+    return filled
 
 
 def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
     """The chat up to where the policy goes on: in a turn of its own, or in one that is begun."""
-    write = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    write = functools.partial(tokenizer.apply_chat_template, **options)
     if messages[-1]["role"] != "assistant":
-        return write(messages, add_generation_prompt=True)
-    begun = write(messages, continue_final_message=True)
-    before, words, after = begun.rpartition(messages[-1]["content"].strip())
-    if not words:
-        raise ValueError("the chat template changes the words that the answer begins with")
-    # Qwen3's template puts an empty think block before these words, but not before a turn that the
-    # policy begins. What both have in common is the header, such as <|im_start|>assistant.
-    own = write(messages[:-1], add_generation_prompt=True)
-    return os.path.commonprefix([before, own]) + words + after
+        text = write(messages, add_generation_prompt=True)
+    else:
+        begun = write(messages, continue_final_message=True)
+        before, words, after = begun.rpartition(messages[-1]["content"].strip())
+        # Qwen3's template puts an empty think block before these words, but not before a turn that
+        # the policy begins. What both share is the header, such as <|im_start|>assistant.
+        own = write(messages[:-1], add_generation_prompt=True)
+        text = os.path.commonprefix([before, own]) + words + after
+    if messages[0]["content"].strip() not in text:
+        raise ValueError(f"the chat template leaves out the {messages[0]['role']} message")
+    return text
 
 
-def string_ids(text: str, tokenizer) -> np.ndarray:
-    """With one BOS, if the tokenizer has one, and without the EOS that some tokenizers add."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    check_ids(ids, text, tokenizer)
-    start = tokenizer("")["input_ids"]
-    if tokenizer.bos_token_id != tokenizer.eos_token_id:
-        start = [i for i in start if i != tokenizer.eos_token_id]
-    if ids[: len(start)] != start:
-        ids = start + ids
-    if not ids:
-        raise ValueError("the prompt is empty")
-    return np.array(ids, np.int64)
+def check_tokenizer(tokenizer, prompt: Prompt) -> None:
+    """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
+    one up. Blanks beside special tokens may come and go."""
+    decoded = tokenizer.decode(prompt.ids)
+    blanks = "|".join(map(re.escape, [*tokenizer.get_added_vocab(), "\u2581"]))
+    words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
+    if words[0] != words[1]:
+        raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
 
 
-def check_ids(ids: list[int], text: str, tokenizer) -> None:
-    """The ids must say what the text says. A blank at its start or beside a special token is left
-    out of account: some tokenizers add one, and decode it or not."""
-    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    tokens = [unicodedata.normalize("NFKC", token) for token in tokenizer.get_added_vocab()]
-    special = "|".join(map(re.escape, tokens)) or "(?!)"  # (?!) matches nothing
-    texts = [unicodedata.normalize("NFKC", x).lstrip() for x in (decoded, text)]
-    texts = [re.sub(f" *({special}) *", r"\1", x) for x in texts]
-    if texts[0] != texts[1]:
-        raise ValueError(f"of {text!r} the tokenizer makes {decoded!r}")
+ADDED_COLUMNS = {"prompt_text", "prompt_messages", "completion_ids", "completion_length"}
+ADDED_COLUMNS |= {"max_completion_length", "finish_reason", "trainer_state"}
+
+
+def reward_row(s: Sample, run: Run) -> dict:
+    """What a reward function gets beside the completion: a copy of the data row, and what the
+    trainer knows. reward.py says how functions in TRL's form get it."""
+    row = copy.deepcopy(s.prompt.row)  # a function may change it
+    if s.episode is not None:
+        row |= s.episode.reward_columns()
+    epoch = run.step * run.cfg.num_prompts / len(run.train_prompts)
+    return row | dict(
+        prompt_text=s.prompt.text,
+        prompt_messages=s.prompt.messages,
+        completion_ids=s.completion_ids.tolist(),
+        completion_length=int(s.sampled.sum()),
+        max_completion_length=run.cfg.max_completion_length,
+        finish_reason=s.finish_reason,
+        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=epoch),
+    )
 
 
 # -- Models
@@ -1361,12 +1321,9 @@ def check_ids(ids: list[int], text: str, tokenizer) -> None:
 def load_tokenizer(path: str):
     transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # refuses foreign code
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    tokens = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    if not tokens - set(tokenizer.all_special_tokens):  # made up by transformers
-        raise ValueError("there are no tokenizer files")
     # transformers 5 goes by the class in the config, and may make another tokenizer of
     # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
-    if not keeps_blanks(tokenizer) and getattr(tokenizer, "is_fast", False):
+    if tokenizer.is_fast and not keeps_blanks(tokenizer):
         plain = transformers.PreTrainedTokenizerFast.from_pretrained(path)
         if keeps_blanks(plain):
             return plain
@@ -1385,18 +1342,17 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
     """A Hugging Face causal language model without any randomness, in float32 even if the products
     are in bfloat16: at a learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to
     rounding."""
-    with blame(f"--{flag} {path}"):
+    with mistakes_in(f"--{flag} {path}"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
-            raise ValueError(
-                "is quantized, and cannot be trained; name the model that it is made of"
-            )
-        config = without_randomness(config)
-        options = dict(dtype=torch.float64 if cfg.dtype == "float64" else torch.float32)
+            raise ValueError("is quantized: name the model that it is made of")
+        options = dict(config=without_randomness(config), dtype=torch.float32)
+        if cfg.dtype == "float64":
+            options["dtype"] = torch.float64
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             options["attn_implementation"] = "eager"  # the others leave the cap out
         load = transformers.AutoModelForCausalLM.from_pretrained
-        model, info = load(path, config=config, output_loading_info=True, **options)
+        model, info = load(path, output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
     try:
@@ -1419,16 +1375,19 @@ def without_randomness(config):
     return config
 
 
-def logits_from(model, ids, first: int):
-    """[N, L - first, V]: the logits from this place on; those of the prompts before are not made.
-    Gradient checkpointing acts in training mode only."""
+def logits_of_completions(model, batch: dict):
+    """[N, T, V]: the logits that predict the completions, at least in float32. Those of the prompts
+    before are not made. Gradient checkpointing acts in training mode only."""
     if model.is_gradient_checkpointing:
         model.train(torch.is_grad_enabled())
-    kept = ids.shape[1] - first
     options = dict(use_cache=False)
+    kept = batch["ids"].shape[1] - batch["first"]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = kept
-    return model(ids, **options).logits[:, -kept:]
+    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
+    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
+    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def autocast(cfg: Config, device: torch.device, cache: bool = False):
@@ -1437,40 +1396,17 @@ def autocast(cfg: Config, device: torch.device, cache: bool = False):
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=cache)
 
 
-def has_unused_parameters(model) -> bool:
-    """A text may reach no image tower, and not every expert. DDP must not wait for those."""
-    has_experts = any(".experts." in name for name, _ in model.named_parameters())
-    return has_experts or model.config.get_text_config() is not model.config
-
-
-def size(model) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def same_weights(policy, reference) -> bool:
-    if isinstance(reference, AdaptersOff):
-        adapters = [p for name, p in policy.named_parameters() if ".lora_B." in name]
-        return not any(p.any() for p in adapters)
-    pairs = zip(policy.parameters(), reference.parameters(), strict=True)
-    return all(torch.equal(p.to(q.dtype), q) for p, q in pairs)
-
-
-def fast_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
 def resolve_auto(cfg: Config, model, device: torch.device) -> Config:
     """The flags with a value in place of each `auto`."""
+    is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    tokens = 2048
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        tokens = tokens_that_fit(model, device)
     if cfg.dtype == "auto":
-        cfg = replace(cfg, dtype="float32")
-        if size(model) >= SMALL and fast_bfloat16(device):
-            cfg = replace(cfg, dtype="bfloat16")
+        is_worth_it = is_fast and model.num_parameters() >= SMALL
+        cfg = replace(cfg, dtype="bfloat16" if is_worth_it else "float32")
     if cfg.micro_batch_tokens == 0:
-        tokens = 2048
-        if device.type == "cuda":
-            tokens = tokens_that_fit(model, device)
         cfg = replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
     return cfg
 
@@ -1485,10 +1421,10 @@ def tokens_that_fit(model, device: torch.device) -> int:
     return int(min(16384, max(256, 0.8 * (free - learning) / of_a_token)))
 
 
-def halve_frozen(policy) -> None:
+def halve_frozen(model) -> None:
     """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
-    tied = policy.model.get_input_embeddings().weight
-    for module in policy.model.modules():
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not tied:
             if not module.weight.requires_grad:
                 module.to(torch.bfloat16)
@@ -1496,86 +1432,84 @@ def halve_frozen(policy) -> None:
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
     """The plain policy, or that of extras/fast.py if it is there, right, and faster."""
-    plain = Policy(model, cfg.temperature)
-    if not cfg.fast:
-        return plain
-    try:
+    policy = Policy(model, cfg.temperature)
+    if cfg.fast and os.path.exists(f"{HERE}/extras/fast.py"):
         from extras import fast
-    except ImportError:
-        say("policy: plain (extras/fast.py is not there)")
-        return plain
-    samples = []  # made up, to compare the two
-    for group, prompt in enumerate(prompts[:2]):
-        for length in (1, 5, 32):
-            ids = np.resize(prompt.ids, min(length, cfg.max_completion_length))
-            samples.append(Sample(group, prompt, ids, np.zeros(len(ids))))
-    policy, why = fast.choose(plain, samples, collate, cfg)
-    if WORLD_SIZE > 1 and len(set(gather([why]))) > 1:
-        policy, why = plain, "the ranks chose differently"
-    if any(p.requires_grad for p in model.parameters()):  # not that of the reference
-        say(f"policy: {type(policy).__name__} ({why})")
+
+        policy, why = fast.choose(policy, prompts, Sample, collate, cfg)
+        print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
     return policy
 
 
-# -- LoRA (Hu et al., arXiv 2106.09685), by peft
+def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
+    """What the KL is measured from; None: nothing."""
+    if cfg.beta == 0:
+        return None
+    if cfg.lora_rank > 0 and not cfg.reference:
+        from extras import lora
+
+        return lora.AdaptersOff(policy)
+    flag = "reference" if cfg.reference else "model"
+    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
+    check_sizes(flag, model, prompts, cfg)
+    return make_policy(model, prompts, cfg)
 
 
-def add_adapters(model, cfg: Config) -> None:
-    """Freezes the model, and puts trained products beside all linear layers but the head."""
-    with blame(f"--lora_rank {cfg.lora_rank}"):
-        from peft import LoraConfig, inject_adapter_in_model
+def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
+    """By name; adapters are merged into the weights beside which they stand, in bfloat16 if
+    `rounded`."""
+    if cfg.lora_rank == 0:
+        return model.state_dict()
+    from extras import lora
 
-        torch.manual_seed(cfg.seed)  # every rank draws the same adapters
-        options = dict(target_modules="all-linear", task_type="CAUSAL_LM")
-        config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, **options)
-        inject_adapter_in_model(config, model)
-
-
-class AdaptersOff:
-    """The policy without its adapters: the reference of the KL, at no memory."""
-
-    def __init__(self, policy):
-        self.policy = policy
-        self.model = policy.model
-        self.micro_batches = policy.micro_batches
-        self.layout = policy.layout
-
-    def __call__(self, batch: dict):
-        layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            return self.policy(batch)
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+    return lora.merged_weights(model, rounded)
 
 
-def merged_weights(model, rounded: bool = False) -> dict:
-    """Parameters (a tied head once) and saved buffers by name, the adapters merged into the weights
-    beside which they stand. rounded: merged weights are in bfloat16."""
-    saved = model.state_dict()
-    weights = dict(model.named_parameters())
-    weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    for number, (name, module) in enumerate(model.named_modules()):
-        if hasattr(module, "get_delta_weight"):
-            base = f"{name}.base_layer.weight"
-            weights[base] = weights[base].float() + module.get_delta_weight("default")
-            if rounded:
-                weights[base] = round_at_random(weights[base].detach(), number)
-    kept = [name for name in weights if ".lora_" not in name]
-    return {name.replace(".base_layer", ""): weights[name].detach() for name in kept}
+def wrap(policy):
+    """The policy for backward: inside DDP, which takes the mean of the gradients of all ranks."""
+    if WORLD_SIZE == 1:
+        return policy
+    options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
+    # A text may reach no image tower, and not every expert. DDP must not wait for those.
+    experts = [name for name, _ in policy.named_parameters() if ".experts." in name]
+    has_towers = policy.model.config.get_text_config() is not policy.model.config
+    options["find_unused_parameters"] = has_towers or len(experts) > 0
+    return DistributedDataParallel(policy, **options)
 
 
-def round_at_random(x, seed: int):
-    """float32 to bfloat16 by stochastic rounding: up or down, right on average. Rounded to the
-    nearest, a small adapter's share would vanish: it is less than half the distance between two
-    numbers of bfloat16."""
-    bits = x.view(torch.int32)
-    generator = torch.Generator(bits.device).manual_seed(seed)
-    options = dict(dtype=torch.int32, device=bits.device, generator=generator)
-    noise = torch.randint(2**16, bits.shape, **options)
-    return (bits + noise).bitwise_and(-(2**16)).view(torch.float32).bfloat16()
+def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    matrices = dict(params=[p for p in trained if p.dim() >= 2], weight_decay=cfg.weight_decay)
+    vectors = dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0)
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    return torch.optim.AdamW(groups, cfg.learning_rate, fused=True)  # fused: 5 times as fast
+
+
+def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
+    """The most tokens of a prompt and its completion; the model must have room for them."""
+    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+    why = f"with the longest prompt {longest} tokens; --{flag} has {positions} positions"
+    require(longest <= positions, "max_completion_length", why)
+    largest = max(int(p.ids.max()) for p in prompts)
+    why = f"the tokenizer of --model makes the id {largest}, which is not in its vocabulary"
+    require(largest < model.get_input_embeddings().num_embeddings, flag, why)
+    return longest
+
+
+def stop_ids_of(model, tokenizer, cfg: Config) -> list[int]:
+    """All tokens that end a turn and that the model can sample: the end tokens of the model and the
+    tokenizer, and the token that the chat template writes after the assistant's words."""
+    ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)}
+    with contextlib.suppress(Exception):  # no template, or one that refuses such a chat
+        chat = [dict(role="user", content="?"), dict(role="assistant", content="b8e24d60f1")]
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("b8e24d60f1")[2]
+        after = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1]
+        ends |= set(after) & set(tokenizer.get_added_vocab().values())
+    vocabulary = range(model.get_input_embeddings().num_embeddings)
+    stop_ids = sorted(int(i) for i in ends if i in vocabulary)
+    require(stop_ids, f"model {cfg.model}", "has no EOS token")
+    return stop_ids
 
 
 # -- vLLM
@@ -1605,9 +1539,6 @@ class VLLMSampler:
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # the first push brings the weights
         )
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is not model.get_input_embeddings().weight:
-            options["hf_overrides"] = dict(tie_word_embeddings=False)  # its config may say tied
         if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
             options["enable_sleep_mode"] = True
@@ -1626,22 +1557,17 @@ class VLLMSampler:
 
     def push(self, model) -> None:
         """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
-        next rollout."""
+        next rollout (check_gap)."""
         if self.asleep:  # weights first, then the cache, so that their peaks do not add up
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         self.llm.apply_model(fill_with_nan)
+        weights = weights_of(model, self.cfg, rounded=self.cfg.dtype == "bfloat16")
         # transformers renames and merges some tensors as it loads them, such as experts
-        revert = transformers.core_model_loading.revert_weight_conversion
-        weights = revert(model, merged_weights(model, self.cfg.dtype == "bfloat16")).items()
-        try:
-            self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
-        except Exception as error:
-            why = f"vLLM cannot load this model's weights from memory ({error!r:.200})"
-            raise TrainingError(f"{why}: --rollout hf needs no push") from error
+        weights = transformers.core_model_loading.revert_weight_conversion(model, weights)
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights.items()))
         self.llm.apply_model(repack)
-        if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
-            raise TrainingError("vLLM did not reset its prefix cache after new weights")
+        self.llm.reset_prefix_cache()  # its keys and values are the old policy's
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -1657,8 +1583,7 @@ class VLLMSampler:
 
     def generate(self, prompts, seeds, temperature: float, limits=None) -> list[tuple]:
         """The same as HFSampler.generate."""
-        if limits is None:
-            limits = [self.cfg.max_completion_length] * len(prompts)
+        limits = limits or [self.cfg.max_completion_length] * len(prompts)
         params = []
         for seed, limit in zip(seeds, limits, strict=True):
             state = np.random.SeedSequence(seed).generate_state(1)  # 32 bits
@@ -1671,23 +1596,15 @@ class VLLMSampler:
         for request in self.llm.generate(texts, params, use_tqdm=False):
             output = request.outputs[0]
             logps = np.array(output.logprobs.logprobs, np.float32)
-            if len(logps) != len(output.token_ids) or not np.isfinite(logps).all():
-                why = "the last push did not set all weights, or the policy itself is not finite"
-                raise TrainingError(f"vLLM's log-probabilities are not finite: {why}")
             completions.append((np.array(output.token_ids), logps))
         return completions
 
 
 def repack(engine_model) -> None:
-    """Packs a tied head and MoE experts again, as vLLM's CPU build does at its start, but not when
-    it reloads weights."""
+    """Packs a tied head again, as vLLM's CPU build does at its start, but not when it reloads."""
     head = getattr(engine_model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
-    for module in engine_model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and module.w2_weight.device.type == "cpu":
-            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def fill_with_nan(engine_model) -> None:
@@ -1696,85 +1613,72 @@ def fill_with_nan(engine_model) -> None:
     repack(engine_model)
 
 
-def stop_ids_of(model, tokenizer, cfg: Config) -> list[int]:
-    """All end tokens of model and tokenizer that the model can sample."""
-    ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)}
-    vocabulary = range(model.get_input_embeddings().num_embeddings)
-    stop_ids = sorted(int(i) for i in ends if i in vocabulary)
-    need(stop_ids, f"model {cfg.model}", "has no EOS token")
-    return stop_ids
-
-
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
-    kind = cfg.rollout
-    if kind == "auto":
-        kind = "vllm"
-        if size(model) < SMALL or not importlib.util.find_spec("vllm") or cfg.dtype == "float64":
-            kind = "hf"
-    if kind == "hf":
+    use_vllm = cfg.rollout == "vllm"
+    if cfg.rollout == "auto" and model.num_parameters() >= SMALL and cfg.dtype != "float64":
+        use_vllm = importlib.util.find_spec("vllm") is not None
+    if not use_vllm:
         return HFSampler(model, stop_ids, cfg)
-    why = "vLLM takes 0.01 to 2; --rollout hf takes others"
-    need(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
-    say("vLLM starts, which takes a minute or more")
-    with blame(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
+    print_rank_0("vLLM starts, which takes a minute or more")
+    with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
         return VLLMSampler(model, stop_ids, longest, cfg)
 
 
 # -- The run on disk
 
 
-def claim_out_dir(cfg: Config) -> str:
-    """A directory of its own for a new run, so that no run ever overwrites another."""
-    path = cfg.out_dir
-    if not cfg.resume:
-        number = 0
-        while cfg.out_dir == Config.out_dir and os.path.exists(path):
-            number += 1
-            path = f"{cfg.out_dir}.{number}"
-        with blame(f"--out_dir {path}"):
-            os.makedirs(path, exist_ok=True)
-            if os.listdir(path):
-                raise ValueError("holds files already; name another, or take --resume")
-    return path
-
-
 def checkpoints(out_dir: str) -> list[str]:
     """Paths of step_NNNNNN, oldest first."""
-    names = glob.glob(f"{glob.escape(out_dir)}/step_*")
-    return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+    return sorted(glob.glob(f"{glob.escape(out_dir)}/step_??????"))
 
 
 def newest_checkpoint(cfg: Config) -> dict:
     """What Run.save has written, with its `path`; empty if the run begins."""
-    if not cfg.resume:
-        return {}
-    for path in reversed(checkpoints(cfg.out_dir)):
+    paths = checkpoints(cfg.out_dir) if cfg.resume else []
+    for path in reversed(paths):
         try:
             transformers.AutoConfig.from_pretrained(path)
-            # weights_only=False: run.state may hold anything. The directory is trusted anyway: its
-            # config.json names Python files.
+            # weights_only=False: run.state has arrays. The directory is trusted: its config.json
+            # names Python files.
             options = dict(map_location="cpu", weights_only=False)
             return torch.load(f"{path}/trainer_state.pt", **options) | dict(path=path)
         except Exception as error:
-            say(f"--resume: {path} is damaged ({one_line(error)}); trying the one before")
+            print_rank_0(f"--resume: {path} cannot be read ({one_line(error)})")
+    require(not paths, "resume", f"no checkpoint in {cfg.out_dir} can be read")
     return {}
 
 
-def write_lines(path: str, rows: list[dict], mode: str = "a") -> None:
-    with open(path, mode) as file:
-        for row in rows:
-            file.write(json.dumps(row, default=str) + "\n")
+def cut_log(path: str, step: int) -> list[bytes]:
+    """The lines of a log up to this step. What follows will be made and written again, and is cut
+    off; it may be half of a line."""
+    lines = []
+    with open(path, "ab+") as file:
+        file.seek(0)
+        for line in file:
+            number = re.match(rb'{"step": (\d+).*\n', line)
+            if number is None or int(number[1]) > step:
+                break
+            lines.append(line)
+        file.truncate(sum(map(len, lines)))
+    return lines
 
 
-def drop_later_lines(path: str, step: int) -> None:
-    """What comes after the checkpoint of `step` will be made and written again. The last line may
-    be half of one."""
-    kept = []
-    if os.path.exists(path):
-        for line in open(path, encoding="utf-8"):
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        Path(path).write_text("".join(kept), encoding="utf-8")
+def append_lines(path: str, rows: list[dict]) -> None:
+    """On an error, such as a full disk, the file stays as it was."""
+    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    length = os.path.getsize(path)
+    try:
+        with open(path, "a") as file:
+            file.write(text)
+    except OSError:
+        os.truncate(path, length)
+        raise
+
+
+def refuse_unless_array(value) -> None:
+    if not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        kind = type(value).__name__
+        raise TrainingError(f"run.state takes plain dicts, lists, numbers and arrays, no {kind}")
 
 
 def without_nan(metrics: dict) -> dict:
@@ -1782,368 +1686,363 @@ def without_nan(metrics: dict) -> dict:
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
-def sample_metrics(samples: list[Sample]) -> dict:
-    """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
-    reward, reward_std = mean_and_std([s.reward for s in samples])
-    lengths = [int(s.sampled.sum()) for s in samples]
-    signal = np.array([np.abs(s.advantages[s.trained]).max(initial=0) for s in samples])
-    group_size = sum(s.group == samples[0].group for s in samples)
-    metrics = {
-        "reward": reward,
-        "reward_std": reward_std,
-        "advantage_abs": float(signal.mean()),
-        "frac_reward_zero_std": float((signal.reshape(-1, group_size).max(1) == 0).mean()),
-        "completions/mean_length": float(np.mean(lengths)),
-        "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths),
-        "completions/clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
-        "tokens": sum(s.total_length for s in samples),
-        "failed_rewards": sum(bool(s.failure) for s in samples),
-    }
-    for name in samples[0].rewards:
-        mean, std = mean_and_std([s.rewards[name] for s in samples])
-        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
-    for name in {name for s in samples for name in s.logged}:
-        mean, _ = mean_and_std([s.logged.get(name, math.nan) for s in samples])
-        metrics[f"logged/{name}"] = mean
-    return metrics
-
-
 def completion_row(s: Sample, step: int, tokenizer) -> dict:
-    """A line of completions.jsonl."""
+    """A line of completions.jsonl. The tokens of two groups are enough for extras/view.py."""
     row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
     row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
     row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason, row=s.prompt.row)
-    if s.failure:
-        row["failure"] = s.failure
-    if s.extra:
-        row["extra"] = s.extra
+    optional = dict(failure=s.failure, extra=s.extra)
+    row |= {name: value for name, value in optional.items() if value}
     if s.episode is not None:
         row |= s.episode.log_columns()
-    texts = [decode(tokenizer, s.completion_ids[i : i + 1]) for i in range(len(s.completion_ids))]
-    logps = [round(float(logp), 3) for logp in s.sampler_logps]
-    row["tokens"] = dict(text=texts, logp=logps, sampled=s.sampled.astype(int).tolist())
-    row["tokens"]["advantage"] = [round(float(a), 3) for a in s.advantages]
+    if s.group < 2:
+        values = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
+        row["tokens"] = {k: array.astype(float).round(3).tolist() for k, array in values.items()}
+        row["tokens"]["text"] = tokenizer.batch_decode(s.completion_ids[:, None])
     return without_nan(row)
+
+
+def open_dashboard(cfg: Config, closing: contextlib.ExitStack):
+    """The module wandb or trackio, which have the same functions; None without a dashboard."""
+    if cfg.report_to == "none":
+        return None
+    with mistakes_in(f"--report_to {cfg.report_to}"):
+        module = importlib.import_module(cfg.report_to)
+        name = os.path.basename(cfg.out_dir)
+        module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
+        closing.callback(module.finish)
+        return module
+
+
+def lock(file) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run is writing there") from None
+    except OSError as error:  # a file system without locks
+        print_rank_0(f"{file.name} cannot be locked ({error}): start no second run there")
+
+
+def copy_processors(model: str, folder: str) -> None:
+    """Files of models that also see or hear: servers ask for them."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        missing_is_fine = dict(_raise_exceptions_for_missing_entries=False)
+        path = transformers.utils.cached_file(model, name, **missing_is_fine)
+        if path is not None:
+            shutil.copy(path, folder)
 
 
 SHOWN = {  # metric: its name in the line of a step
     "reward": "reward",
     "completions/mean_length": "length",
-    "loss": "loss",
-    "grad_norm": "grad",
+    "completions/clipped_ratio": "cut-off",
     "frac_reward_zero_std": "no-signal",
+    "grad_norm": "grad",
     "kl_k1": "kl",
     "sampler_gap": "gap",
     "tokens_per_s": "tok/s",
 }
 
 
-def open_dashboard(cfg: Config):
-    """The module wandb or trackio, which have the same functions; None without a dashboard."""
-    if RANK > 0 or cfg.report_to == "none":
-        return None
-    module = importlib.import_module(cfg.report_to)
-    name = os.path.basename(cfg.out_dir)
-    module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
-    return module
+def why_no_step(metrics: dict) -> str:
+    """For the line of a step that moves nothing."""
+    cut_off = f"{metrics['completions/clipped_ratio']:.0%} cut off"
+    if metrics["skipped_steps"] > 0:
+        return "the gradient is not finite"
+    if metrics["reward_std"] == 0:
+        return f"all rewards are {metrics['reward']:.3g}; {cut_off}"
+    return f"in each group all rewards are equal; {cut_off}"
 
 
 # -- The run: set-up, log, eval, save
 
 
-def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
-    """What the KL is measured from; None: nothing."""
-    if cfg.beta == 0:
-        return None
-    if cfg.lora_rank > 0 and not cfg.reference:
-        return AdaptersOff(policy)
-    flag = "reference" if cfg.reference else "model"
-    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
-    sizes = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
-    need(sizes[0] == sizes[1], "reference", f"its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
-    check_sizes(model, prompts, cfg)
-    return make_policy(model, prompts, cfg)
-
-
-def wrap(policy):
-    """The policy for backward: inside DDP, which takes the mean of the gradients of all ranks."""
-    if WORLD_SIZE == 1:
-        return policy
-    options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
-    options["find_unused_parameters"] = has_unused_parameters(policy.model)
-    return DistributedDataParallel(policy, **options)
-
-
-def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    vectors = [p for p in trained if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=cfg.weight_decay)]
-    groups += [dict(params=vectors, weight_decay=0.0)] if vectors else []
-    return torch.optim.AdamW(groups, cfg.learning_rate, fused=True)  # fused: 5 times as fast
-
-
-def check_sizes(model, prompts: list[Prompt], cfg: Config) -> int:
-    """The most tokens of a prompt and its completion; the model must have room for them."""
-    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
-    why = f"with the longest prompt {longest} tokens; the model has {positions} positions"
-    need(longest <= positions, f"max_completion_length {cfg.max_completion_length}", why)
-    largest = max(int(p.ids.max()) for p in prompts)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    why = f"its tokenizer makes the id {largest}, but its vocabulary has {vocabulary} tokens"
-    need(largest < vocabulary, f"model {cfg.model}", why)
-    return longest
+def print_failures(samples: list[Sample]) -> None:
+    failures = [s.failure for s in samples if s.failure]
+    if failures:
+        print_rank_0(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
 
 
 class Run:
     """All that a run holds. It is loaded and checked, on all ranks, before anything is written."""
 
     def __init__(self, cfg: Config, device: torch.device, closing: contextlib.ExitStack):
-        with blame(f"--model {cfg.model}: no tokenizer"):
-            self.tokenizer = tokenizer = load_tokenizer(cfg.model)
-        with blame(f"--reward {cfg.reward}"):
+        self.times = {}
+        self.bad_steps = 0  # in a row
+        self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
+        self.must_not_save = False  # between optimizer steps, and while a save is going on
+        self.save_failed = False
+        self.load(cfg, device)
+        self.check()
+        self.open(closing)
+
+    def load(self, cfg: Config, device: torch.device) -> None:
+        with mistakes_in(f"--model {cfg.model}"):
+            self.tokenizer = load_tokenizer(cfg.model)
+        with mistakes_in(f"--reward {cfg.reward}"):
             self.rewards = load_rewards(cfg.reward)
         environment = self.player = None
         if cfg.environment:
-            with blame(f"--environment {cfg.environment}"):
-                from extras import agents
+            from extras import agents
 
+            with mistakes_in(f"--environment {cfg.environment}"):
                 environment = agents.load_environment(cfg.environment, cfg.call_timeout)
-        data = (tokenizer, self.rewards, environment, cfg)
-        self.train_prompts = load_prompts("train_data", *data)
+        data = (self.tokenizer, self.rewards, environment, cfg)
+        self.train_prompts = prompts = load_prompts("train_data", *data)
         self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
         prompts = self.train_prompts + self.eval_prompts
 
-        checkpoint = newest_checkpoint(cfg)  # empty: the run begins
+        self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
-        self.history = checkpoint.get("history", [])  # the lines of metrics.jsonl
-        # A changed copy's own: a resume restores it. It may change once complete() was called.
+        # For your changes: what stands here when run.complete(step) is called survives --resume.
+        # It may hold plain dicts, lists, numbers and arrays.
         self.state = checkpoint.get("state", {})
-        self.signals = []  # SIGTERM and Ctrl-C that came
-        self.times = {}
-        self.bad_steps = 0  # in a row
-        self.weights_are_between_steps = False  # then an error must not save them
-
         model = load_model("model", cfg.model, cfg, device)
-        digests = dict(weights=digest_of_weights(model), data=digest_of_rows(self.train_prompts))
+        self.identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
+        self.identity["model"] = digest_of_weights(model)
         if cfg.lora_rank > 0:
-            add_adapters(model, cfg)
-            model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
+            from extras import lora
+
+            lora.add_adapters(model, checkpoint, cfg)
         elif checkpoint:
             model = load_model("model", checkpoint["path"], cfg, device)
-        if size(model) < SMALL:
+        if model.num_parameters() < SMALL:
             torch.set_num_threads(1)
-        longest = check_sizes(model, prompts, cfg)
-        cfg = resolve_auto(cfg, model, device)
+        self.longest = check_sizes("model", model, prompts, cfg)
+        self.cfg = cfg = resolve_auto(cfg, model, device)
+        self.model = model
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, prompts, device)
-        if cfg.reference and self.reference is not None:
-            digests["reference"] = digest_of_weights(self.reference.model)
-        self.digests = checkpoint.get("digests", digests)  # those that the run began with
-        for name, flag in (("weights", "model"), ("reference", "reference")):
-            same = self.digests.get(name) == digests.get(name)
-            need(same, f"{flag} {getattr(cfg, flag)}", "not the weights that this run began with")
-        if self.digests["data"] != digests["data"]:
-            say("--train_data has changed since this run began")
-        if cfg.dtype == "bfloat16":
-            halve_frozen(self.policy)
-            if self.reference is not None:
-                halve_frozen(self.reference)
-        stop_ids = stop_ids_of(model, tokenizer, cfg)
+        self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         if environment is not None:
-            with blame(f"--environment {cfg.environment}"):
-                self.player = agents.Player(environment, tokenizer, stop_ids, prompts, cfg)
-                stop_ids = self.player.stop_ids
+            with mistakes_in(f"--environment {cfg.environment}"):
+                self.player = agents.Player(
+                    environment, self.tokenizer, self.stop_ids, prompts, cfg
+                )
+            self.stop_ids = self.player.stop_ids
 
-        ours = {f"--{name}": value for name, value in asdict(cfg).items()}
-        for path in ("--model", "--train_data", "--eval_data", "--reward", "--out_dir"):
-            ours.pop(path)  # paths may differ between machines: what they hold is compared
-        ours["--eval_data"] = digest_of_rows(self.eval_prompts)
-        ours["--reward"] = [(r.name, r.weight, r.columns) for r in self.rewards]
-        ours["--resume"] = self.step
-        refuse_different_ranks(ours | digests | dict(trained=digest_of_weights(model)))
+    def check(self) -> None:
+        """A resume must have what the run began with, and all ranks must have the same."""
+        prompts = [(p.ids.tolist(), p.row) for p in self.train_prompts]
+        self.identity["train_data"] = digest(prompts)
+        if self.cfg.reference and self.reference is not None:
+            self.identity["reference"] = digest_of_weights(self.reference.model)
+        began_with = self.checkpoint.get("identity", self.identity)
+        changed = [name for name, value in self.identity.items() if began_with[name] != value]
+        require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
+        evals = [p.ids.tolist() for p in self.eval_prompts]
+        rewards = [(reward.name, reward.weight) for reward in self.rewards]
+        mine = [self.identity, evals, rewards, self.step, digest_of_weights(self.model)]
+        if len(set(gather([digest(mine)]))) > 1:
+            raise ConfigError("the ranks have different rows, rewards, weights or checkpoints")
 
-        self.cfg = cfg = replace(cfg, out_dir=on_rank_0(claim_out_dir, cfg))
-        if RANK == 0:
-            lock = closing.enter_context(open(f"{cfg.out_dir}/.lock", "w"))
-            with blame(f"--out_dir {cfg.out_dir}: another run is writing there"):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(cfg.out_dir, "config.json").write_text(json.dumps(asdict(cfg), indent=1))
-            write_lines(f"{cfg.out_dir}/metrics.jsonl", self.history, "w")
-            drop_later_lines(f"{cfg.out_dir}/completions.jsonl", self.step)
-
-        self.sampler = make_sampler(model, stop_ids, longest, cfg)
-        closing.callback(self.sampler.close)
-        self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
-        self.optimizer = make_optimizer(self.ddp, cfg)
-        self.optimizer.register_step_pre_hook(self.begin_to_change)
-        if checkpoint:
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
+    def open(self, closing: contextlib.ExitStack) -> None:
+        """The sampler, the optimizer and, last, the directory: what fails leaves nothing behind."""
+        cfg = self.cfg
+        model = self.model
+        if cfg.dtype == "bfloat16":
+            halve_frozen(model)
+            if self.reference is not None:
+                halve_frozen(self.reference.model)
         if cfg.compile:
+            with mistakes_in("--compile"):
+                torch.compile(lambda x: x + 1)(torch.ones(1))  # is there a C compiler?
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
                     module.compile(dynamic=True)
-        self.dashboard = open_dashboard(cfg)
-        weights = f"{size(model) / 1e6:.2f} M parameters"
-        say(f"{cfg.model}: {weights}, {cfg.dtype}, {WORLD_SIZE} x {device}")
-        count = len(self.train_prompts)
-        say(f"{type(self.sampler).__name__}, {count} prompts, out_dir {cfg.out_dir}")
-        say(f"first prompt: {decode(tokenizer, self.train_prompts[0].ids)!r}")
-        say("watch reward and eval accuracy, not the loss: it can be 0 in every step of a good run")
-        self.started = self.lap_started = time.perf_counter()
+        self.sampler = make_sampler(model, self.stop_ids, self.longest, cfg)
+        closing.callback(self.sampler.close)
+        self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
+        self.optimizer = make_optimizer(self.ddp, cfg)
+        if self.checkpoint:
+            moments = self.optimizer.state_dict() | dict(state=self.checkpoint.pop("moments"))
+            self.optimizer.load_state_dict(moments)
+        self.optimizer.register_step_pre_hook(self.forbid_saves)
+        self.complete(self.step)
+        claimed = None
+        if RANK == 0:
+            claimed = self.claim_directory(closing)
+        out_dir, self.history = gather([claimed])[0]
+        self.n_written = len(self.history)  # lines that metrics.jsonl has of it
+        self.cfg = replace(cfg, out_dir=out_dir)
+        about = f"{model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
+        about += f", {WORLD_SIZE} x {model.device}, {type(self.sampler).__name__}"
+        print_rank_0(f"{cfg.model}: {about}")
+        print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {out_dir}, first prompt:")
+        print_rank_0(repr(self.tokenizer.decode(self.train_prompts[0].ids)))
+        self.started = self.phase_started = time.perf_counter()
+        self.pid = os.getpid()
+        self.handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if in_main_thread and before != signal.SIG_IGN:  # nohup ignores SIGHUP
+                self.handlers[number] = before
+                signal.signal(number, self.request_stop)
+                closing.callback(signal.signal, number, before)
 
-    def begin_to_change(self, *_) -> None:
-        self.weights_are_between_steps = True
+    def claim_directory(self, closing: contextlib.ExitStack) -> tuple:
+        """A directory of its own for a new run, so that no run ever overwrites another. Returns its
+        path and the lines of metrics.jsonl up to the checkpoint."""
+        path = self.cfg.out_dir
+        number = 0
+        while not self.cfg.resume and path.startswith(Config.out_dir) and os.path.exists(path):
+            number += 1
+            path = f"{Config.out_dir}.{number}"
+        cfg = replace(self.cfg, out_dir=path)
+        is_free = cfg.resume or not os.path.exists(path) or not os.listdir(path)
+        require(is_free, f"out_dir {path}", "holds files already; name another, or take --resume")
+        self.dashboard = open_dashboard(cfg, closing)
+        with mistakes_in(f"--out_dir {path}"):
+            os.makedirs(path, exist_ok=True)
+            lock(closing.enter_context(open(f"{path}/metrics.jsonl", "a")))
+            Path(path, ".config").write_text(json.dumps(asdict(cfg), indent=1))
+            os.replace(f"{path}/.config", f"{path}/config.json")
+            cut_log(f"{path}/completions.jsonl", self.step)
+            return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
+
+    def forbid_saves(self, *_) -> None:
+        self.must_not_save = True
 
     def complete(self, step: int) -> None:
+        """From here on a checkpoint holds this step, with run.state as it is now."""
+        self.must_not_save = True
         self.step = step
-        self.weights_are_between_steps = False
+        self.completed_state = copy.deepcopy(self.state)
+        self.must_not_save = False
 
-    def stop_is_requested(self) -> bool:
-        """On any rank."""
-        return any(gather(self.signals))
-
-    def lap(self, phase: str) -> None:
-        """Notes the seconds since the last lap, once the GPU has done what it was given."""
+    def record_time(self, phase: str) -> None:
+        """Seconds since the last phase ended, once the GPU has done what it was given."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        self.times[f"time_{phase}"] = now - self.lap_started
-        self.lap_started = now
+        self.times[f"time_{phase}"] = now - self.phase_started
+        self.phase_started = now
+
+    def request_stop(self, number: int, _) -> None:
+        """Handles Ctrl-C, SIGTERM and a closed terminal. A launcher kills soon after, so rank 0
+        saves at once; then the phase ends, and the run. torchrun passes its own signal on: what
+        comes within 5 seconds is the same request, and what comes later ends the process."""
+        now = time.monotonic()
+        if now - self.stop_time > 5 or os.getpid() != self.pid:  # a fork of a reward function
+            signal.signal(number, self.handlers[number])
+            os.kill(os.getpid(), number)
+        elif self.stop_time == math.inf:
+            self.stop_time = now
+            os.write(2, b"stopping after this phase; a second signal, 5 s later, ends it at once\n")
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # of a reward's time limit
+            self.save()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+
+    def is_over(self) -> bool:
+        return self.step >= self.cfg.max_steps or self.stop_is_requested()
+
+    def stop_is_requested(self) -> bool:
+        """On any rank."""
+        return min(gather([self.stop_time])) < math.inf
+
+    def is_due(self, every: int) -> bool:
+        return self.step == self.cfg.max_steps or (every > 0 and self.step % every == 0)
 
     def log(self, metrics: dict, rows: list[dict] = ()) -> None:
-        self.history.append(without_nan(metrics))
-        if RANK == 0:
-            write_lines(f"{self.cfg.out_dir}/metrics.jsonl", self.history[-1:])
-            write_lines(f"{self.cfg.out_dir}/completions.jsonl", rows)
-        if self.dashboard is not None:
-            # TRL's names: train/reward, eval/accuracy
-            names = {k: f"train/{k}".replace("train/eval_", "eval/") for k in self.history[-1]}
-            try:
-                self.dashboard.log({names[k]: v for k, v in self.history[-1].items()}, self.step)
-            except Exception as error:  # costs no step
-                say(f"--report_to {self.cfg.report_to} failed: {one_line(error)}")
+        metrics = without_nan(metrics)
+        self.history.append(metrics)
+        if RANK > 0:
+            return
+        try:
+            append_lines(f"{self.cfg.out_dir}/metrics.jsonl", self.history[self.n_written :])
+            self.n_written = len(self.history)
+            append_lines(f"{self.cfg.out_dir}/completions.jsonl", rows)
+            if self.dashboard is not None:  # under TRL's names: train/reward, eval/accuracy
+                names = {k: f"train/{k}".replace("train/eval_", "eval/") for k in metrics}
+                self.dashboard.log({names[k]: v for k, v in metrics.items()}, self.step)
+        except Exception as error:  # such as a full disk, or no network: it costs no step
+            print_rank_0(f"step {self.step} is not logged: {one_line(error)}")
 
     def log_step(self, samples: list[Sample], metrics: dict) -> None:
         cfg = self.cfg
         metrics = dict(step=self.step) | metrics | sample_metrics(samples) | self.times
         if self.player is not None:
             metrics |= self.player.metrics(samples)
-        metrics["step_time"] = sum(self.times.values())
+        metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         first = samples[: cfg.log_completions]
         self.log(metrics, [completion_row(s, self.step, self.tokenizer) for s in first])
 
         shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
-        for name in ("failed_rewards", "skipped_steps"):
-            if metrics[name] > 0:
-                shown.append(f"{name.upper()} {metrics[name]}")
-        if metrics.get("optimizer_steps") == 0:
-            shown.append("NO OPTIMIZER STEP")
-        say(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
-        failures = [s.failure for s in samples if s.failure]
-        if failures and sum(line.get("failed_rewards", 0) > 0 for line in self.history) == 1:
-            say(failures[0])
-        if len(failures) == len(samples) and self.step == 1:
-            raise TrainingError(f"every sample of the first step failed: {failures[0]}")
+        if metrics["optimizer_steps"] == 0:
+            shown.append(f"NO OPTIMIZER STEP ({why_no_step(metrics)})")
+        print_rank_0(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
+        print_failures(samples)
+        if self.step == 1:
+            s = samples[0]
+            print_rank_0(f"the first completion, with the reward {s.reward:.3g}:\n{s.text!r}")
+            if all(s.failure or math.isnan(s.reward) for s in samples):
+                raise TrainingError("no sample of the first step has a reward")
         self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0
         if self.bad_steps == 5:
             raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
-
-    def is_due(self, every: int) -> bool:
-        return self.step == self.cfg.max_steps or (every > 0 and self.step % every == 0)
 
     def evaluate_if_due(self) -> None:
         is_done = any(m["step"] == self.step and "eval_length" in m for m in self.history)
         due = self.step == 0 or self.is_due(self.cfg.eval_every)
         if not self.eval_prompts or is_done or not due or self.stop_is_requested():
             return
-        metrics = dict(step=self.step) | evaluate(self, self.step)
-        shown = f"{metrics['eval_accuracy']:.3f} +- {metrics['eval_stderr']:.3f}"
-        say(f"step {self.step}: eval accuracy {shown}, length {metrics['eval_length']:.3g}")
-        self.log(metrics)
-        self.lap_started = time.perf_counter()
+        m = dict(step=self.step) | evaluate(self)
+        shown = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}, length {m['eval_length']:.3g}"
+        print_rank_0(f"step {self.step}: eval accuracy {shown}")
+        self.log(m)
 
     def best_step(self) -> int:
         """The step with the highest eval accuracy so far; 0: none."""
-        evals = {m["step"]: m["eval_accuracy"] for m in self.history if m.get("eval_accuracy")}
+        evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
         evals.pop(0, None)
         return max(evals, key=evals.get, default=0)
 
+    def path_of(self, step: int) -> str:
+        return f"{self.cfg.out_dir}/step_{step:06d}"
+
     def save_if_due(self) -> None:
-        if self.is_due(self.cfg.save_every) or self.step == self.best_step():
+        if self.is_due(self.cfg.save_every) or self.step == self.best_step() or self.save_failed:
             self.save()
 
     def save(self) -> None:
         """Writes a directory that from_pretrained loads. It gets its name once it is complete."""
-        if RANK > 0 or self.step == self.saved or self.weights_are_between_steps:
+        if RANK > 0 or self.step == self.saved or self.must_not_save:
             return
-        cfg = self.cfg
-        model = self.policy.model
-        weights = merged_weights(model)
-        if not all(w.isfinite().all() for w in weights.values()):
-            say(f"the weights after step {self.step} are not finite: not saved")
-            return
-        partial = f"{cfg.out_dir}/.partial"
+        self.must_not_save = True
+        partial = f"{self.cfg.out_dir}/.partial"
         shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
         try:
-            model.save_pretrained(partial, state_dict=weights)
-            self.tokenizer.save_pretrained(partial)
-            state = dict(step=self.step, history=self.history, state=self.state)
-            state |= dict(digests=self.digests, optimizer=self.optimizer.state_dict())
-            state["adapters"] = {k: p for k, p in model.named_parameters() if ".lora_" in k}
-            torch.save(state, f"{partial}/trainer_state.pt")
-            path = f"{cfg.out_dir}/step_{self.step:06d}"
-            shutil.rmtree(path, ignore_errors=True)  # a damaged one that was passed over
+            self.write_checkpoint(partial)
+            path, best = self.path_of(self.step), self.path_of(self.best_step())
+            shutil.rmtree(path, ignore_errors=True)  # one that could not be read
             os.replace(partial, path)
-        except OSError as error:  # such as a full disk; the next save may succeed
-            say(f"step {self.step} is not saved: {one_line(error)}")
-            return
-        self.saved = self.step
-        if cfg.keep > 0:
-            best = f"{cfg.out_dir}/step_{self.best_step():06d}"
-            for old in checkpoints(cfg.out_dir)[: -cfg.keep]:
+            self.saved = self.step
+            self.save_failed = False
+            # Checkpoints of later steps could not be read, and do not count.
+            paths = [other for other in checkpoints(self.cfg.out_dir) if other <= path]
+            for old in paths[: -self.cfg.keep]:  # with 0 none
                 if old != best:
                     shutil.rmtree(old)
+        except Exception as error:  # such as a full disk
+            print_rank_0(f"step {self.step} is not saved: {one_line(error)}")
+            self.save_failed = True  # the next step tries again
+            shutil.rmtree(partial, ignore_errors=True)
+        self.must_not_save = False
 
-
-def on_rank_0(function, *args):
-    """Its result, or its ConfigError, on every rank."""
-    result = error = None
-    if RANK == 0:
-        try:
-            result = function(*args)
-        except ConfigError as caught:
-            error = str(caught)
-    result, error = gather([(result, error)])[0]
-    if error:
-        raise ConfigError(error)
-    return result
-
-
-@contextlib.contextmanager
-def signals_into(caught: list):
-    """SIGTERM and Ctrl-C only go on this list. A second one ends the process at once."""
-
-    def catch(number, _):
-        caught.append(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"stopping after this phase; a second signal ends the process at once\n")
-
-    try:
-        before = [
-            (number, signal.signal(number, catch)) for number in (signal.SIGTERM, signal.SIGINT)
-        ]
-    except ValueError:  # signals are for the main thread
-        before = []
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+    def write_checkpoint(self, folder: str) -> None:
+        weights = weights_of(self.model, self.cfg)
+        if not all(w.isfinite().all() for w in weights.values()):
+            raise ValueError("the weights are not finite")
+        self.model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save_pretrained(folder)
+        copy_processors(self.cfg.model, folder)
+        state = dict(step=self.step, state=self.completed_state, identity=self.identity)
+        json.dumps(self.completed_state, default=refuse_unless_array)
+        state["moments"] = self.optimizer.state_dict()["state"]
+        state["adapters"] = {k: p for k, p in self.model.named_parameters() if ".lora_" in k}
+        torch.save(state, f"{folder}/trainer_state.pt")
 
 
 @torch.inference_mode(False)  # whatever mode the caller is in
@@ -2155,43 +2054,39 @@ def train(cfg: Config) -> list[dict]:
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
     started_group = not dist.is_initialized()
     with contextlib.ExitStack() as closing:
-        run = Run(cfg, join_ranks(cfg), closing)
-        with signals_into(run.signals):
-            try:
-                training_loop(run)
-            finally:
-                run.save()  # the last whole step, also if a signal or an error ended the loop
+        device = join_ranks(cfg)
+        run = Run(gather([cfg])[0], device, closing)  # the flags of rank 0 count
+        try:
+            training_loop(run)
+        finally:
+            run.save()  # the last whole step, also if a signal or an error ended the loop
         if WORLD_SIZE > 1:
             dist.barrier()  # nobody leaves while rank 0 saves
         run.ddp = None  # before vLLM closes, which may end the process group
     if started_group and dist.is_initialized():
         dist.destroy_process_group()
-    finish(run)
-    return run.history
-
-
-def finish(run: Run) -> None:
-    """Curves, and what a reader wants to know at the end."""
-    if RANK > 0:
-        return
     with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
         from extras import view
 
-        say(f"curves: {view.draw(run.cfg.out_dir)}")
+        if RANK == 0:
+            print_rank_0(f"curves: {view.draw(run.cfg.out_dir)}")
     accuracies = [m["eval_accuracy"] for m in run.history if "eval_accuracy" in m]
     if accuracies:
-        say(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
-    say(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
-    say(f"out_dir: {run.cfg.out_dir}")
+        print_rank_0(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
+    print_rank_0(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
+    print_rank_0(f"out_dir: {run.cfg.out_dir}")
+    return run.history
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code; errors of the user and of the run are one line."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     code = 1
     try:
         train(parse_flags(argv))
         return 0
-    except ConfigError as error:
+    except (ConfigError, ModuleNotFoundError) as error:  # not installed, or not copied along
         message = str(error)
         code = 2
     except TrainingError as error:

@@ -103,8 +103,8 @@ OPTIONS_OF_RANKS = dict(beta=0.1, temperature=0.8, max_grad_norm=0)
 def samples_of_ranks(dtype, reduction):
     samples = random_samples(15, 5, NUMPY_TYPE[dtype])
     if reduction == "sequence":
-        samples[3].in_loss[:] = False
-        samples[3].counted[:] = False
+        samples[3].loss_mask[:] = False
+        samples[3].length_mask[:] = False
     return samples
 
 
@@ -560,7 +560,7 @@ def test_a_token_mask_leaves_the_divisors_alone(reduction):
     mask = counted & (torch.arange(6) % 2 == 0)
     cfg = Config(loss_reduction=reduction, beta=0)
     some, _ = grpo_loss(
-        logps, old, None, None, advantages, mask, cfg, 12, 3, sampled=counted, counted=counted
+        logps, old, None, None, advantages, mask, cfg, 12, 3, sampled=counted, length_mask=counted
     )
     # The same as with advantages of 0 for the tokens outside the mask.
     advantages = torch.where(mask, advantages, 0)

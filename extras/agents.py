@@ -52,6 +52,9 @@ class Episode:
         self.calls = self.failed_calls = 0
         self.failed = False
 
+    def __getstate__(self):  # ranks send each other episodes, and cannot send such objects
+        return self.__dict__ | dict(object=None)
+
     def log_columns(self):
         """What completions.jsonl has of an episode."""
         return dict(turns=self.turns, replies=self.replies)
@@ -107,13 +110,16 @@ class Environment:
             raise ValueError(f"column 'environment' must be one of {list(self.tool_sets)}")
         return self.tool_sets[name]
 
-    def opening(self, row: dict, seed: tuple, tokenizer) -> str:
-        """What reset() says about the row, made harmless: it ends the prompt. "" without a class.
-        seed: (cfg.seed, number of the row), as in the row's episodes. ValueError"""
+    def open_chat(self, messages: list, row: dict, seed: tuple, tokenizer) -> tuple:
+        """The messages, which end with what reset() says about the row, made harmless; and the
+        functions that the chat template describes, or None. seed: (cfg.seed, number of the row),
+        as in the row's episodes. ValueError"""
         try:
-            return harmless(tokenizer, self.begin(row, seed)[1])
+            words = harmless(tokenizer, self.begin(row, seed)[1])
         except FAILURES as error:
             raise ValueError(f"no episode can begin: {error!r}") from None
+        last = messages[-1] | dict(content=messages[-1]["content"] + words)
+        return [*messages[:-1], last], self.tools(row) or None
 
     def begin(self, row, seed):  # -> a new object of the row's class, what its reset() says
         if not self.classes:
@@ -153,6 +159,15 @@ def methods_of(instance):
     members = inspect.getmembers(type(instance), inspect.isfunction)
     pattern = "(?!_|(reset|get_reward)$)"
     return [getattr(instance, name) for name, _ in members if re.match(pattern, name)]
+
+
+def append(sample, ids, logps, sampled: bool):
+    """Adds a turn of the policy, or (sampled: False) what the environment wrote."""
+    sample.completion_ids = np.append(sample.completion_ids, ids)
+    sample.sampler_logps = np.append(sample.sampler_logps, logps)
+    sample.sampled = np.append(sample.sampled, np.full(len(ids), sampled))
+    sample.loss_mask = sample.length_mask = sample.advantages = None
+    sample.__post_init__()
 
 
 def seed_random(*numbers):  # what the user's code draws is a function of seed, row and turn
@@ -224,7 +239,7 @@ class Player:
             turns = generate(prompts, seeds, temperature, limits)
             for sample, (ids, logps) in zip(samples, turns, strict=True):
                 sample.episode.turn_start = len(sample.completion_ids)
-                sample.append(ids, logps, sampled=True)
+                append(sample, ids, logps, sampled=True)
                 sample.finish_reason = "stop" if ids[-1] in self.stop_ids else "length"
 
     def goes_on(self, sample):
@@ -242,10 +257,10 @@ class Player:
         episode.turns.append(sample.text)
         episode.messages.append(dict(role="assistant", content=sample.text))
         if len(episode.turns) == 1:
-            episode.object, _ = environment.begin(prompt.row, (self.cfg.seed, prompt.number))
+            episode.object, _ = environment.begin(prompt.row, (self.cfg.seed, prompt.row_number))
         if sample.finish_reason == "length":
             return False
-        seed_random(self.cfg.seed, prompt.number, len(episode.turns))
+        seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
             reply = environment.call(environment.function, [*episode.turns], dict(prompt.row))
             messages = [dict(role="user", content=reply)]
@@ -267,7 +282,7 @@ class Player:
             return False
         episode.replies.append(reply)
         episode.messages += messages
-        sample.append(np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
+        append(sample, np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
         return True
 
     def calls_in(self, turn, before, tools):
@@ -311,11 +326,6 @@ class Player:
             ends = filter(None, map(self.tokenizer.decode, self.eos_ids))
             start = re.compile("|".join(map(re.escape, ends))).search(text, start).start()
         return text[:start], text[start:]
-
-    def finish(self, samples):
-        """After scoring: drops the objects of classes, which ranks cannot send each other."""
-        for sample in samples:
-            sample.episode.object = None
 
     def metrics(self, samples):
         """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""

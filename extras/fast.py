@@ -223,12 +223,17 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
-def choose(plain, samples: list, collate, cfg) -> tuple:
-    """The fastest policy that gives these samples the log-probabilities of the plain one, and why
-    it was chosen. Raises torch.OutOfMemoryError."""
+def choose(plain, prompts: list, make_sample, collate, cfg) -> tuple:
+    """The fastest policy that has the log-probabilities of the plain one, and why it was chosen.
+    They are compared on made-up completions. Raises torch.OutOfMemoryError."""
     keep_freed_memory(plain.model.device)
-    if sum(p.numel() for p in plain.model.parameters()) < SMALL:
+    if plain.model.num_parameters() < SMALL:
         return plain, "the model is small"
+    samples = []
+    for group, prompt in enumerate(prompts[:2]):
+        for length in (1, 5, min(32, cfg.max_completion_length)):
+            ids = np.resize(prompt.ids, length)
+            samples.append(make_sample(group, prompt, ids, np.zeros(length)))
     P = np.mean([len(s.prompt.ids) for s in samples])
     saved = P - P / cfg.num_generations  # prompt tokens a completion
     # Completions are often much shorter than their limit. Gradient checkpointing takes no cache.

@@ -77,7 +77,7 @@ def logps_and_gradient(model, samples, cfg: Config) -> tuple:
     grpo.add_logps("old_logps", policy, samples, cfg)
     logps = np.concatenate([s.old_logps for s in samples])
     policy.zero_grad()
-    grpo.backward(policy, policy, samples, cfg)
+    grpo.accumulate_gradient(policy, policy, samples, cfg)
     gradient = torch.cat([p.grad.flatten().double().to(CPU) for p in policy.parameters()])
     return logps, gradient
 
@@ -130,7 +130,7 @@ def point_fast():
             torch.cuda.synchronize()
             started = time.perf_counter()
             policy.zero_grad()
-            grpo.backward(policy, policy, samples, cfg)
+            grpo.accumulate_gradient(policy, policy, samples, cfg)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
         gradient = torch.cat([p.grad.flatten().to(CPU) for p in policy.parameters()]).double()

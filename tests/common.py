@@ -78,6 +78,7 @@ class Recorder:
     def __init__(self, policy):
         self.policy = policy
         self.param_groups = [{"lr": 0.0}]
+        self.state = {"moments": 0}  # as an optimizer has it after its first step
         self.grads = []
         self.rates = []
 
@@ -100,8 +101,7 @@ def update_gradient(cfg, samples, dtype=torch.float32, policy=None, ddp=None, st
     # the samples' log-probabilities are made up
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9, micro_batch_tokens=tokens)
     recorder = Recorder(policy)
-    reference = grpo.Policy(tiny_model(dtype=dtype, seed=1), cfg.temperature)
-    metrics = grpo.update(policy, ddp or policy, recorder, samples, step, cfg, reference)
+    metrics = grpo.update(policy, ddp or policy, recorder, samples, step, cfg)
     return recorder.grads[0], metrics
 
 
@@ -246,5 +246,5 @@ def main(*args):
 
 def fake_run(cfg, **parts):
     """What functions that take a Run need of it, without a set-up."""
-    parts = dict(player=None, rewards=[], reference=None) | parts
+    parts = dict(player=None, rewards=[], reference=None, step=0, train_prompts=[None]) | parts
     return types.SimpleNamespace(cfg=cfg, **parts)

@@ -124,7 +124,7 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
     rows = [dict(prompt="1+2="), dict(prompt="1234567+2="), dict(prompt="2+2=")]
     prompts = load(MODEL, rows, tmp_path, max_prompt_length=6)
     assert [p.text for p in prompts] == ["1+2=", "2+2="]
-    assert [p.number for p in prompts] == [0, 2]
+    assert [p.row_number for p in prompts] == [0, 2]
     assert "1 of 3" in capsys.readouterr().out
 
 

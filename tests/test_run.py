@@ -280,7 +280,7 @@ def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
     def log_step(self, samples, metrics):
         runs.append(self)
         for s in samples:
-            key = str(s.prompt.number)
+            key = str(s.prompt.row_number)
             self.state[key] = self.state.get(key, np.zeros(1)) + 1  # an array: not only tensors
         honest(self, samples, metrics)
 
@@ -391,7 +391,7 @@ def test_an_error_saves_the_last_whole_step(tmp_path, monkeypatch):
 
 def test_an_error_between_optimizer_steps_saves_nothing(tmp_path, monkeypatch):
     """The weights are then those of no step."""
-    honest = grpo.backward
+    honest = grpo.accumulate_gradient
     calls = []
 
     def fail(*args):
@@ -400,7 +400,7 @@ def test_an_error_between_optimizer_steps_saves_nothing(tmp_path, monkeypatch):
             raise RuntimeError("no")
         return honest(*args)
 
-    monkeypatch.setattr(grpo, "backward", fail)
+    monkeypatch.setattr(grpo, "accumulate_gradient", fail)
     with pytest.raises(RuntimeError):
         small_run(tmp_path / "run", save_every=0)
     assert grpo.checkpoints(str(tmp_path / "run")) == []
