@@ -429,14 +429,17 @@ class Policy(nn.Module):
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    places = {s: i for i, s in enumerate(samples)}
-    results = []
+    passes = []
     for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
         with autocast(cfg, policy.model.device):
             logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
+        passes.append((micro_batch, logps))
+    places = {s: i for i, s in enumerate(samples)}
+    rows = []
+    for micro_batch, logps in passes:
         for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            results.append((places[s], row[: len(s.completion_ids)]))
-    for place, row in gather(results):
+            rows.append((places[s], row[: len(s.completion_ids)]))
+    for place, row in gather(rows):
         setattr(samples[place], name, row)
 
 
@@ -1247,13 +1250,13 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
 
 
 def fill_template(template: str, row: dict) -> str:
-    r"""Puts the values of the row in the place of {column}. The braces of \boxed{}, \frac{1}{2} and
-    \text{kg} stay."""
+    r"""Puts the values of the row in the place of {column}. Other braces stay, as in \boxed{} and
+    \frac{1}{2}, but not those around what must be meant as a column."""
 
     def value_of(match):
         command, column = match.groups()
-        if command is None and row.get(column) is not None:
-            return str(row[column])
+        if row.get(column) is not None:
+            return (command or "") + str(row[column])
         if command is None and re.fullmatch(r"[^\W\d][\w.-]*", column):
             raise ValueError(f"has no column '{column}'")
         return match[0]
@@ -1432,12 +1435,18 @@ def halve_frozen(model) -> None:
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
     """The plain policy, or that of extras/fast.py if it is there, right, and faster."""
-    policy = Policy(model, cfg.temperature)
-    if cfg.fast and os.path.exists(f"{HERE}/extras/fast.py"):
-        from extras import fast
+    plain = Policy(model, cfg.temperature)
+    if not cfg.fast or not os.path.exists(f"{HERE}/extras/fast.py"):
+        return plain
+    from extras import fast
 
-        policy, why = fast.choose(policy, prompts, Sample, collate, cfg)
-        print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
+    samples = []  # made up, to compare the two
+    for group, prompt in enumerate(prompts[:2]):
+        for length in (1, 5, min(32, cfg.max_completion_length)):
+            ids = np.resize(prompt.ids, length)
+            samples.append(Sample(group, prompt, ids, np.zeros(length)))
+    policy, why = fast.choose(plain, samples, collate, cfg)
+    print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
     return policy
 
 
@@ -1832,9 +1841,10 @@ class Run:
         require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
         evals = [p.ids.tolist() for p in self.eval_prompts]
         rewards = [(reward.name, reward.weight) for reward in self.rewards]
-        mine = [self.identity, evals, rewards, self.step, digest_of_weights(self.model)]
-        if len(set(gather([digest(mine)]))) > 1:
-            raise ConfigError("the ranks have different rows, rewards, weights or checkpoints")
+        paths = dict.fromkeys(("model", "train_data", "eval_data", "reward", "out_dir"))
+        mine = [asdict(replace(self.cfg, **paths)), self.identity, evals, rewards, self.step]
+        if len(set(gather([digest([*mine, digest_of_weights(self.model)])]))) > 1:
+            raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
 
     def open(self, closing: contextlib.ExitStack) -> None:
         """The sampler, the optimizer and, last, the directory: what fails leaves nothing behind."""
@@ -1904,10 +1914,11 @@ class Run:
     def forbid_saves(self, *_) -> None:
         self.must_not_save = True
 
-    def complete(self, step: int) -> None:
-        """From here on a checkpoint holds this step, with run.state as it is now."""
+    def complete(self, step: int, **changes) -> None:
+        """From here on a checkpoint holds this step, with run.state as it is now and `changes`."""
         self.must_not_save = True
         self.step = step
+        self.state |= changes
         self.completed_state = copy.deepcopy(self.state)
         self.must_not_save = False
 
@@ -2052,10 +2063,11 @@ def train(cfg: Config) -> list[dict]:
     check_flags(cfg)
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
+    # Rows hold one text each. transformers would look, and so wait for the GPU in every pass.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     started_group = not dist.is_initialized()
     with contextlib.ExitStack() as closing:
-        device = join_ranks(cfg)
-        run = Run(gather([cfg])[0], device, closing)  # the flags of rank 0 count
+        run = Run(cfg, join_ranks(cfg), closing)
         try:
             training_loop(run)
         finally:

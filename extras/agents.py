@@ -114,12 +114,13 @@ class Environment:
         """The messages, which end with what reset() says about the row, made harmless; and the
         functions that the chat template describes, or None. seed: (cfg.seed, number of the row),
         as in the row's episodes. ValueError"""
+        tools = self.tools(row) or None
         try:
             words = harmless(tokenizer, self.begin(row, seed)[1])
         except FAILURES as error:
             raise ValueError(f"no episode can begin: {error!r}") from None
         last = messages[-1] | dict(content=messages[-1]["content"] + words)
-        return [*messages[:-1], last], self.tools(row) or None
+        return [*messages[:-1], last], tools
 
     def begin(self, row, seed):  # -> a new object of the row's class, what its reset() says
         if not self.classes:

@@ -10,15 +10,17 @@ vocabulary, v tokens of a tile, P prompt tokens, R texts of a block, L tokens of
 
 import copy
 import ctypes
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import masking_utils
 
 SMALL = 10e6  # parameters; below, the work around the model costs more than is saved
 BLOCK = dict(cpu=1024, cuda=8192)  # tokens; a GPU needs many to be busy
-TILE = dict(cpu=2**22, cuda=2**27)  # logits; on a CPU they should fit in the cache
-KEPT = 2**26  # logits that forward keeps, so that backward need not compute them again
+TILE = dict(cpu=2**22, cuda=2**28)  # logits; on a CPU they should fit in the cache
+KEPT = dict(cpu=2**26, cuda=2**30)  # logits that forward keeps, so that backward need not make them
 
 
 class HeadLogps(torch.autograd.Function):
@@ -45,7 +47,7 @@ class HeadLogps(torch.autograd.Function):
                 means.append((z.softmax(-1) * z).sum(-1))  # [n]
                 column, inside = columns_of(targets, tokens)  # [n, 1]
                 of_targets += z.gather(-1, column).where(inside, 0)
-                if tokens.stop * len(hidden) <= KEPT:
+                if tokens.stop * len(hidden) <= KEPT[device]:
                     ctx.kept[tokens.start] = z
         log_zs = torch.stack(log_zs)  # [tiles, n]
         log_z = log_zs.logsumexp(0)  # [n]
@@ -95,9 +97,9 @@ def columns_of(targets, tokens: slice):
 
 
 class FastPolicy(nn.Module):
-    """policy(collate(samples, device, policy.layout)) -> (logps [N, T], entropy [N, T]), as of the
-    plain policy, but 0 where no token was sampled. share: the keys and values of a group's prompt
-    are computed once, and are the cache of its completions."""
+    """policy(collate(samples, device, policy.layout)) -> (logps [N, T], entropy [N, T]), like the
+    plain policy, but 0 where no token was sampled. share: the keys and values of a prompt are
+    computed once, and are the cache of its completions."""
 
     def __init__(self, plain, share: bool):
         super().__init__()
@@ -113,7 +115,7 @@ class FastPolicy(nn.Module):
             return self.by_length(samples, budget)
         groups = {}
         for s in sorted(samples, key=lambda s: -s.total_length):
-            groups.setdefault(s.group, []).append(s)
+            groups.setdefault(prompt_of(s), []).append(s)
         batches = [[]]
         for group in groups.values():
             if token_count(batches[-1] + group) > budget:
@@ -127,12 +129,12 @@ class FastPolicy(nn.Module):
     def layout(self, samples: list) -> dict:
         """blocks: [R, L] each, texts of similar length; hidden_states has a row for each of their
         places. With share a text is a completion; prompts [g, P] stand beside, and owners [R] says
-        which of them is that of a text. targets [n]: the sampled tokens; read [n]: the rows that
-        predict them; place [n]: where they stand in the flattened [N, T]."""
+        which prompt a text has. targets [n]: the sampled tokens; read [n]: the rows that predict
+        them; place [n]: where they stand in the flattened [N, T]."""
         completion = padded([s.completion_ids for s in samples])  # [N, T]
         sampled = padded([s.sampled for s in samples])  # [N, T]
-        prompts = {s.group: s.prompt.ids for s in samples}
-        numbers = {group: number for number, group in enumerate(prompts)}
+        prompts = {prompt_of(s): s.prompt.ids for s in samples}
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
         first = torch.zeros(len(samples), dtype=torch.int64)  # [N], where token 0 is predicted
         texts = [s.completion_ids for s in samples]
         if not self.share:
@@ -148,16 +150,19 @@ class FastPolicy(nn.Module):
             L = len(texts[order[0]])
             R = max(1, BLOCK[device.type] // L)
             rows, order = order[:R], order[R:]
-            blocks.append(padded([texts[row] for row in rows]).to(device))
-            owners.append(torch.tensor([numbers[samples[row].group] for row in rows]).to(device))
+            owner = [numbers[prompt_of(samples[row])] for row in rows]
+            owners.append(torch.tensor(owner).to(device, non_blocking=True))
+            blocks.append(padded([texts[row] for row in rows]).to(device, non_blocking=True))
             first[rows] += start + L * torch.arange(len(rows))
             start += L * len(rows)
         predictors = first[:, None] + torch.arange(completion.shape[1])  # [N, T]
+        mask = padded([np.ones_like(ids) for ids in prompts.values()], side="left")  # [g, P]
         return dict(
             blocks=blocks,
             owners=owners,
             prompts=padded(list(prompts.values()), side="left"),
-            prompt_mask=padded([np.ones_like(ids) for ids in prompts.values()], side="left"),
+            prompt_mask=None if mask.all() else mask,
+            prompt_places=(mask.cumsum(1) - 1).clamp(min=0),
             read=predictors[sampled],
             place=sampled.flatten().nonzero()[:, 0],
             targets=completion[sampled],
@@ -179,24 +184,25 @@ class FastPolicy(nn.Module):
         body = self.model.base_model
         states = []
         if self.share:
-            mask = batch["prompt_mask"]  # [g, P]
-            places = (mask.cumsum(1) - 1).clamp(min=0)  # [g, P]
-            options = dict(attention_mask=mask, position_ids=places, use_cache=True)
-            prompts = body(batch["prompts"], **options)
+            mask = batch["prompt_mask"]  # [g, P]; None: all prompts are equally long
+            places = batch["prompt_places"]  # [g, P]
+            # transformers would ask whether the mask is all True, and so wait for the GPU.
+            with mock.patch.object(masking_utils, "fast_all", return_value=False):
+                options = dict(attention_mask=mask, position_ids=places, use_cache=True)
+                prompts = body(batch["prompts"], **options)
             ends = prompts.last_hidden_state[:, -1:]  # [g, 1, H]
         for ids, owner in zip(batch["blocks"], batch["owners"], strict=True):  # [R, L], [R]
+            options = dict(use_cache=self.share)
             if self.share:
                 after = torch.arange(1, ids.shape[1] + 1, device=ids.device)  # [L]
-                out = body(
-                    ids,
-                    attention_mask=torch.cat([mask[owner], torch.ones_like(ids)], 1),  # [R, P + L]
-                    position_ids=places[owner, -1:] + after,  # [R, L]
-                    past_key_values=rows_of(prompts.past_key_values, owner),
-                    use_cache=True,
-                ).last_hidden_state  # [R, L, H]
+                options["position_ids"] = places[owner, -1:] + after  # [R, L]
+                options["past_key_values"] = rows_of(prompts.past_key_values, owner)
+                if mask is not None:
+                    mask_of_rows = torch.cat([mask[owner], torch.ones_like(ids)], 1)  # [R, P + L]
+                    options["attention_mask"] = mask_of_rows
+            out = body(ids, **options).last_hidden_state  # [R, L, H]
+            if self.share:
                 out = torch.cat([ends[owner], out[:, :-1]], dim=1)  # [R, L, H]
-            else:
-                out = body(ids, use_cache=False).last_hidden_state  # [R, L, H]
             states.append(out.flatten(0, 1))
         return torch.cat(states)
 
@@ -211,9 +217,14 @@ def rows_of(cache, owner):
     return cache
 
 
+def prompt_of(sample) -> bytes:
+    """What texts with the same prompt share; not the group, which a replay may number anew."""
+    return sample.prompt.ids.tobytes()
+
+
 def token_count(samples: list) -> int:
-    """Their completions and prompts, where the prompt of a group counts once."""
-    prompts = {s.group: len(s.prompt.ids) for s in samples}
+    """Their completions and prompts, where a prompt counts once."""
+    prompts = {prompt_of(s): len(s.prompt.ids) for s in samples}
     completions = [len(s.completion_ids) for s in samples]
     return sum(prompts.values()) + sum(completions)
 
@@ -223,32 +234,28 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
-def choose(plain, prompts: list, make_sample, collate, cfg) -> tuple:
-    """The fastest policy that has the log-probabilities of the plain one, and why it was chosen.
-    They are compared on made-up completions. Raises torch.OutOfMemoryError."""
+def choose(plain, samples: list, collate, cfg) -> tuple:
+    """The fastest policy that gives these samples the log-probabilities of the plain one, and why
+    it was chosen. Raises torch.OutOfMemoryError."""
     keep_freed_memory(plain.model.device)
     if plain.model.num_parameters() < SMALL:
         return plain, "the model is small"
-    samples = []
-    for group, prompt in enumerate(prompts[:2]):
-        for length in (1, 5, min(32, cfg.max_completion_length)):
-            ids = np.resize(prompt.ids, length)
-            samples.append(make_sample(group, prompt, ids, np.zeros(length)))
     P = np.mean([len(s.prompt.ids) for s in samples])
     saved = P - P / cfg.num_generations  # prompt tokens a completion
     # Completions are often much shorter than their limit. Gradient checkpointing takes no cache.
-    worth = saved > cfg.max_completion_length / 4 and not cfg.gradient_checkpointing
-    why = ""
-    for share in [True, False] if worth else [False]:
+    shares = [True, False]
+    if saved < cfg.max_completion_length / 4 or cfg.gradient_checkpointing:
+        shares = [False]
+    for share in shares:
         policy = FastPolicy(plain, share)
         try:
             compare(policy, plain, samples, collate)
-            return policy, f"share={share}{why}"
+            return policy, f"share={share}"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model raises that takes no cache
-            why += f"; not with share={share}: {error!r:.99}"
-    return plain, why.removeprefix("; ")
+            why = f"{error!r:.99}"
+    return plain, why
 
 
 @torch.no_grad()

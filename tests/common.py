@@ -3,12 +3,14 @@
 import dataclasses
 import importlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from pathlib import Path
 
@@ -150,6 +152,7 @@ def small_config(out_dir, **options):
         num_minibatches=2,
         micro_batch_tokens=61,
         max_completion_length=8,
+        device="cpu",
         max_steps=4,
         save_every=1,
         keep=0,
@@ -181,63 +184,58 @@ def run(*args, **options):
     return subprocess.run(command(*args), **options)
 
 
-# -- Ranks: forks of this process, which has imported everything
+# -- Ranks: forks of a process that has imported everything and run nothing. (A fork of this one may
+# not run autograd where torch has CUDA.)
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.common"])
 
 
 def on_ranks(ranks, function, *args):
-    """Calls "module.function" with these texts on every rank. Returns what subprocess.run does."""
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stderr.fileno(), 2)
-            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
-            code = 1
-            try:
-                code = fork(ranks, function, list(map(str, args)))
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(pid, 0)
-        stdout.seek(0)
-        stderr.seek(0)
-        code = os.waitstatus_to_exitcode(status)
-        return subprocess.CompletedProcess(function, code, stdout.read(), stderr.read())
-
-
-def fork(ranks, function, args):
-    """Ends with the largest exit code. When a rank fails the others are ended, as by torchrun."""
+    """Calls "module.function" with these texts on every rank. Returns what subprocess.run does.
+    When a rank fails the others are ended, as by torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(ranks))
+        environment = dict(MASTER_PORT=str(free.getsockname()[1]), MASTER_ADDR="127.0.0.1")
+    environment |= dict(WORLD_SIZE=str(ranks), PYTEST_XDIST_WORKER="")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/stdout", f"{folder}/stderr"]
+        processes = []
+        for rank in range(ranks):
+            own = environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+            arguments = (own, paths, os.getcwd(), function, [*map(str, args)])
+            processes.append(SERVER.Process(target=be_rank, args=arguments))
+            processes[-1].start()
+        code = 0
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in multiprocessing.connection.wait(running):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode != 0 and code == 0:
+                    code = abs(process.exitcode)
+                    for other in running.values():
+                        other.terminate()
+        texts = [Path(path).read_text() for path in paths]
+        return subprocess.CompletedProcess(function, code, *texts)
+
+
+def be_rank(environment, paths, folder, function, args):
+    os.environ.update(environment)
+    os.chdir(folder)
+    grpo.RANK = grpo.LOCAL_RANK = int(environment["RANK"])
+    grpo.WORLD_SIZE = int(environment["WORLD_SIZE"])
+    for number, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     module, _, name = function.rpartition(".")
-    call = getattr(importlib.import_module(module), name)
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            grpo.RANK, grpo.LOCAL_RANK, grpo.WORLD_SIZE = rank, rank, ranks
-            code = 1
-            try:
-                code = call(*args) or 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        pids.append(pid)
-    worst = 0
-    for _ in range(ranks):
-        pid, status = os.wait()
-        pids.remove(pid)
-        if status != 0 and worst == 0:
-            worst = os.waitstatus_to_exitcode(status)
-            for other in pids:
-                os.kill(other, signal.SIGTERM)
-    return abs(worst)
+    try:
+        code = getattr(importlib.import_module(module), name)(*args) or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(*args):

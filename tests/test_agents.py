@@ -158,10 +158,10 @@ def make_player(name, rows, tokenizer=None, seconds=5.0, **flags):
     for number, row in enumerate(rows):
         text, messages = row["prompt"], None
         if isinstance(text, list):
-            options = dict(tools=environment.tools(row) or None, add_generation_prompt=True)
-            opening = environment.opening(row, (flags["seed"], number), tokenizer)
-            messages = [*text[:-1], text[-1] | dict(content=text[-1]["content"] + opening)]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            seed = (flags["seed"], number)
+            messages, tools = environment.open_chat(text, row, seed, tokenizer)
+            options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, **options)
         prompts.append(Prompt(np.array(ids_in(text, tokenizer)), text, row, messages, number))
     cfg = types.SimpleNamespace(**flags)
     player = agents.Player(environment, tokenizer, [tokenizer.eos_token_id], prompts, cfg)
@@ -334,7 +334,6 @@ def test_classes_keep_their_state_and_a_reward_sees_it():
     told = dict(role="tool", name="increment", content="2")
     assert columns["completion_messages"][:2] == [asked, told] == [asked, *columns["replies"][0]]
     assert columns["completion_messages"][-1] == dict(role="assistant", content="end")
-    player.finish(samples)
     copy = pickle.loads(pickle.dumps(samples[0])).episode
     assert copy.log_columns() == {name: columns[name] for name in ("turns", "replies")}
     assert "environments" not in copy.reward_columns()
@@ -506,3 +505,12 @@ def test_the_environments_of_the_sample_data(spec, turn, reply):
     context = tokenizer.decode(sample.completion_ids[~sample.sampled])
     assert context == "".join(sample.episode.replies)
     assert sample.finish_reason == ("length" if reply else "stop")
+
+
+def test_a_turn_of_the_environment_is_appended_as_context():
+    s = Sample(0, Prompt(np.array([2]), "", {}), np.array([3, 4]), np.zeros(2, np.float32))
+    agents.append(s, np.array([5]), np.zeros(1, np.float32), sampled=False)
+    agents.append(s, np.array([6, 1]), np.ones(2, np.float32), sampled=True)
+    assert s.completion_ids.tolist() == [3, 4, 5, 6, 1]
+    assert s.sampled.tolist() == [True, True, False, True, True]
+    assert len(s.loss_mask) == len(s.advantages) == s.total_length - 1 == 5

@@ -2,6 +2,7 @@
 the bit, stops, ranks, rewards that fail."""
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -56,7 +57,7 @@ def same_run(a, b):
 @pytest.mark.parametrize(
     "args, named",
     [
-        (["--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
+        (["--learning_rat", "1"], ["--learning_rat"]),
         (["--beta", "x"], ["--beta"]),
         (["--beta", "-1"], ["--beta"]),
         (["--beta", "inf"], ["--beta"]),
@@ -78,15 +79,13 @@ def same_run(a, b):
         (["--eval_data", "missing.jsonl"], ["--eval_data", "missing.jsonl"]),
         (["--max_completion_length", "9999"], ["--max_completion_length"]),
         (["--max_prompt_length", "2"], ["--train_data"]),
-        (["--report_to", "wandb"], ["--report_to", "wandb"]),
+        (["--report_to", "trackio"], ["--report_to", "trackio"]),
         (["--resume", "--out_dir", "nowhere"], ["--resume", "nowhere"]),
         (["--chat"], ["--train_data", "row 1"]),  # the bundled model has no chat template
     ],
 )
 def test_bad_input_is_one_line(args, named, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    if "wandb" in args:
-        monkeypatch.setattr(grpo.importlib.util, "find_spec", lambda name: None)
     if args == ["--kl_in", "reward"]:
         args = [*args, "--beta", "0.1"]
     assert grpo.main(args) == 2
@@ -161,8 +160,8 @@ def test_a_named_directory_with_anything_in_it_is_refused(tmp_path):
 def test_two_runs_in_one_directory_are_refused(tmp_path):
     out = tmp_path / "run"
     small_run(out, max_steps=1)
-    with open(out / ".lock", "w") as lock:
-        grpo.fcntl.flock(lock, grpo.fcntl.LOCK_EX)
+    with open(out / "metrics.jsonl") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
         with pytest.raises(grpo.ConfigError, match="another run"):
             small_run(out, max_steps=2, resume=True)
     assert len(small_run(out, max_steps=2, resume=True)) == 2
@@ -185,8 +184,10 @@ def test_what_a_run_leaves(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
     accuracies = iter([0.1, 0.9, 0.2, 0.3, 0.4])
 
-    def evaluate(run, step):
-        return dict(eval_accuracy=next(accuracies), eval_stderr=0.0, eval_length=1.0)
+    def evaluate(run):
+        return dict(
+            eval_accuracy=next(accuracies), eval_stderr=0.0, eval_length=1.0, failed_rewards=0
+        )
 
     monkeypatch.setattr(grpo, "evaluate", evaluate)
     out = tmp_path / "run"
@@ -196,10 +197,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
 
 
 def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
-    def spoil(policy, ddp, optimizer, samples, step, cfg, reference):
+    def spoil(policy, *_):
         with torch.no_grad():
             next(policy.parameters()).fill_(math.nan)
-        return dict(skipped_steps=0)
+        return dict(skipped_steps=0, optimizer_steps=1)
 
     monkeypatch.setattr(grpo, "update", spoil)
     small_run(tmp_path / "run", max_steps=1)
@@ -258,39 +259,36 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     assert len(grpo.train(resumed)) == 3
 
 
-def test_a_resume_with_another_model_is_refused_and_other_rows_are_said(tmp_path, capsys):
+def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
     out = tmp_path / "run"
     small_run(out, max_steps=1)
     other = tmp_path / "rows2.jsonl"
     other.write_text("".join(json.dumps(row) + "\n" for row in lines(tmp_path / "rows.jsonl")[:4]))
-    small_run(out, max_steps=2, resume=True, train_data=str(other))
-    assert "--train_data" in capsys.readouterr().out
+    with pytest.raises(grpo.ConfigError, match="train_data"):
+        small_run(out, max_steps=2, resume=True, train_data=str(other))
     model = tmp_path / "model"
     shutil.copytree(out / "step_000001", model)
-    with pytest.raises(grpo.ConfigError, match="--model"):
+    with pytest.raises(grpo.ConfigError, match="model"):
         small_run(out, max_steps=3, resume=True, model=str(model))
 
 
 def test_state_of_a_changed_copy_survives_a_resume(tmp_path, monkeypatch):
-    """A copy keeps how often each row was drawn."""
-    assign_advantages = grpo.assign_advantages
-    runs = []
-    honest = grpo.Run.log_step
+    """A copy keeps how often each row was drawn, in arrays that it changes in place."""
+    honest = grpo.assign_advantages
+    states = []
 
-    def log_step(self, samples, metrics):
-        runs.append(self)
+    def count(samples, cfg, state):
+        states.append(state)
         for s in samples:
-            key = str(s.prompt.row_number)
-            self.state[key] = self.state.get(key, np.zeros(1)) + 1  # an array: not only tensors
-        honest(self, samples, metrics)
+            state.setdefault(str(s.prompt.row_number), np.zeros(1))[:] += 1
+        honest(samples, cfg, state)
 
-    monkeypatch.setattr(grpo.Run, "log_step", log_step)
+    monkeypatch.setattr(grpo, "assign_advantages", count)
     small_run(tmp_path / "whole")
-    whole = runs[-1].state
+    whole = states[-1]
     small_run(tmp_path / "parts", max_steps=2)
     small_run(tmp_path / "parts", resume=True)
-    assert runs[-1].state == whole and sum(whole.values()) == 4 * 15
-    assert assign_advantages is grpo.assign_advantages
+    assert states[-1] == whole and sum(whole.values()) == 4 * 15
 
 
 @pytest.mark.slow
@@ -354,7 +352,8 @@ def test_a_stop_saves_and_the_run_can_go_on(number, tmp_path):
     same_run(whole, out)
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path):
+@pytest.mark.slow
+def test_a_second_signal_some_seconds_later_ends_the_run_at_once(tmp_path):
     code = (
         "import time, grpo\n"
         "from tests.common import small_run\n"
@@ -366,12 +365,13 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
     )
     while process.stdout.readline().strip() != b"now":
         pass
-    started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     process.stderr.readline()  # it says that it stops
+    process.send_signal(signal.SIGTERM)  # as torchrun passes its own on
+    time.sleep(6)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM
-    assert time.monotonic() - started < 30
 
 
 def test_an_error_saves_the_last_whole_step(tmp_path, monkeypatch):
@@ -407,7 +407,7 @@ def test_an_error_between_optimizer_steps_saves_nothing(tmp_path, monkeypatch):
 
 
 def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
-    def infinite(samples, cfg):
+    def infinite(samples, cfg, state):
         for s in samples:
             s.advantages[:] = math.inf
 
@@ -464,13 +464,15 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(tmp_path):
 def differ(what, out):
     """Runs on every rank; rank 1 has another `what`."""
     cfg = small_config(out, max_steps=1)
-    if grpo.RANK == 1 and what == "--beta":
+    if grpo.RANK == 1 and what == "flag":
         cfg.beta = 0.5
-    if grpo.RANK == 1 and what == "data":
+    if grpo.RANK == 1 and what == "row":
         small_rows = lines(cfg.train_data)[:4]
         cfg.train_data = f"{out}.rows.jsonl"
         Path(cfg.train_data).write_text("".join(json.dumps(row) + "\n" for row in small_rows))
-    if grpo.RANK == 1 and what == "weights":
+    if grpo.RANK == 1 and what == "reward":
+        cfg.reward = "overlong:2"
+    if grpo.RANK == 1 and what == "weight":
         honest = grpo.load_model
 
         def other(*args):
@@ -486,11 +488,11 @@ def differ(what, out):
         return 2
 
 
-@pytest.mark.parametrize("what", ["--beta", "data", "weights"])
+@pytest.mark.parametrize("what", ["flag", "row", "reward", "weight"])
 def test_ranks_that_differ_are_refused(what, tmp_path):
     done = on_ranks(2, "tests.test_run.differ", what, tmp_path / "run")
     assert done.returncode == 2
-    assert f"refused: {what}" in done.stderr
+    assert "refused: " in done.stderr and what in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -516,7 +518,7 @@ def write_rewards(folder, text):
     return str(path)
 
 
-def test_a_reward_that_fails_or_hangs_costs_its_samples_and_is_said_once(tmp_path, capsys):
+def test_a_reward_that_fails_or_hangs_costs_its_samples_and_is_said(tmp_path, capsys):
     text = """
 import time
 
@@ -541,7 +543,7 @@ def hangs(completion, row):
     for metrics in history:
         failed = [r for r in rows if r["step"] == metrics["step"] and "failure" in r]
         assert metrics["failed_rewards"] == len(failed) > 0
-    assert said.count("no such thing") + said.count("0.2 s") == 1
+    assert said.count("no such thing") + said.count("0.2 s") == 2  # in each step its first
 
 
 def test_a_cut_off_completion_gets_the_reward_of_the_flag():
@@ -550,7 +552,7 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
     reward = grpo.load_rewards("format")[0]._replace(function=lambda text, row: row["value"])
     for s, value in zip(samples, (1.0, None, 0.5, None), strict=True):
         s.prompt = grpo.Prompt(s.prompt.ids, "", dict(value=value))
-    grpo.score(samples, fake_run(Config(non_stop_reward=-2.0), rewards=[reward]), 1)
+    grpo.score(samples, fake_run(Config(non_stop_reward=-2.0), rewards=[reward]))
     assert samples[0].reward == -2.0
     assert samples[2].reward == 0.5
     assert math.isnan(samples[1].reward) and math.isnan(samples[3].reward)
@@ -588,7 +590,7 @@ def rank(prompts, completions, completion_ids, log_metric, log_extra, **columns)
     groups = {}
     for row in lines(tmp_path / "run" / "completions.jsonl"):
         groups.setdefault(row["group"], []).append(row)
-        assert row["extra"]["length"] == str(len(row["tokens"]["text"]))
+        assert row["extra"]["length"] == str(row["length"])
     for rows in groups.values():
         shortest = min(len(row["completion"]) for row in rows)
         best = max(row["reward"] for row in rows)
@@ -601,6 +603,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     fake = types.ModuleType(name)
     fake.__spec__ = types.SimpleNamespace(name=name)
     fake.init = lambda **options: None
+    fake.finish = lambda: sent.append((None, {}))
 
     def log(values, step):
         sent.append((step, values))
@@ -614,7 +617,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
         eval_data=f"{HERE}/sample_data/eval.jsonl",
         max_steps=1,
     )
-    assert [step for step, _ in sent] == [0, 1, 1]
+    assert [step for step, _ in sent] == [0, 1, 1, None]
     assert "eval/accuracy" in sent[0][1]
     assert {"train/reward", "train/completions/mean_length"} <= set(sent[1][1])
 

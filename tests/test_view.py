@@ -1,5 +1,6 @@
 """extras/view.py: curves, the samples of a step, the page; and links and commands of documents."""
 
+import dataclasses
 import json
 import math
 import re
@@ -148,7 +149,7 @@ def test_links_lead_somewhere_and_commands_are_valid(name):
         assert (folder / target).exists(), target
     flags = set(re.findall(r"--([a-z]+_[a-z_]+)", text))  # with an underscore: ours, not pip's
     others = {"nproc_per_node", "rdzv_backend", "rdzv_endpoint"}
-    assert flags <= {f.name for f in grpo.fields(grpo.Config)} | others
+    assert flags <= {f.name for f in dataclasses.fields(grpo.Config)} | others
     for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").split("\n"):
             found = re.search(r"\bgrpo\.py((?: [^#\n]*)?)", line)

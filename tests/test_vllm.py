@@ -2,10 +2,8 @@
 run. Each slow test has a process of its own, since an engine cannot be started twice in one."""
 
 import json
-import math
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -233,24 +231,3 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
     sampler.sleep()
     sampler.push(model)
     assert sampler.llm.calls == ["sleep 2", "wake weights", *push, "wake kv_cache"]
-
-
-def test_a_log_probability_that_is_no_number_is_an_error():
-    def output(logps):
-        completion = types.SimpleNamespace(
-            token_ids=[3, 1], logprobs=types.SimpleNamespace(logprobs=logps)
-        )
-        return types.SimpleNamespace(outputs=[completion])
-
-    sampler = object.__new__(grpo.VLLMSampler)
-    sampler.stop_ids, sampler.cfg = [1], Config()
-    sampler.SamplingParams = lambda **options: options
-    for logps, fine in (([-1.0, -2.0], True), ([-1.0, math.nan], False), ([-1.0], False)):
-        answer = [output(logps)]
-        sampler.llm = types.SimpleNamespace(generate=lambda *a, answer=answer, **k: answer)
-        if fine:
-            [(ids, found)] = sampler.generate([np.array([2])], [(0, 0)], 1.0)
-            assert ids.tolist() == [3, 1] and found.tolist() == logps
-        else:
-            with pytest.raises(grpo.TrainingError, match="not finite"):
-                sampler.generate([np.array([2])], [(0, 0)], 1.0)
