@@ -1919,6 +1919,7 @@ class Run:
         self.must_not_save = True
         self.step = step
         self.state |= changes
+        json.dumps(self.state, default=refuse_unless_array)
         self.completed_state = copy.deepcopy(self.state)
         self.must_not_save = False
 
@@ -2037,7 +2038,8 @@ class Run:
                 if old != best:
                     shutil.rmtree(old)
         except Exception as error:  # such as a full disk
-            print_rank_0(f"step {self.step} is not saved: {one_line(error)}")
+            free = shutil.disk_usage(self.cfg.out_dir).free / 1e6
+            print_rank_0(f"step {self.step} is not saved ({free:.0f} MB free): {one_line(error)}")
             self.save_failed = True  # the next step tries again
             shutil.rmtree(partial, ignore_errors=True)
         self.must_not_save = False
@@ -2050,7 +2052,6 @@ class Run:
         self.tokenizer.save_pretrained(folder)
         copy_processors(self.cfg.model, folder)
         state = dict(step=self.step, state=self.completed_state, identity=self.identity)
-        json.dumps(self.completed_state, default=refuse_unless_array)
         state["moments"] = self.optimizer.state_dict()["state"]
         state["adapters"] = {k: p for k, p in self.model.named_parameters() if ".lora_" in k}
         torch.save(state, f"{folder}/trainer_state.pt")

@@ -1,0 +1,298 @@
+"""What a run must not lose, by the real thing: a full disk, a launcher that kills, files that were
+cut off, a file system without locks."""
+
+import ctypes
+import errno
+import functools
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+from extras import fast
+from tests.common import (
+    CPU,
+    HERE,
+    command,
+    flags_of,
+    lines,
+    metrics_of,
+    random_samples,
+    relative,
+    run,
+    small_config,
+    small_run,
+    tiny_model,
+)
+
+
+def files_of(folder):
+    return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def steps_of(folder):
+    return [int(path[-6:]) for path in grpo.checkpoints(str(folder))]
+
+
+def cut(path):
+    """As a crash of the machine leaves a file."""
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints that cannot be read
+
+
+def test_a_resume_without_a_readable_checkpoint_changes_nothing(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=2)
+    for step in (1, 2):
+        cut(out / f"step_00000{step}" / "trainer_state.pt")
+    before = files_of(out)
+    done = run("--resume", "--out_dir", out, "--max_steps", 3)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert files_of(out) == before
+
+
+def test_checkpoints_that_cannot_be_read_do_not_count_for_keep(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=8, save_every=2)
+    for step in (6, 8):
+        cut(out / f"step_00000{step}" / "trainer_state.pt")
+    small_run(out, max_steps=6, save_every=1, keep=2, resume=True)
+    assert steps_of(out) == [5, 6, 8]  # 6 was made again; 8 is what it was
+    assert torch.load(out / "step_000006" / "trainer_state.pt")["step"] == 6
+
+
+def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, monkeypatch):
+    def remember(samples, cfg, state):
+        state["first"] = samples[0]
+
+    monkeypatch.setattr(grpo, "assign_advantages", remember)
+    with pytest.raises(grpo.TrainingError, match="Sample"):
+        small_run(tmp_path / "run", max_steps=1)
+
+
+# ------------------------------------------------------------------------------------------------
+# A full disk
+
+
+def test_on_a_full_disk_the_run_goes_on_and_saves_when_there_is_room(tmp_path):
+    """A tmpfs too small for a checkpoint, which grows in step 3."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        reward = tmp_path / "grows.py"
+        reward.write_text(f"""
+import subprocess
+calls = 0
+def grows(completion, row):
+    global calls
+    calls += 1
+    if calls == 31:
+        subprocess.run(["mount", "-o", "remount,size=99m", {str(disk)!r}], check=True)
+    return float(len(completion))
+""")
+        out = disk / "run"
+        rows = small_config(tmp_path / "x").train_data
+        done = run(*flags_of(small_config(out, reward=f"{reward}:grows", train_data=rows)))
+        assert done.returncode == 0, done.stderr
+        assert "step 2 is not saved" in done.stdout and "step 3 is not saved" not in done.stdout
+        assert steps_of(out) == [3, 4]
+        assert [m["step"] for m in metrics_of(out)] == [1, 2, 3, 4]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_log_line_that_does_not_fit_comes_later_or_is_left_out_whole(tmp_path):
+    """No file may grow over 6 kB: neither a checkpoint nor, after some steps, a log."""
+    out = tmp_path / "run"
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (6000, 6000))
+    done = run(*flags_of(small_config(out, max_steps=12, log_completions=2)), preexec_fn=limit)
+    assert done.returncode == 0, done.stderr
+    assert "is not logged" in done.stdout and steps_of(out) == []
+    whole = small_run(tmp_path / "whole", max_steps=12)
+    logged = metrics_of(out)
+    assert 0 < len(logged) < 12 and logged == metrics_of(tmp_path / "whole")[: len(logged)]
+    assert len(whole) == 12 and lines(out / "completions.jsonl")  # no half line
+
+
+# ------------------------------------------------------------------------------------------------
+# Signals
+
+
+SLOW = """
+import os, time
+calls = 0
+def slow(completion, row):
+    global calls
+    calls += 1
+    if calls > 24 and os.environ["RANK"] in {ranks!r}:
+        time.sleep({seconds})
+    return float(len(completion) % 3)
+"""
+
+
+def stop_torchrun(tmp_path, seconds, ranks, number, whole_group, n_ranks=1):
+    """Sends the signal in the rollout of step 3. Returns the run's directory."""
+    (tmp_path / "slow.py").write_text(SLOW.format(ranks=ranks, seconds=seconds))
+    out = tmp_path / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    options = dict(num_prompts=3 * n_ranks, num_generations=4, save_every=0, max_steps=50)
+    options |= dict(reward=f"{tmp_path / 'slow.py'}:slow", call_timeout=60.0)
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n_ranks}"]
+    launch += ["--standalone", f"{HERE}/grpo.py", *flags_of(small_config(out, **options))]
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen(launch, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() or len(metrics_of(out)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    if whole_group:  # as scancel, a preemption and a terminal do
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    process.wait(90)
+    return out
+
+
+@pytest.mark.slow
+def test_a_launcher_that_kills_in_a_long_rollout_loses_no_step(tmp_path):
+    """torchrun waits for 30 s and kills. In a step of 50 s the last one is saved at the signal."""
+    out = stop_torchrun(tmp_path, 5, "0", signal.SIGINT, whole_group=False)
+    assert steps_of(out) == [2]
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_another_saves_too(tmp_path):
+    out = stop_torchrun(tmp_path, 10, "1", signal.SIGTERM, whole_group=False, n_ranks=2)
+    assert steps_of(out) == [2]
+
+
+@pytest.mark.slow
+def test_a_signal_to_launcher_and_ranks_is_one_request(tmp_path):
+    """Twenty times: the rank's own signal, and the launcher's soon after."""
+    for _ in range(20):
+        out = stop_torchrun(tmp_path, 0.1, "0", signal.SIGTERM, whole_group=True)
+        assert steps_of(out)[-1] == len(metrics_of(out)) >= 2
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_and_nohup_ignores_it(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW.format(ranks="0", seconds=0.05))
+    for prefix, code in (([], 0), (["nohup"], -signal.SIGKILL)):
+        out = tmp_path / f"run{len(prefix)}"
+        flags = flags_of(small_config(out, save_every=0, max_steps=99))
+        process = subprocess.Popen(
+            [*prefix, *command(*flags)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while not (out / "metrics.jsonl").exists() or len(metrics_of(out)) < 2:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        if prefix:
+            time.sleep(3)
+            assert process.poll() is None
+            process.kill()
+        assert process.wait(60) == code
+        assert bool(steps_of(out)) != bool(prefix)
+
+
+# ------------------------------------------------------------------------------------------------
+# A file system without locks
+
+
+def without_flock():
+    """From here on the kernel answers ENOSYS to flock, as it does for Lustre without -o flock."""
+    number = dict(x86_64=73, aarch64=32)[os.uname().machine]
+    program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOSYS)]
+    program.append((0x06, 0, 0, 0x7FFF0000))  # all other calls are allowed
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    filters = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filters, 0, 0) == 0
+
+
+def test_a_file_system_without_locks_is_no_other_run(tmp_path):
+    out = tmp_path / "run"
+    done = run(*flags_of(small_config(out, max_steps=1)), preexec_fn=without_flock)
+    assert done.returncode == 0, done.stderr
+    assert "lock" in done.stdout
+    assert steps_of(out) == [1]
+
+
+def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=1)
+    before = files_of(out)
+    for more in ([], ["--resume"]):
+        with open(out / "metrics.jsonl") as log:
+            grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
+            assert run(*flags_of(small_config(out, max_steps=2)), *more).returncode == 2
+        assert files_of(out) == before
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors that were not said
+
+
+def test_a_reward_that_is_none_for_every_sample_ends_the_run(tmp_path):
+    (tmp_path / "forgot.py").write_text("def forgot(completion, row):\n    len(completion)\n")
+    done = run(*flags_of(small_config(tmp_path / "run", reward=f"{tmp_path}/forgot.py:forgot")))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "reward" in done.stderr
+
+
+def test_a_push_that_fails_loses_no_line(tmp_path, monkeypatch):
+    pushes = []
+
+    def push(self, model):
+        pushes.append(1)
+        if len(pushes) == 4:  # after step 3
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(grpo.HFSampler, "push", push)
+    with pytest.raises(RuntimeError):
+        small_run(tmp_path / "run", save_every=0)
+    assert [m["step"] for m in metrics_of(tmp_path / "run")] == [1, 2, 3]
+    assert steps_of(tmp_path / "run") == [3]
+
+
+def test_samples_that_come_back_under_old_numbers_have_their_own_prompts():
+    """A replay: group 0 of an earlier step beside group 0 of this one."""
+    model = tiny_model("llama")
+    samples = random_samples(6, 3) + random_samples(6, 3, seed=1)
+    plain = grpo.Policy(model, 1.0)
+    results = []
+    for policy in (plain, fast.FastPolicy(plain, share=True)):
+        model.zero_grad()
+        batch = grpo.collate(samples, CPU, policy.layout)
+        logps, _ = policy(batch)
+        logps[batch["sampled"]].sum().backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert relative(results[1], results[0]) < 1e-5
+
+
+def test_a_batch_in_which_some_samples_lack_log_probabilities_is_an_error():
+    for missing in (0, 3):
+        samples = random_samples(4, 2)
+        samples[missing].ref_logps = None
+        with pytest.raises(ValueError, match="ref_logps"):
+            grpo.collate(samples, CPU)
+    for s in samples:
+        s.ref_logps = np.zeros(len(s.completion_ids))
+    batch = grpo.collate(samples, CPU)
+    assert "ref_logps" in batch and "old_logps" not in batch
