@@ -1172,8 +1172,10 @@ def read_rows(path: str):
                 if None in row or None in row.values():
                     raise ValueError("more or fewer fields than the header")
                 yield row
-    elif kind != ".parquet" and (os.path.isfile(path) or path.startswith((".", "/"))):
-        raise ValueError("no file of JSON, JSONL, CSV or parquet")
+    elif kind != ".parquet" and os.path.isfile(path):
+        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
+    elif path.startswith((".", "/")) and not os.path.exists(path):
+        raise FileNotFoundError("no such file or folder")
     else:
         from datasets import load_dataset
 
@@ -1243,6 +1245,7 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         text = chat_text(messages, tokenizer, options)
     # One BOS: a chat template writes it, and so does a row that was made by one.
     has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
+    text.encode()  # an error if the text is no Unicode, which tokenizers do not say
     ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
     if messages is None and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers add it
         ids = ids[:-1]
@@ -1321,8 +1324,17 @@ def reward_row(s: Sample, run: Run) -> dict:
 # -- Models
 
 
+def config_of(path: str):
+    if path.startswith((".", "/")) and not os.path.isdir(path):
+        raise FileNotFoundError("no such folder")
+    names = os.listdir(path) if os.path.isdir(path) else []
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise ValueError("holds adapters only: merge them into their model first")
+    return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
 def load_tokenizer(path: str):
-    transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # refuses foreign code
+    config_of(path)  # refuses foreign code
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     # transformers 5 goes by the class in the config, and may make another tokenizer of
     # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
@@ -1346,7 +1358,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
     are in bfloat16: at a learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to
     rounding."""
     with mistakes_in(f"--{flag} {path}"):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = config_of(path)
         if getattr(config, "quantization_config", None):
             raise ValueError("is quantized: name the model that it is made of")
         options = dict(config=without_randomness(config), dtype=torch.float32)
@@ -1446,11 +1458,12 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
     policy, why = fast.choose(plain, samples, collate, cfg)
-    print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
+    if why:
+        print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
     return policy
 
 
-def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.device):
+def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device: torch.device):
     """What the KL is measured from; None: nothing."""
     if cfg.beta == 0:
         return None
@@ -1458,10 +1471,27 @@ def load_reference(cfg: Config, policy, prompts: list[Prompt], device: torch.dev
         from extras import lora
 
         return lora.AdaptersOff(policy)
-    flag = "reference" if cfg.reference else "model"
-    model = load_model(flag, cfg.reference or cfg.model, cfg, device).requires_grad_(False)
-    check_sizes(flag, model, prompts, cfg)
+    if not cfg.reference:
+        model = load_model("model", cfg.model, cfg, device).requires_grad_(False)
+        return make_policy(model, prompts, cfg)
+    model = load_model("reference", cfg.reference, cfg, device).requires_grad_(False)
+    check_sizes("reference", model, prompts, cfg)
+    with mistakes_in(f"--reference {cfg.reference}"):
+        theirs = load_tokenizer(cfg.reference).get_vocab()
+        other = [token for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i]
+        if other:
+            raise ValueError(f"has another tokenizer than --model: {other[0]!r} is another id")
+    widen(model, policy.model.get_input_embeddings().num_embeddings)
     return make_policy(model, prompts, cfg)
+
+
+def widen(model, vocabulary: int) -> None:
+    """Models of one family pad their vocabulary to several sizes. What is padding has no logit."""
+    size = model.get_input_embeddings().num_embeddings
+    if size < vocabulary:
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            module.weight.data[size:] = 0
 
 
 def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
@@ -1734,9 +1764,9 @@ def lock(file) -> None:
 
 def copy_processors(model: str, folder: str) -> None:
     """Files of models that also see or hear: servers ask for them."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
+    for kind in ("preprocessor", "processor", "video_preprocessor"):
         missing_is_fine = dict(_raise_exceptions_for_missing_entries=False)
-        path = transformers.utils.cached_file(model, name, **missing_is_fine)
+        path = transformers.utils.cached_file(model, f"{kind}_config.json", **missing_is_fine)
         if path is not None:
             shutil.copy(path, folder)
 
@@ -1788,6 +1818,10 @@ class Run:
     def load(self, cfg: Config, device: torch.device) -> None:
         with mistakes_in(f"--model {cfg.model}"):
             self.tokenizer = load_tokenizer(cfg.model)
+        marks = r"[<\[][\w|:]*(?:think|thought|channel)[\w|]*[>\]]"
+        marks = set(re.findall(marks, str(self.tokenizer.chat_template).lower())) - {"<think>"}
+        if marks:
+            print_rank_0(f"the chat template has {min(marks)}; the rewards look for <think>")
         with mistakes_in(f"--reward {cfg.reward}"):
             self.rewards = load_rewards(cfg.reward)
         environment = self.player = None
@@ -1821,7 +1855,7 @@ class Run:
         self.cfg = cfg = resolve_auto(cfg, model, device)
         self.model = model
         self.policy = make_policy(model, prompts, cfg)
-        self.reference = load_reference(cfg, self.policy, prompts, device)
+        self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         if environment is not None:
             with mistakes_in(f"--environment {cfg.environment}"):

@@ -14,6 +14,7 @@ policy is told what a tool raises. Other errors, and too long a call, end their 
 """
 
 import asyncio
+import copy
 import inspect
 import json
 import random
@@ -127,6 +128,7 @@ class Environment:
             return None, ""
         seed_random(*seed, 0)
         instance = self.call(self.classes[row.get(self.column)])
+        row = copy.deepcopy(row)  # which the class may change
         columns = {key: row[key] for key in row if key != self.column}  # as in TRL
         words = str(self.call(instance.reset, **columns) or "")
         if words != self.openings.setdefault(hash((seed, str(row))), words):
@@ -263,7 +265,8 @@ class Player:
             return False
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
-            reply = environment.call(environment.function, [*episode.turns], dict(prompt.row))
+            row = copy.deepcopy(prompt.row)  # which the function may change
+            reply = environment.call(environment.function, [*episode.turns], row)
             messages = [dict(role="user", content=reply)]
             if reply is None:
                 return False

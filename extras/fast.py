@@ -235,11 +235,11 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
 
 
 def choose(plain, samples: list, collate, cfg) -> tuple:
-    """The fastest policy that gives these samples the log-probabilities of the plain one, and why
-    it was chosen. Raises torch.OutOfMemoryError."""
+    """The fastest policy that gives these samples the log-probabilities of the plain one, and what
+    to say of the choice. Raises torch.OutOfMemoryError."""
     keep_freed_memory(plain.model.device)
     if plain.model.num_parameters() < SMALL:
-        return plain, "the model is small"
+        return plain, ""
     P = np.mean([len(s.prompt.ids) for s in samples])
     saved = P - P / cfg.num_generations  # prompt tokens a completion
     # Completions are often much shorter than their limit. Gradient checkpointing takes no cache.

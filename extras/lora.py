@@ -1,7 +1,7 @@
 """Adapters (LoRA, Hu et al., arXiv 2106.09685), by peft. grpo.py takes this file for --lora_rank.
 
-The model is frozen, and trained products stand beside its linear layers. The head has none, and
-neither have experts that transformers keeps in one tensor: they stay as they are.
+The model is frozen, and trained products stand beside its linear layers but the head. Where
+transformers keeps all experts in one tensor, they stand beside those of the attention only.
 """
 
 import torch
@@ -12,9 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
     """Those of the checkpoint, or fresh ones, which change nothing yet."""
-    head = model.get_output_embeddings()
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    targets = [name for name in linear if model.get_submodule(name) is not head]
+    has_experts = any(p.dim() == 3 for p in model.parameters())
+    targets = []
+    for name, module in model.named_modules():
+        is_head = module is model.get_output_embeddings()
+        # peft would take the name of a feed-forward layer for that of all experts.
+        is_left_out = is_head or (has_experts and ".mlp." in name)
+        if isinstance(module, nn.Linear | Conv1D) and not is_left_out:
+            targets.append(name)
     torch.manual_seed(cfg.seed)  # every rank draws the same
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)
     inject_adapter_in_model(config, model)
