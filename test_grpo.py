@@ -1,14 +1,16 @@
-"""The algorithm's own tests, to be read after grpo.py: the gradient for every split of the samples,
-advantages, KL estimators, the objective. A CPU is enough for all of them.
+"""The algorithm's own tests, to be read after grpo.py: the step in the docstring, the gradient for
+every split of the samples, advantages, KL estimators, the objective. A CPU is enough for all.
 
 Most of them compare a result with the same quantity computed in another way: in one batch, by
-enumeration of all sequences, or by a formula from a paper. tests/test_policy.py and
-tests/test_update.py test the model and the rest of an update.
+enumeration of all sequences, or by a formula from a paper. tests/test_update.py tests the policy,
+the sampler and the rest of an update.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+import textwrap
 
 import numpy as np
 import pytest
@@ -35,6 +37,46 @@ OPTIONS = [{}, {"ratio_level": "sequence"}, {"kl_in": "reward", "kl_estimator": 
 
 def gradient(value, x):
     return torch.autograd.grad(value, x)[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# The step in the docstring
+
+
+def test_the_nine_lines_of_the_docstring_are_the_default_step(monkeypatch):
+    """They are taken from the docstring and run in float64, with a sampler and a reward that give
+    what the samples hold. update() has the same gradient."""
+    start = grpo.__doc__.index("    for prompt, row in prompts")
+    lines = textwrap.dedent(grpo.__doc__[start:].partition("\n\n")[0])
+    assert lines.count("\n") == 8
+    samples = random_samples(15, 5, np.float64)
+    rng = np.random.default_rng(0)
+    for s in samples:
+        s.reward = float(rng.integers(0, 3))
+        s.ref_logps = None
+    cfg = Config(num_generations=5, max_grad_norm=0, tis_cap=0, micro_batch_tokens=60)
+    grpo.assign_advantages(samples, cfg)
+    expected, _ = update_gradient(cfg, samples, F64)
+
+    model = tiny_model(dtype=F64)
+    groups = [samples[i : i + 5] for i in range(0, 15, 5)]
+    answers = iter([torch.tensor(s.completion_ids) for s in samples])
+    names = dict(
+        torch=torch,
+        prompts=[(torch.tensor(group[0].prompt.ids), group) for group in groups],
+        model=lambda ids: model(ids[None]).logits[0],
+        sample=lambda model, prompt: next(answers),
+        decode=lambda answer: answer,
+        reward=lambda answer, group: next(
+            s.reward for s in group if s.completion_ids.tolist() == answer.tolist()
+        ),
+        n_tokens=sum(len(s.completion_ids) for s in samples),
+        optimizer=torch.optim.SGD(model.parameters(), 0.0),
+    )
+    monkeypatch.setattr(torch, "tensor", functools.partial(torch.tensor, dtype=F64))
+    exec(lines.replace("range(8)", "range(5)"), names)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(gradient, expected) < 1e-12 and expected.norm() > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------
