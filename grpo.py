@@ -20,17 +20,7 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it. The file has the same lines with batches, ranks and options:
-
-    the loop over steps    training_loop
-    prompts                prompts_of_step
-    sample, decode         rollout, HFSampler (with vLLM: VLLMSampler)
-    reward                 score; reward.py has the reward functions
-    advantages             assign_advantages, group_advantages
-    logits, logps          Policy
-    the loss               grpo_loss
-    backward               accumulate_gradient
-    step                   update
+and no gradient goes through it.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
@@ -39,10 +29,25 @@ answers are equally long, the values add up to 0. The gradient does not: it make
 last answer more likely and the others less. So watch the reward and not the loss, which can be 0 in
 every step of a run that learns. Had all four the same reward, the group would teach nothing.
 
-GRPO comes first, in the order of the nine lines. PLUMBING follows: what every trainer needs.
+The nine lines, and where they stand with batches, ranks and options:
+
+    prompts, sample, decode    prompts_of_step; rollout (HFSampler, or VLLMSampler with vLLM)
+    reward                     score (reward.py has the reward functions)
+    advantages                 assign_advantages, group_advantages
+    logits, logps              Policy
+    the loss                   grpo_loss
+    backward, step             accumulate_gradient, update
+
+Words: the policy is the model that is trained, a completion is an answer, a rollout is the samples
+of a step. The old policy is the policy as it was when it sampled them: in the first update on a
+rollout it still is the policy itself. The reference is a frozen model. A KL term can hold the
+policy near it (--beta; 0 by default, 0.001 in the bundled task).
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
 in the vocabulary, G samples of one prompt (a group).
+
+First comes GRPO: the loop, a step, then the sampler and the options of the loss. PLUMBING follows:
+what every trainer needs.
 """
 
 from __future__ import annotations
@@ -94,8 +99,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
 # depends on the number of ranks, and a resumed run has no generator to restore. The streams:
-SAMPLING = 0  # completions of a step; index: the prompt within the step
-ORDER = 0  # order of the data, always with step 0, where nothing is sampled; index: the epoch
+SAMPLING = 0  # completions of a step, from step 1 on; index: the prompt within the step
+ORDER = 0  # order of the data; it has step 0, so it never meets a completion; index: the epoch
 EVAL = 1  # completions of an eval; index: the prompt
 MINIBATCHES = 4  # order of a rollout's samples; index: the epoch (2 and 3 are free)
 
@@ -104,9 +109,7 @@ def gather(items: list) -> list:
     """The items of all ranks, on every rank."""
     if WORLD_SIZE == 1:
         return items
-    arrived = dist.barrier(async_op=True)
-    while not arrived.is_completed():  # a blocking wait would let no signal in
-        time.sleep(0.001)
+    wait_for_all_ranks()
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
     return [item for one in lists for item in one]
@@ -122,7 +125,7 @@ class Prompt:
     text: str
     row: dict  # the row of the data file
     messages: list | None = None  # the chat; None: the prompt is a plain text
-    row_number: int = 0  # in the data. Identify a prompt by it: each rank has copies of a Prompt
+    row_number: int = 0  # in the data; to tell prompts apart, because each rank has its own objects
 
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
@@ -134,17 +137,18 @@ class Sample:
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
     # Log-probabilities of these tokens:
     sampler_logps: np.ndarray  # recorded by the sampler as it drew the token
-    old_logps: np.ndarray | None = None  # the trainer's, before its first update on this rollout
-    ref_logps: np.ndarray | None = None  # from the reference, a frozen model; None: no KL
-    # Masks; None becomes True for every token:
-    sampled: np.ndarray | None = None  # False: an environment wrote the token; it is only read
-    loss_mask: np.ndarray | None = None  # the token has a term in the loss
-    length_mask: np.ndarray | None = None  # the token counts in what the loss is divided by
-    advantages: np.ndarray | None = None  # None becomes 0; by default the same for all tokens
+    old_logps: np.ndarray | None = None  # from the old policy; None: it still is the policy itself
+    ref_logps: np.ndarray | None = None  # from the reference; None: no KL
+    # Masks, by default True for every token:
+    sampled: np.ndarray | None = None  # False: an environment wrote the token, it is only read
+    loss_mask: np.ndarray | None = None  # False: the token has no term in the loss
+    length_mask: np.ndarray | None = None  # False: what the loss is divided by leaves it out
+    advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
+    # For the logs:
     failure: str = ""  # why a reward function or the environment failed
     logged: dict = field(default_factory=dict)  # metrics that a reward function logs
     extra: dict = field(default_factory=dict)  # columns that a reward function logs
@@ -171,12 +175,10 @@ def training_loop(run: Run) -> None:
     """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
     cfg = run.cfg
     while True:
-        # The sampler gets all weights of the policy (VLLMSampler.push). Then come the eval and the
-        # checkpoint that are due (Run.save: weights, optimizer, run.state).
-        run.sampler.push(run.policy.model)
+        run.sampler.push(run.policy.model)  # all weights of the policy, before each rollout
         run.record_time("push")
         run.evaluate_if_due()
-        run.save_if_due()
+        run.save_if_due()  # weights, optimizer, run.state: see Run.save
         run.record_time("eval")
         if run.is_over():
             break
@@ -191,8 +193,7 @@ def training_loop(run: Run) -> None:
         if run.is_over():  # on Ctrl-C: the weights are still those of the last whole step
             break
 
-        # With one update a rollout, the default, the old policy is the current one, and nothing
-        # needs to be stored. The reference is there only with --beta.
+        # Only a second update on a rollout needs the old policy, only the KL the reference.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -208,25 +209,22 @@ def training_loop(run: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Sample
+# A step: sample, reward
 
 
 def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group, all of them on every rank. Each rank
-    makes the groups of every WORLD_SIZE-th prompt, so that a group is whole on one rank."""
-    groups = []
-    seeds = []  # one for each sample, so that a sample does not depend on those beside it
-    for group in range(RANK, len(prompts), WORLD_SIZE):
-        seed = seed_of(run.cfg, stream, step, group)
-        groups += [group] * n
-        seeds += [(seed, i) for i in range(n)]
-    prompt_ids = [prompts[group].ids for group in groups]
-    completions = run.sampler.generate(prompt_ids, seeds, temperature)
+    makes those of every WORLD_SIZE-th prompt, so that a group is scored on one rank."""
+    asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
+    # A seed for each sample, so that a sample does not depend on those beside it.
+    seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
+    prompt_ids = [prompts[group].ids for group, _ in asked]
+    completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
 
     samples = []
-    for group, (ids, logps) in zip(groups, completions, strict=True):
+    for (group, _), (ids, logps) in zip(asked, completions, strict=True):
         s = Sample(group, prompts[group], ids, logps)
         without_eos = ids
         if ids[-1] in run.sampler.stop_ids:
@@ -241,9 +239,288 @@ def rollout(
     return sorted(gather(samples), key=lambda s: s.group)
 
 
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Ids without a token have no text."""
-    return tokenizer.decode(ids)
+def score(samples: list[Sample], run: Run) -> None:
+    """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
+    function gets the text and the row of the data (reward_row says what else). A call that fails
+    gives 0, and is said on the screen; where a function does not apply the value is nan."""
+    scored = [s for s in samples if not s.failure]  # the others: their environment failed
+    texts = [s.text for s in scored]
+    rows = [reward_row(s, run) for s in scored]
+    for function in run.rewards:
+        for s in samples:
+            s.rewards[function.name] = 0.0
+        values, *logs = call_reward(function, texts, rows, run.cfg.call_timeout)
+        for s, value in zip(scored, values, strict=True):
+            s.rewards[function.name] = value
+        keep_logs(scored, *logs)
+    for s in samples:
+        weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
+        if not np.isnan(weighted).all():
+            s.reward = float(np.nansum(weighted))
+            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
+                s.reward = run.cfg.non_stop_reward
+
+
+# ------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
+    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
+    group one after the other -> [N].
+
+    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
+    arXiv 2402.03300), with n - 1 as in TRL. "batch": the standard deviation of all rewards. "none":
+    nothing (Dr. GRPO, arXiv 2503.20783).
+    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
+    """
+    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
+    advantages = grouped - grouped.nanmean(1, keepdim=True)
+    advantages = zero_where_nan_or_rounding(advantages, grouped)
+    if scale == "group":
+        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
+    elif scale == "batch":
+        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
+    return advantages.flatten().to(rewards.dtype)
+
+
+def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
+    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
+    its code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state,
+    for what such a method remembers from step to step."""
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
+    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+        s.advantages[:] = advantage  # the same for all tokens
+        # mask_truncated: a cut-off completion only counts in its group's mean and deviation.
+        leave_out = cfg.mask_truncated and s.finish_reason == "length"
+        if leave_out or math.isnan(s.reward):
+            s.loss_mask[:] = False
+            s.length_mask[:] = False
+
+
+# ------------------------------------------------------------------------------------------------
+# Logits, logps
+
+
+class Policy(nn.Module):
+    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
+    token, and entropy [N, T] in nats, that of the distribution it was drawn from, without gradient.
+    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
+
+    ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
+    completion_ids    x y EOS
+    predicted_at      2 3 4              the logits at c, position 2, predict x
+
+    extras/fast.py has a policy with the same numbers that is faster with language models.
+    """
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: dict):
+        # Padding stands on the right, where causal attention lets no token see it.
+        logits = logits_of_completions(self.model, batch)  # [N, T, V], at least in float32
+        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
+        logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
+        return logps[:, :, 0], entropy
+
+
+# ------------------------------------------------------------------------------------------------
+# The loss
+
+
+def grpo_loss(
+    logps,  # [N, T]
+    old_logps,  # [N, T]
+    ref_logps,  # [N, T]; None: no KL term
+    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
+    advantages,  # [N] or [N, T]
+    mask,  # [N, T], the tokens in the loss
+    cfg: Config,
+    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
+    n_sequences: int,  # likewise
+    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
+    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
+):
+    """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
+    completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
+    that of the step. (A mean over each micro-batch would give the tokens of a small one more
+    weight.) Returns (loss, stats); stats are sums over the tokens in the loss.
+    """
+    mask, sampled, length_mask = complete_masks(mask, sampled, length_mask)
+    tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
+    tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
+    logps, old_logps, ref_logps, sampler_logps, advantages = tensors
+    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
+
+    # The policy gradient. In the first update the ratio is exp(logps - logps.detach()): it is 1,
+    # and its gradient is the gradient of logps, because the derivative of exp(x) at 0 is 1.
+    ratio = (logps - old_logps).exp()  # [N, T]
+    if cfg.ratio_level == "sequence":  # --ratio_level sequence
+        ratio = sequence_ratio(logps, old_logps, sampled)
+    losses = -advantages * ratio  # [N, T]
+    # Additions to it: in the first update the clip changes nothing, and the weights are about 1.
+    losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
+    losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
+    if ref_logps is not None and cfg.kl_in == "loss":  # --beta
+        losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
+
+    if cfg.loss_reduction == "token":
+        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
+    elif cfg.loss_reduction == "sequence":
+        length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
+        losses = losses / length  # the mean over the completion (the original GRPO)
+        losses = losses / n_sequences  # each completion counts the same
+    else:  # by a constant, so that no length has an influence (Dr. GRPO)
+        losses = losses / (n_sequences * cfg.max_completion_length)
+    loss = torch.where(mask, losses, 0).sum()
+    return loss, token_stats(mask, is_clipped, logps, ref_logps)
+
+
+# ------------------------------------------------------------------------------------------------
+# Backward, step
+
+
+def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
+    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
+    sums for the log, over all ranks."""
+    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # all ranks' samples
+    n_tokens = max(1, sum(lengths))
+    n_sequences = max(1, np.count_nonzero(lengths))
+    passes = []
+    for batch, is_last in batches_of_rank(policy, minibatch, cfg):
+        # What DDP's no_sync() does: the ranks exchange gradients in the last backward only.
+        ddp.require_backward_grad_sync = is_last
+        with autocast(cfg, policy.model.device):
+            logps, entropy = ddp(batch)  # [N, T] both
+        # Without old_logps this is the first update on the rollout: the old policy is this one.
+        old_logps = batch.get("old_logps", logps.detach())
+        loss, stats = grpo_loss(
+            logps,
+            old_logps,
+            batch.get("ref_logps"),
+            batch["sampler_logps"],
+            batch["advantages"],
+            batch["loss_mask"],
+            cfg,
+            n_tokens,
+            n_sequences,
+            batch["sampled"],
+            batch["length_mask"],
+        )
+        # DDP takes the mean over the ranks. The loss is divided by the counts of all ranks already,
+        # so their sum is right: the mean times the number of ranks.
+        (loss * WORLD_SIZE).backward()
+        passes.append(stats | pass_stats(loss, entropy, old_logps, batch))
+    return sums_over_ranks(passes)
+
+
+def update(
+    policy,
+    ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
+    optimizer,
+    samples: list[Sample],  # all ranks have the same
+    step: int,
+    cfg: Config,
+) -> dict:
+    """All optimizer steps on a rollout, by default one. Returns metrics."""
+    sums = Counter()
+    norms = []
+    taken = 0
+    for index, minibatch in minibatches(samples, step, cfg):
+        learning_rate = learning_rate_at(index, cfg)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        clear_gradients(optimizer)
+        new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
+        if not norms:  # before a weight changes: did the sampler have the policy's weights?
+            check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
+        sums.update(new_sums)  # a Counter adds
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
+        norms.append(norm.item())  # before clipping
+        if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
+            optimizer.step()
+            taken += 1
+    clear_gradients(optimizer)
+    return dict(learning_rate=learning_rate, optimizer_steps=taken) | update_metrics(sums, norms)
+
+
+# ------------------------------------------------------------------------------------------------
+# The options of the loss
+
+
+def clip(losses, advantages, ratio, cfg: Config):
+    """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. A
+    token that should become more likely gets no further push once its ratio is above 1 + clip_high,
+    and one that should become less likely none below 1 - clip_low. A ratio that went the wrong way
+    keeps its gradient."""
+    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return torch.maximum(losses, clipped), clipped > losses
+
+
+def sampler_weights(old_logps, sampler_logps, cfg: Config):
+    """[N, T], without gradient. The sampler has the policy's weights but other kernels, so its
+    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
+    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
+    if sampler_logps is None or cfg.tis_cap == 0:
+        return 1.0
+    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
+
+
+def sequence_ratio(logps, old_logps, sampled):
+    """[N, T]: one ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
+    2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14)."""
+    length = sampled.sum(1, keepdim=True).clamp(min=1)
+    mean = (logps - old_logps).sum(1, keepdim=True) / length  # / length: the geometric mean
+    return straight_through(mean, logps).exp()
+
+
+def kl_estimate(logps, ref_logps, old_logps, estimator: str):
+    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
+    [N, T]. With d = log(policy / reference) and w = policy / old policy:
+
+        estimator             the gradient that it has on average, as a term of the loss
+        k1 = d                0: such a term only adds noise
+        k2 = d^2 / 2          that of the KL, if the policy itself has sampled (w = 1)
+        k3 = exp(-d) - 1 + d  that of another KL, KL(reference || policy): the farther the policy
+                              is from the reference, the less of it is left
+        k4 = w k1             that of the KL
+        wk3 = w k3            that of the KL, with less noise than k4; the default
+
+    While policy and reference are the same d is 0, and so is the KL. k1 to k3 are Schulman's
+    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
+    studies/kl_estimators.py measures these claims.
+    """
+    d = logps - ref_logps
+    w = capped(logps - old_logps).exp()
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k4":
+        return w * d
+    k3 = torch.expm1(capped(-d)) + d
+    if estimator == "k3":
+        return k3
+    # By calculus the derivative of w k3 by logps is w d: the terms with exp(-d) cancel. Autograd
+    # would add them up in float32, where from d = -20 on their rounding error is as large as d.
+    return straight_through(w * k3, logps, slope=(w * d).detach())
+
+
+def kl_from_here_on(old_logps, ref_logps):
+    """[N, T]: with --kl_in reward each token pays k1 for itself and for the later tokens of its
+    completion, because these depend on it."""
+    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
+    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
+
+
+# ------------------------------------------------------------------------------------------------
+# The sampler that needs nothing else
 
 
 class HFSampler:
@@ -330,316 +607,9 @@ def draw(logits, temperature: float, random) -> tuple:
     return token, logps.gather(-1, token)
 
 
-# ------------------------------------------------------------------------------------------------
-# Reward
-
-
-def score(samples: list[Sample], run: Run) -> None:
-    """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
-    function gets the text and the row of the data (reward_row says what else). A call that fails
-    gives 0, and is said on the screen; where a function does not apply the value is nan."""
-    scored = [s for s in samples if not s.failure]  # the others: their environment failed
-    texts = [s.text for s in scored]
-    rows = [reward_row(s, run) for s in scored]
-    for reward in run.rewards:
-        for s in samples:
-            s.rewards[reward.name] = 0.0
-        values, failures, metrics, extra = call_reward(reward, texts, rows, run.cfg.call_timeout)
-        for i, s in enumerate(scored):
-            s.rewards[reward.name] = values[i]
-            s.failure = s.failure or failures.get(i, "")
-            s.logged |= metrics
-            s.extra |= {column: entries[i] for column, entries in extra.items()}
-    for s in samples:
-        weighted = [reward.weight * s.rewards[reward.name] for reward in run.rewards]
-        if not np.isnan(weighted).all():
-            s.reward = float(np.nansum(weighted))
-            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
-                s.reward = run.cfg.non_stop_reward
-
-
-# ------------------------------------------------------------------------------------------------
-# Advantages
-
-
-def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
-    group one after the other -> [N].
-
-    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
-    arXiv 2402.03300), with n - 1 as in TRL. "batch": the standard deviation of all rewards. "none":
-    nothing (Dr. GRPO, arXiv 2503.20783).
-    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
-    """
-    grouped = rewards.double().view(-1, group_size)  # [N / G, G]
-    advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)
-    if scale == "group":
-        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
-    elif scale == "batch":
-        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
-    return advantages.flatten().to(rewards.dtype)
-
-
-def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
-    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
-    its code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state,
-    for what such a method remembers from step to step."""
-    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
-    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
-    for s, advantage in zip(samples, advantages.tolist(), strict=True):
-        s.advantages[:] = advantage
-        # mask_truncated: a cut-off completion only counts in its group's mean and deviation.
-        leave_out = cfg.mask_truncated and s.finish_reason == "length"
-        if leave_out or math.isnan(s.reward):
-            s.loss_mask[:] = False
-            s.length_mask[:] = False
-
-
-# ------------------------------------------------------------------------------------------------
-# Logits, logps
-
-
-class Policy(nn.Module):
-    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
-    token, and entropy [N, T] in nats, that of the distribution it was drawn from, without gradient.
-    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
-
-    ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
-    completion_ids    x y EOS
-    predicted_at      2 3 4              the logits at c, position 2, predict x
-
-    extras/fast.py has a policy with the same numbers that is faster with language models.
-    """
-
-    def __init__(self, model, temperature: float):
-        super().__init__()
-        self.model = model
-        self.temperature = temperature
-
-    def forward(self, batch: dict):
-        # Padding stands on the right, where causal attention lets no token see it.
-        logits = logits_of_completions(self.model, batch)  # [N, T, V], at least in float32
-        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
-        logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
-        return logps[:, :, 0], entropy
-
-
-@torch.no_grad()
-def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
-    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    passes = []
-    for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
-        with autocast(cfg, policy.model.device):
-            logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
-        passes.append((micro_batch, logps))
-    places = {s: i for i, s in enumerate(samples)}
-    rows = []
-    for micro_batch, logps in passes:
-        for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            rows.append((places[s], row[: len(s.completion_ids)]))
-    for place, row in gather(rows):
-        setattr(samples[place], name, row)
-
-
-# ------------------------------------------------------------------------------------------------
-# The loss
-
-
-def grpo_loss(
-    logps,  # [N, T]
-    old_logps,  # [N, T]
-    ref_logps,  # [N, T]; None: no KL term
-    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
-    advantages,  # [N] or [N, T]
-    mask,  # [N, T], the tokens in the loss
-    cfg: Config,
-    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
-    n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
-    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
-):
-    """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
-    completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
-    that of the step. (A mean over each micro-batch would give the tokens of a small one more
-    weight.)
-
-    Where nothing was sampled the inputs may hold anything, even inf and nan.
-    Returns (loss, stats); stats are sums over the tokens in the loss.
-    """
-    sampled = (mask if sampled is None else sampled).bool()
-    length_mask = (mask if length_mask is None else length_mask).bool() & sampled
-    mask = mask.bool() & sampled
-    if advantages.dim() == 1:
-        advantages = advantages[:, None].expand_as(logps)
-    advantages = zero_outside(sampled, advantages.to(logps.dtype))
-    logps = zero_outside(sampled, logps)
-    old_logps = zero_outside(sampled, old_logps)
-    ref_logps = zero_outside(sampled, ref_logps)
-    sampler_logps = zero_outside(sampled, sampler_logps)
-    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
-        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
-
-    # The policy gradient. In the first update the ratio is exp(logps - logps.detach()): it is 1,
-    # and its gradient is the gradient of logps, because the derivative of exp(x) at 0 is 1.
-    ratio = policy_ratio(logps, old_logps, sampled, cfg)  # [N, T], exp(logps - old_logps)
-    losses = -advantages * ratio  # [N, T]
-    # Additions to it: in the first update the clip changes nothing, and the weights are about 1.
-    losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
-    losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
-    if ref_logps is not None and cfg.kl_in == "loss":  # --beta
-        losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
-
-    if cfg.loss_reduction == "token":
-        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
-    elif cfg.loss_reduction == "sequence":
-        length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
-        losses = losses / length  # the mean over the completion (the original GRPO)
-        losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant, so that no length has an influence (Dr. GRPO)
-        losses = losses / (n_sequences * cfg.max_completion_length)
-    loss = zero_outside(mask, losses).sum()
-    return loss, token_stats(mask, is_clipped, logps, ref_logps)
-
-
-def policy_ratio(logps, old_logps, sampled, cfg: Config):
-    """[N, T]: the probability under the policy over that under the old policy."""
-    log_ratio = logps - old_logps  # [N, T]
-    if cfg.ratio_level == "sequence":
-        # One ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
-        # 2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14).
-        length = sampled.sum(1, keepdim=True).clamp(min=1)
-        mean = log_ratio.sum(1, keepdim=True) / length  # [N, 1]; / length: the geometric mean
-        log_ratio = straight_through(mean, logps)
-    return at_most_20(log_ratio).exp()
-
-
-def clip(losses, advantages, ratio, cfg: Config):
-    """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. There
-    is no gradient
-
-    where the advantage is positive and the ratio above 1 + clip_high: more likely than is safe
-    where the advantage is negative and the ratio below 1 - clip_low: less likely than is safe
-
-    A ratio that went the wrong way, such as a small one with a positive advantage, keeps its
-    gradient.
-    """
-    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.maximum(losses, clipped), clipped > losses
-
-
-def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T], without gradient. The sampler has the policy's weights but other kernels, so its
-    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
-    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
-    if sampler_logps is None or cfg.tis_cap == 0:
-        return 1.0
-    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
-
-
-def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. With d = log(policy / reference) and w = policy / old policy:
-
-        estimator             its expected gradient, if it stands in the loss
-        k1 = d                0: k1 does not hold the policy at all
-        k2 = d^2 / 2          the gradient of the KL, as long as w is 1
-        k3 = exp(-d) - 1 + d  the gradient of KL(reference || policy): it fades far away
-        k4 = w k1             the gradient of the KL
-        wk3 = w k3            the gradient of the KL, with less noise than k4; the default
-
-    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
-    2512.02556). studies/kl_estimators.py measures these claims.
-    """
-    d = logps - ref_logps
-    w = at_most_20(logps - old_logps).exp()
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k4":
-        return w * d
-    k3 = torch.expm1(at_most_20(-d)) + d
-    if estimator == "k3":
-        return k3
-    # The derivative of w k3 by logps is w d, since the terms with exp(-d) cancel. Autograd would
-    # add these up in float32, and from d = -20 on their rounding error is as large as d.
-    return straight_through(w * k3, logps, slope=(w * d).detach())
-
-
-def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward each token pays k1 for itself and for the later tokens of its
-    completion, because these depend on it."""
-    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
-    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
-
-
-# ------------------------------------------------------------------------------------------------
-# Backward, step
-
-
-def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
-    sums for the log, over all ranks."""
-    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # of all ranks
-    n_tokens = max(1, sum(lengths))
-    n_sequences = max(1, np.count_nonzero(lengths))
-    passes = []
-    for batch, is_last in batches_of_rank(policy, minibatch, cfg):
-        ddp.require_backward_grad_sync = is_last  # the ranks exchange gradients in the last only
-        with autocast(cfg, policy.model.device):
-            logps, entropy = ddp(batch)  # [N, T] both
-        # Without old_logps this is the first update on the rollout: the old policy is this one.
-        old_logps = batch.get("old_logps", logps.detach())
-        loss, stats = grpo_loss(
-            logps,
-            old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            batch["loss_mask"],
-            cfg,
-            n_tokens,
-            n_sequences,
-            batch["sampled"],
-            batch["length_mask"],
-        )
-        # DDP takes the mean over the ranks. The loss is divided by the counts of all ranks already,
-        # so their sum is right: the mean times the number of ranks.
-        (loss * WORLD_SIZE).backward()
-        passes.append(stats | pass_stats(loss, entropy, old_logps, batch))
-    return sums_over_ranks(passes)
-
-
-def update(
-    policy,
-    ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
-    optimizer,
-    samples: list[Sample],  # all ranks have the same
-    step: int,
-    cfg: Config,
-) -> dict:
-    """All optimizer steps on a rollout, by default one. Returns metrics."""
-    sums = Counter()
-    norms = []
-    taken = 0
-    for index, minibatch in minibatches(samples, step, cfg):
-        learning_rate = learning_rate_at(index, cfg)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps them in its own buckets
-        new = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if not norms:  # before a weight changes
-            check_gap(new["sampler_gap"] / max(1, new["sampled_tokens"]), cfg)
-        sums.update(new)  # a Counter adds
-        norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
-        norms.append(norm.item())  # before clipping
-        if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
-            optimizer.step()
-            taken += 1
-    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)
-    return dict(learning_rate=learning_rate, optimizer_steps=taken) | update_metrics(sums, norms)
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Ids without a token have no text."""
+    return tokenizer.decode(ids)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -673,11 +643,20 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 # -- Numbers
 
 
-def zero_outside(mask, x):
-    """x where the mask is True, elsewhere 0: not x * mask, which would keep nan."""
+def complete_masks(mask, sampled, length_mask) -> tuple:
+    """[N, T] each, and never True where nothing was sampled."""
+    sampled = (mask if sampled is None else sampled).bool()
+    length_mask = (mask if length_mask is None else length_mask).bool()
+    return mask.bool() & sampled, sampled, length_mask & sampled
+
+
+def zero_where_not_sampled(x, sampled, like):
+    """[N, T]. Padding, and tokens that an environment wrote, become 0, even if they hold nan."""
     if x is None:
         return None
-    return torch.where(mask, x, 0)
+    if x.dim() == 1:  # advantages [N]
+        x = x[:, None].expand_as(like)
+    return torch.where(sampled, x.to(like.dtype), 0)
 
 
 def zero_where_nan_or_rounding(advantages, grouped):
@@ -706,9 +685,9 @@ def straight_through(value, x, slope=1.0):
     return value.detach() + slope * (x - x.detach())
 
 
-def at_most_20(exponent):
-    """Products of such exponentials fit float32. Beyond 20 the gradient goes on, where that of
-    clamp would be 0."""
+def capped(exponent):
+    """At most 20, so that exp of it fits float32 in any product. The gradient is not capped: clamp
+    would make it 0 beyond 20, where the KL has to pull most."""
     return straight_through(exponent.clamp(max=20), exponent)
 
 
@@ -774,12 +753,31 @@ def micro_batches_of_all_ranks(policy, samples, cfg):
     return policy.micro_batches(samples, min(cfg.micro_batch_tokens, total / WORLD_SIZE))
 
 
+@torch.no_grad()
+def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
+    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+    passes = []
+    for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
+        with autocast(cfg, policy.model.device):
+            logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
+        passes.append((micro_batch, logps))
+    places = {s: i for i, s in enumerate(samples)}
+    rows = []
+    for micro_batch, logps in passes:
+        for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
+            rows.append((places[s], row[: len(s.completion_ids)]))
+    for place, row in gather(rows):
+        setattr(samples[place], name, row)
+
+
 def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
     """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many: DDP
     needs a backward of every rank, so a rank that is left over in the last round gets an empty one.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
-    needed = [s for s in minibatch if has_gradient(s, cfg)] or minibatch[:1]
+    needed = [s for s in minibatch if has_gradient(s, cfg)]
+    if not needed:
+        needed = minibatch[:1]
     batches = micro_batches_of_all_ranks(policy, needed, cfg)
     for start in range(0, len(batches), WORLD_SIZE):
         dealt = batches[start : start + WORLD_SIZE]
@@ -801,6 +799,10 @@ def minibatches(samples: list[Sample], step: int, cfg: Config):
 
 
 # -- Which optimizer steps are taken, and how large
+
+
+def clear_gradients(optimizer) -> None:
+    optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps gradients in its own buckets
 
 
 def learning_rate_at(index: int, cfg: Config) -> float:
@@ -826,11 +828,11 @@ def has_gradient(s: Sample, cfg: Config, kl_pulls: bool = True) -> bool:
 
 
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
-    """Whether an optimizer step has anything to learn from. If not, it is skipped: Adam would still
-    move the weights, by its momentum, or by the rounding noise in the KL's gradient while the
-    policy still is the reference, which Adam scales up to a full step."""
-    kl_pulls = bool(cfg.reference or optimizer.state)  # Adam has no state before its first step
-    return any(has_gradient(s, cfg, kl_pulls) for s in minibatch)
+    """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
+    the weights by its momentum even if the gradient is 0. And while the policy still is the
+    reference, the KL's gradient is rounding noise, of which Adam's first step makes a full one."""
+    has_left_the_reference = bool(cfg.reference or optimizer.state)  # Adam has no state at first
+    return any(has_gradient(s, cfg, has_left_the_reference) for s in minibatch)
 
 
 def check_gap(gap: float, cfg: Config) -> None:
@@ -855,18 +857,19 @@ def token_stats(mask, is_clipped, logps, ref_logps) -> dict:
     stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
     if ref_logps is not None:
         k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
-        stats["kl"] = zero_outside(mask, k3).sum()
-        stats["kl_k1"] = zero_outside(mask, (logps - ref_logps).detach()).sum()
+        stats["kl"] = torch.where(mask, k3, 0).sum()
+        stats["kl_k1"] = torch.where(mask, (logps - ref_logps).detach(), 0).sum()
     return stats
 
 
 def pass_stats(loss, entropy, old_logps, batch: dict) -> dict:
+    sampled = batch["sampled"]
     gap = (old_logps - batch["sampler_logps"]).abs()
     return dict(
         loss=loss.detach(),
-        entropy=zero_outside(batch["loss_mask"] & batch["sampled"], entropy).sum(),
-        sampler_gap=zero_outside(batch["sampled"], gap).sum(),
-        sampled_tokens=batch["sampled"].sum(),
+        entropy=torch.where(batch["loss_mask"] & sampled, entropy, 0).sum(),
+        sampler_gap=torch.where(sampled, gap, 0).sum(),
+        sampled_tokens=sampled.sum(),
     )
 
 
@@ -1120,6 +1123,13 @@ def check_flags(cfg: Config) -> None:
 # -- Ranks
 
 
+def wait_for_all_ranks() -> None:
+    """In a loop, because a blocking wait would let no signal in: see Run.request_stop."""
+    arrived = dist.barrier(async_op=True)
+    while not arrived.is_completed():
+        time.sleep(0.001)
+
+
 def join_ranks(cfg: Config) -> torch.device:
     """Meets the processes that torchrun has started, or joins the caller's. Returns the device of
     this rank."""
@@ -1297,6 +1307,14 @@ def check_tokenizer(tokenizer, prompt: Prompt) -> None:
     words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
     if words[0] != words[1]:
         raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
+
+
+def keep_logs(samples: list[Sample], failures: dict, metrics: dict, extra: dict) -> None:
+    """What a reward function said beside the values: reward.py's call_reward returns it."""
+    for i, s in enumerate(samples):
+        s.failure = s.failure or failures.get(i, "")
+        s.logged |= metrics  # of the whole call: sample_metrics takes the mean over samples
+        s.extra |= {column: entries[i] for column, entries in extra.items()}
 
 
 ADDED_COLUMNS = {"prompt_text", "prompt_messages", "completion_ids", "completion_length"}
@@ -1871,7 +1889,7 @@ class Run:
         if self.cfg.reference and self.reference is not None:
             self.identity["reference"] = digest_of_weights(self.reference.model)
         began_with = self.checkpoint.get("identity", self.identity)
-        changed = [name for name, value in self.identity.items() if began_with[name] != value]
+        changed = [name for name in self.identity if began_with.get(name) != self.identity[name]]
         require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
         evals = [p.ids.tolist() for p in self.eval_prompts]
         rewards = [(reward.name, reward.weight) for reward in self.rewards]
@@ -1916,12 +1934,10 @@ class Run:
         print_rank_0(repr(self.tokenizer.decode(self.train_prompts[0].ids)))
         self.started = self.phase_started = time.perf_counter()
         self.pid = os.getpid()
-        self.handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
             in_main_thread = threading.current_thread() is threading.main_thread()
             if in_main_thread and before != signal.SIG_IGN:  # nohup ignores SIGHUP
-                self.handlers[number] = before
                 signal.signal(number, self.request_stop)
                 closing.callback(signal.signal, number, before)
 
@@ -1930,7 +1946,8 @@ class Run:
         path and the lines of metrics.jsonl up to the checkpoint."""
         path = self.cfg.out_dir
         number = 0
-        while not self.cfg.resume and path.startswith(Config.out_dir) and os.path.exists(path):
+        is_unnamed = path == Config.out_dir and not self.cfg.resume
+        while is_unnamed and os.path.exists(path):
             number += 1
             path = f"{Config.out_dir}.{number}"
         cfg = replace(self.cfg, out_dir=path)
@@ -1971,7 +1988,7 @@ class Run:
         comes within 5 seconds is the same request, and what comes later ends the process."""
         now = time.monotonic()
         if now - self.stop_time > 5 or os.getpid() != self.pid:  # a fork of a reward function
-            signal.signal(number, self.handlers[number])
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.stop_time == math.inf:
             self.stop_time = now
