@@ -1494,11 +1494,12 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
         return make_policy(model, prompts, cfg)
     model = load_model("reference", cfg.reference, cfg, device).requires_grad_(False)
     check_sizes("reference", model, prompts, cfg)
-    with mistakes_in(f"--reference {cfg.reference}"):
-        theirs = load_tokenizer(cfg.reference).get_vocab()
-        other = [token for token, i in tokenizer.get_vocab().items() if theirs.get(token) != i]
-        if other:
-            raise ValueError(f"has another tokenizer than --model: {other[0]!r} is another id")
+    theirs = {}
+    with contextlib.suppress(Exception):  # a folder may hold the weights alone
+        theirs = {i: token for token, i in load_tokenizer(cfg.reference).get_vocab().items()}
+    for token, i in tokenizer.get_vocab().items():
+        why = f"has another tokenizer than --model: {i} is {theirs.get(i)!r}, not {token!r}"
+        require(theirs.get(i, token) == token, f"reference {cfg.reference}", why)
     widen(model, policy.model.get_input_embeddings().num_embeddings)
     return make_policy(model, prompts, cfg)
 

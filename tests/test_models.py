@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -53,6 +54,8 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
         ("x.jsonl", "\ufeff" + LINES.replace("\n", "\r\n"), AB),
         ("x.json", json.dumps(AB, indent=1), AB),
         ("X.JSON", json.dumps(AB), AB),
+        ("x.json", LINES, AB),
+        ("x.ndjson", LINES, AB),
         ("x.jsonl", '{"a": "\u2028"}', [{"a": "\u2028"}]),  # a line separator, not of JSONL
         ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
         ("x.CSV", "\ufeffprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it
@@ -75,6 +78,10 @@ def test_files_of_rows(name, content, expected, tmp_path):
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": [{"role": "user"}]}', 2),
         ("x.jsonl", "\n\n", None),
         ("x.jsonl", b"\xff\xfe\x00", 1),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": "1\\ud800"}', 2),
+        ("x.jsonl", '{"prompt": "1+2=", "completion_length": 5}', 1),  # the trainer adds it
+        ("x.jsonl.gz", b"\x1f\x8b", 1),
+        ("x.tsv", "prompt\n1+2=\n", 1),
         ("x.json", '[{"prompt": "1+2="}, 3]', 2),
         ("x.json", "{", 1),
         ("x.csv", "", None),
@@ -106,10 +113,12 @@ def test_rows_from_python_the_hub_and_parquet(tmp_path, monkeypatch):
     assert list(grpo.read_rows("openai/gsm8k:main:test")) == AB
     assert list(grpo.read_rows("openai/gsm8k")) == AB
     assert list(grpo.read_rows("x.parquet")) == AB
+    assert list(grpo.read_rows("openai/gsm8k::train[:9]")) == AB
     assert asked == [
         (("openai/gsm8k", "main"), dict(split="test")),
         (("openai/gsm8k", None), dict(split="train")),
         (("parquet",), dict(data_files="x.parquet", split="train")),
+        (("openai/gsm8k", None), dict(split="train[:9]")),
     ]
 
 
@@ -136,13 +145,22 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
         (r"{a}\n{b}", "1\n2"),
         (r"{a}\neq{b}", r"1\neq2"),
         ("{a}{}=", "1{}="),
-        (r"\\boxed{{a}}", r"\\boxed{1}"),
+        (r"\boxed{{a}}", r"\boxed{1}"),
+        (r"\frac{1}{2} {a}", r"\frac{1}{2} 1"),
+        ("{问题}", "3"),
+        ("{my-question} {a.b}", "4 5"),
+        ("{c}", None),
+        ("{my-questoin}", None),
+        ("no column", None),
     ],
 )
-def test_a_template_is_filled_with_columns(template, expected, tmp_path):
-    [prompt] = load(family(tmp_path, "qwen2")[0], [dict(a=1, b="2")], tmp_path,
-                    prompt_template=template)  # fmt: skip
-    assert prompt.text == expected
+def test_a_template_is_filled_with_columns(template, expected):
+    row = {"a": 1, "b": "2", "问题": 3, "my-question": 4, "a.b": 5}
+    if expected is not None:
+        assert grpo.fill_template(template, row) == expected
+    else:
+        with pytest.raises(ValueError, match="column"):
+            grpo.fill_template(template, row)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -351,6 +369,55 @@ def test_weights_that_are_missing_and_a_folder_without_a_tokenizer_are_named(tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("sizes", [(270, 320), (320, 270)])
+def test_a_teacher_may_pad_its_vocabulary_to_another_size(sizes, tmp_path, two_rows):
+    """As Qwen2.5-7B does, beside Qwen2.5-0.5B. The KL is that of the shared words."""
+    policy, teacher = [
+        family(tmp_path / str(size), "qwen2", size=size, model=dict(tie_word_embeddings=False))[0]
+        for size in sizes
+    ]
+    options = dict(beta=0.1, max_steps=1, temperature=1.0, max_completion_length=30)
+    [metrics] = family_run(policy, tmp_path / "out", two_rows, reference=str(teacher), **options)
+    assert 0 < metrics["kl"] < 50 and metrics["optimizer_steps"] == 1
+    other, _ = family(tmp_path / "other", "llama3")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        family_run(policy, tmp_path / "no", two_rows, reference=str(other), **options)
+
+
+def test_a_turn_ends_where_the_template_ends_it(tmp_path):
+    """The files of a base model name another end of a text, as those of Qwen2.5 do."""
+    changes = dict(eos="<|endoftext|>", ends=["<|endoftext|>"])
+    path, ids = family(tmp_path / "model", "qwen2", **changes)
+    cfg = Config(model=str(path))
+    model = grpo.load_model("model", str(path), cfg, CPU)
+    stop_ids = grpo.stop_ids_of(model, grpo.load_tokenizer(str(path)), cfg)
+    assert stop_ids == sorted([ids["<|endoftext|>"], ids["<|im_end|>"]])
+
+
+def test_thinking_in_other_marks_than_the_rewards_know_is_said(tmp_path, two_rows, capsys):
+    path, _ = family(tmp_path / "model", "qwen2")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    for mark in ("<think>", "[THINK]"):
+        config["chat_template"] += "{# " + mark + " #}"
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        family_run(path, tmp_path / mark, two_rows, max_steps=0)
+        assert ("[think]" in capsys.readouterr().out) == (mark == "[THINK]")
+
+
+def test_what_lies_beside_a_model_that_sees_is_saved_with_it(tmp_path, two_rows):
+    path, _ = family(tmp_path / "model", "qwen2")
+    (path / "preprocessor_config.json").write_text("{}")
+    family_run(path, tmp_path / "out", two_rows)
+    assert (tmp_path / "out" / "step_000001" / "preprocessor_config.json").exists()
+
+
+def test_folders_that_hold_no_model_are_said(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for path, word in ((tmp_path, "adapters"), ("./nofolder", "no such folder")):
+        with pytest.raises(ConfigError, match=word):
+            grpo.load_model("model", str(path), Config(), CPU)
+
+
 @pytest.mark.slow
 def test_a_teacher_is_measured_from_and_another_vocabulary_is_refused(tmp_path):
     from tests.common import metrics_of
@@ -472,6 +539,23 @@ def test_a_checkpoint_needs_no_peft_and_bfloat16_resumes_to_the_bit(tmp_path):
         if not torch.equal(p, q)
     ]
     assert moved and all("proj" in name for name in moved)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+def test_experts_in_one_tensor_get_no_adapters(name):
+    sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, intermediate_size=48, head_dim=16)
+    sizes |= dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+    sizes |= dict(moe_intermediate_size=16)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    plain = {name: p.clone() for name, p in model.named_parameters()}
+    lora.add_adapters(model, {}, Config(lora_rank=2))
+    move(model)
+    weights = lora.merged_weights(model)
+    assert weights.keys() == plain.keys()
+    moved = {name for name in plain if not torch.equal(weights[name], plain[name])}
+    assert moved and all("self_attn" in name for name in moved)
 
 
 def test_weights_have_the_names_of_the_plain_model():

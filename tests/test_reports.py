@@ -1,7 +1,9 @@
 """What people reported of other trainers and of the libraries below: it must not happen here."""
 
 import json
+import os
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -10,7 +12,18 @@ import transformers
 import grpo
 from grpo import Config, ConfigError, TrainingError
 from reward import load_function
-from tests.common import CPU, HERE, lines, small_run, tiny_model
+from tests.common import (
+    CPU,
+    HERE,
+    flags_of,
+    lines,
+    run,
+    small_config,
+    small_run,
+    tiny_model,
+    weights_of,
+)
+from tests.families import bytes_tokenizer, family
 from tests.test_models import load, write
 
 ADAPTER = ("play", "score", "rows")
@@ -66,6 +79,32 @@ def test_a_tokenizer_that_loses_blanks_is_refused(tmp_path):
     assert len(load_one("a[X]b")[0].ids) == 5  # nor is one beside a special token
     with pytest.raises(ConfigError, match="'ab'"):
         load_one("a b")
+
+
+def test_a_tokenizer_may_eat_the_blanks_after_a_mark(tmp_path):
+    """Phi-3's <|user|> eats the line break that its template writes after it."""
+    tokenizer = bytes_tokenizer((), (), None)
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|user|>", rstrip=True)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a")
+    path = write(tmp_path, [dict(prompt="<|user|>\n1+2\n")])
+    [prompt] = grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
+    assert tokenizer.decode(prompt.ids) == "<|user|>1+2\n"
+
+
+def test_ids_beyond_the_number_of_tokens_have_their_text():
+    """In a vocabulary with holes an id can be larger than len(tokenizer)."""
+    words = {"a": 0, "b": 1, "</think>": 900}
+    model = tokenizers.models.WordLevel(words, unk_token="a")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), eos_token="b"
+    )
+    assert grpo.decode(tokenizer, np.array([0, 900, 1, 500])) == "a </think> b"
+
+
+def test_the_blank_of_a_pieces_tokenizer_may_stand_in_a_prompt(tmp_path):
+    path, _ = family(tmp_path, "gemma3")
+    [prompt] = load(path, [dict(prompt="a\u2581b")], tmp_path)
+    assert len(prompt.ids) == 4  # with BOS
 
 
 def test_a_null_column_of_a_template_is_named(tmp_path):
@@ -127,6 +166,105 @@ def test_an_eval_by_other_weights_ends_the_run(tmp_path, monkeypatch):
         small_run(tmp_path / "run", eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=0)
 
 
+def rewards_in(folder, text):
+    (folder / "mine.py").write_text(text)
+    return f"{folder / 'mine.py'}:mine"
+
+
+def test_each_sample_has_a_row_of_its_own(tmp_path):
+    text = "def mine(completion, row):\n    row['seen'].append(1)\n    return len(row['seen'])\n"
+    train_data = write(tmp_path, [dict(prompt="1+2=", seen=[]), dict(prompt="2+2=", seen=[1])])
+    options = dict(reward=rewards_in(tmp_path, text), train_data=train_data)
+    small_run(tmp_path / "run", **options)
+    for row in lines(tmp_path / "run" / "completions.jsonl"):
+        assert row["reward"] == len(row["row"]["seen"]) + 1 == 1 + (row["prompt"] == "2+2=")
+
+
+def test_failures_in_an_eval_are_said_and_left_out_of_its_mean(tmp_path, capsys):
+    text = """
+def mine(completion, row):
+    if row["answer"] == "4":
+        raise KeyError("no such thing")
+    return float(row["answer"])
+"""
+    rows = [dict(prompt="1+2=", answer="3"), dict(prompt="2+2=", answer="4")]
+    eval_data = write(tmp_path, [*rows, dict(prompt="4+1=", answer="5")])
+    options = dict(reward=rewards_in(tmp_path, text), eval_data=eval_data, max_steps=0)
+    [metrics] = small_run(tmp_path / "run", **options)
+    assert (metrics["eval_accuracy"], metrics["failed_rewards"]) == (4.0, 1)
+    assert "no such thing" in capsys.readouterr().out
+
+
+def test_rewards_know_the_last_whole_step_and_the_epoch(tmp_path):
+    text = """
+import json
+def mine(completion, row):
+    print("state", json.dumps(row["trainer_state"]))
+    return 0.0
+"""
+    options = dict(reward=rewards_in(tmp_path, text), eval_data=f"{HERE}/sample_data/eval.jsonl")
+    done = run(*flags_of(small_config(tmp_path / "run", max_steps=2, eval_every=2, **options)))
+    states = [json.loads(x[6:]) for x in done.stdout.splitlines() if x.startswith("state ")]
+    seen = [(s["global_step"], s["epoch"]) for s in states]
+    # the eval before, steps 1 and 2 of three of five rows each, the eval after
+    assert sorted(set(seen), key=seen.index) == [(0, 0.0), (1, 0.6), (2, 1.2)]
+    assert {s["max_steps"] for s in states} == {2}
+
+
+@pytest.mark.parametrize("best, names", [(0.0, [1, 3, 4]), (0.5, [1, 3, 4])])
+def test_an_accuracy_of_0_can_be_the_best(best, names, tmp_path, monkeypatch):
+    values = iter([best - 0.3, best, best - 0.2, best - 0.1, best - 0.4])
+
+    def evaluate(run):
+        return dict(eval_accuracy=next(values), eval_stderr=0.0, eval_length=1.0)
+
+    monkeypatch.setattr(grpo, "evaluate", evaluate)
+    eval_data = f"{HERE}/sample_data/eval.jsonl"
+    small_run(tmp_path / "run", eval_data=eval_data, eval_every=1, keep=2)
+    assert [int(path[-6:]) for path in grpo.checkpoints(str(tmp_path / "run"))] == names
+
+
+def test_a_resume_has_the_flags_it_was_given_or_is_refused_untouched(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=1)
+    before = (out / "config.json").read_bytes()
+    for changed in (dict(num_prompts=2), dict(seed=1), dict(lora_rank=2)):
+        with pytest.raises(ConfigError, match=f"another {next(iter(changed))}"):
+            small_run(out, resume=True, **changed)
+        assert (out / "config.json").read_bytes() == before
+    decayed = small_run(out, resume=True, max_steps=2, weight_decay=99.0, learning_rate=1e-2)
+    weights = weights_of(out / "step_000002").norm() / weights_of(out / "step_000001").norm()
+    assert len(decayed) == 2 and weights < 0.7  # norms and biases do not decay
+
+
+def test_what_a_screen_cannot_show_ends_no_run(tmp_path):
+    (tmp_path / "été").mkdir()
+    args = flags_of(small_config(tmp_path / "été" / "run", max_steps=1))
+    done = run(*args, env=dict(os.environ, PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0, done.stderr
+    assert "\\xe9t\\xe9" in done.stdout
+
+
+def test_what_only_a_launcher_or_another_version_writes_is_one_line(tmp_path):
+    args = flags_of(small_config(tmp_path / "run", max_steps=0))
+    torn = run(*args, env=dict(os.environ, RANK="0"))
+    assert run(*args).returncode == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config | dict(old_flag=1)))
+    other = run("--resume", "--out_dir", tmp_path / "run")
+    for done, word in ((torn, "RANK"), (other, "old_flag")):
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and word in done.stderr
+
+
+@pytest.mark.slow
+def test_compile_without_a_compiler_is_one_line(tmp_path):
+    args = flags_of(small_config(tmp_path / "run", compile=True))
+    env = dict(os.environ, CXX="/nowhere", CC="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    done = run(*args, env=env)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reward_that_ranks_a_group_sees_it_whole(tmp_path):
     """As in REFERENCE: all samples of a prompt are in one call of a function in TRL's form."""
     example = open(f"{HERE}/REFERENCE.md").read().partition("```python\n")[2].partition("```")[0]
@@ -143,7 +281,7 @@ def test_a_reward_that_ranks_a_group_sees_it_whole(tmp_path):
 
 def test_a_step_that_moves_nothing_says_so(tmp_path, capsys):
     small_run(tmp_path / "run", reward="format", max_steps=1)  # no completion has the format
-    assert "NO OPTIMIZER STEP" in capsys.readouterr().out
+    assert "NO OPTIMIZER STEP (all rewards are 0; " in capsys.readouterr().out
 
 
 def test_an_environment_with_reset_and_step_is_replayed_from_its_turns():

@@ -586,7 +586,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     sent = []
     fake = types.ModuleType(name)
     fake.__spec__ = types.SimpleNamespace(name=name)
-    fake.init = lambda **options: None
+    fake.init = lambda **options: sent.append((options["name"], {}))
     fake.finish = lambda: sent.append((None, {}))
 
     def log(values, step):
@@ -595,15 +595,16 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
 
     fake.log = log
     monkeypatch.setitem(sys.modules, name, fake)
-    small_run(
-        tmp_path / "run",
-        report_to=name,
-        eval_data=f"{HERE}/sample_data/eval.jsonl",
-        max_steps=1,
-    )
-    assert [step for step, _ in sent] == [0, 1, 1, None]
-    assert "eval/accuracy" in sent[0][1]
-    assert {"train/reward", "train/completions/mean_length"} <= set(sent[1][1])
+    options = dict(report_to=name, eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=1)
+    small_run(tmp_path / "run", **options)
+    small_run(tmp_path / "more", **options)  # in the same process: a run of its own there, too
+    assert [step for step, _ in sent] == ["run", 0, 1, 1, None, "more", 0, 1, 1, None]
+    assert "eval/accuracy" in sent[1][1]
+    assert {"train/reward", "train/completions/mean_length"} <= set(sent[2][1])
+    fake.init = None  # as without a key: before a directory is made
+    with pytest.raises(grpo.ConfigError, match=name):
+        small_run(tmp_path / "none", **options)
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_micro_batch_follows_the_cards_memory(monkeypatch):
