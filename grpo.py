@@ -1089,7 +1089,9 @@ def parse_flags(argv: list[str] | None) -> Config:
         if given.out_dir != Config.out_dir:
             path = f"{given.out_dir}/config.json"
         with mistakes_in(f"--resume: {path}"):
-            saved = Config(**json.loads(Path(path).read_text()))
+            saved = json.loads(Path(path).read_text())
+            saved.pop("about", None)
+            saved = Config(**saved)
         parser.set_defaults(**asdict(saved) | dict(out_dir=os.path.dirname(path)))
     elif not given.model:
         parser.set_defaults(**BUNDLED)
@@ -1958,7 +1960,10 @@ class Run:
         with mistakes_in(f"--out_dir {path}"):
             os.makedirs(path, exist_ok=True)
             lock(closing.enter_context(open(f"{path}/metrics.jsonl", "a")))
-            Path(path, ".config").write_text(json.dumps(asdict(cfg), indent=1))
+            source = f"{Path(__file__).name} {digest(Path(__file__).read_text())[:8]}"
+            about = dict(script=source, eval_rows=digest([p.row for p in self.eval_prompts])[:8])
+            config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
+            Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")
             cut_log(f"{path}/completions.jsonl", self.step)
             return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
