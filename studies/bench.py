@@ -19,6 +19,7 @@ scoring and update in MB, above what is in memory after sampling, without the gr
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -37,27 +38,20 @@ import torch
 # prompt, completion: tokens, at most.  stop: the probability that a token ends the completion.
 # rows: of a TRL micro-batch.  budget: tokens of one of our micro-batches, at most as many as TRL's
 # rows have with their padding.  steps: timed; one more warms up, and one measures memory.
-SHAPE = dict(
-    vocab_size=32_000,
-    hidden_size=384,
-    intermediate_size=1024,
-    num_hidden_layers=10,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-)
+SHAPE = dict(vocab_size=32_000, hidden_size=384, intermediate_size=1024, num_hidden_layers=10)
+SHAPE |= dict(num_attention_heads=6, num_key_value_heads=2)
 RANDOM = dict(num_prompts=8, num_generations=8, prompt=12, completion=128, beta=0.04, stop=1 / 40)
 RANDOM |= dict(rows=8, budget=560, steps=1, shape=SHAPE)
+ONE = RANDOM | dict(num_prompts=1, num_generations=16)
+TWO = RANDOM | dict(num_prompts=2, budget=4096)
 TINY = dict(num_prompts=32, num_generations=8, prompt=8, completion=40, beta=0.001, rows=32)
 SETTINGS = {
     "bundled": TINY | dict(budget=768, steps=8),
     "30M": RANDOM,
     "30M, equal lengths": RANDOM | dict(completion=40, stop=0, budget=8 * 52),
-    "30M, long prompt": RANDOM
-    | dict(num_prompts=1, num_generations=16, prompt=512, completion=64, stop=0, budget=8 * 576),
-    "30M, long answers": RANDOM
-    | dict(num_prompts=2, prompt=60, completion=768, stop=1 / 340, budget=4096),
-    "30M, long prompt and answers": RANDOM
-    | dict(num_prompts=2, prompt=512, completion=512, stop=1 / 400, budget=4096),
+    "30M, long prompt": ONE | dict(prompt=512, completion=64, stop=0, budget=8 * 576),
+    "30M, long answers": TWO | dict(prompt=60, completion=768, stop=1 / 340),
+    "30M, long prompt and answers": TWO | dict(prompt=512, completion=512, stop=1 / 400),
 }
 PHASES = ("rollout", "logps", "update")
 REWARD = """
@@ -75,7 +69,7 @@ def prepare(spec: dict, folder: str) -> dict:
         return files | dict(model=grpo.BUNDLED["model"], rows=grpo.BUNDLED["train_data"])
     make_random_model(spec, folder)
     write_random_prompts(spec, f"{folder}/rows.jsonl")
-    if grpo.fast_bfloat16(torch.device("cpu")):
+    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
         files["dtype"] = "bfloat16"
     return files | dict(model=folder, rows=f"{folder}/rows.jsonl")
 
@@ -109,8 +103,7 @@ def write_random_prompts(spec: dict, path: str) -> None:
             file.write(json.dumps(dict(prompt=" ".join(f"w{i}" for i in ids))) + "\n")
 
 
-# --------------------------------------------------------------------------------------------------
-# One side, in a process of its own
+# -- One side, in a process of its own
 
 
 def memory_now() -> tuple[int, int]:
@@ -163,32 +156,29 @@ class Record:
         self.steps.append(self.now | dict(step=step, tokens=tokens, peak=memory_now()[1]))
         self.step_begins()
 
-    def result(self, n_parameters: int) -> dict:
+    def result(self, model) -> dict:
         timed = self.steps[1:-1]
         names = (*PHASES, "step", "tokens")
         result = {name: float(np.mean([step.get(name, 0) for step in timed])) for name in names}
-        peak = self.steps[-1]["peak"] - self.after_sampling - 4 * n_parameters
+        peak = self.steps[-1]["peak"] - self.after_sampling - 4 * model.num_parameters()
         return result | dict(memory=peak / 1e6)
 
 
 def config(files: dict, spec: dict, sampler: str) -> grpo.Config:
+    options = {name: spec[name] for name in ("num_prompts", "num_generations", "beta")}
+    options |= {name: files[name] for name in ("model", "reward", "dtype")}
     return grpo.Config(
-        model=files["model"],
         train_data=files["rows"],
-        reward=files["reward"],
         rollout=sampler,
-        num_prompts=spec["num_prompts"],
-        num_generations=spec["num_generations"],
-        beta=spec["beta"],
-        dtype=files["dtype"],
         max_completion_length=spec["completion"],
         micro_batch_tokens=spec["budget"],
         max_steps=spec["steps"] + 2,
-        out_dir=os.path.join(tempfile.mkdtemp(), "run"),
+        out_dir=tempfile.mkdtemp(),
+        **options,
     )
 
 
-def run_ours(files: dict, spec: dict, changes: dict) -> dict:
+def run_ours(files: dict, spec: dict) -> dict:
     """grpo.train with a clock around its phases; it saves nothing."""
     record = Record(spec["steps"])
     runs = []
@@ -205,15 +195,12 @@ def run_ours(files: dict, spec: dict, changes: dict) -> dict:
     grpo.add_logps = record.timed("logps", grpo.add_logps)
     grpo.update = record.timed("update", grpo.update)
     record.step_begins()
-    cfg = config(files, spec, "auto")
-    for name, value in changes.items():
-        setattr(cfg, name, value)
-    grpo.train(cfg)
-    return record.result(grpo.size(runs[0].policy.model))
+    grpo.train(config(files, spec, "auto"))
+    return record.result(runs[0].model)
 
 
-def run_trl(files: dict, spec: dict, changes: dict) -> dict:
-    """TRL's trainer on the same work, with our vLLM engine. changes: options of GRPOConfig."""
+def run_trl(files: dict, spec: dict) -> dict:
+    """TRL's trainer on the same work, with our vLLM engine."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -222,30 +209,19 @@ def run_trl(files: dict, spec: dict, changes: dict) -> dict:
     with open(files["rows"]) as file:
         rows = [{"prompt": json.loads(line)["prompt"]} for line in file]
     n = spec["num_prompts"] * spec["num_generations"]
-    options = dict(
-        per_device_train_batch_size=spec["rows"],
-        gradient_accumulation_steps=n // spec["rows"],
-        num_generations=spec["num_generations"],
-        max_completion_length=spec["completion"],
-        max_steps=spec["steps"] + 2,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        beta=spec["beta"],
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        bf16=files["dtype"] == "bfloat16",
-        output_dir=tempfile.mkdtemp(),
-        logging_steps=1,
-        model_init_kwargs=dict(dtype="float32"),
-    )
+    options = dict(num_generations=spec["num_generations"], beta=spec["beta"])
+    options |= dict(max_completion_length=spec["completion"], max_steps=spec["steps"] + 2)
+    options |= dict(per_device_train_batch_size=spec["rows"])
+    options |= dict(gradient_accumulation_steps=n // spec["rows"], gradient_checkpointing=False)
+    options |= dict(learning_rate=1e-6, lr_scheduler_type="constant", use_cpu=True)
+    options |= dict(bf16=files["dtype"] == "bfloat16", model_init_kwargs=dict(dtype="float32"))
+    options |= dict(report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1)
+    options |= dict(output_dir=tempfile.mkdtemp())
     reward = grpo.load_function(files["reward"])
     trainer = GRPOTrainer(
         files["model"],
         reward,
-        GRPOConfig(**(options | changes)),
+        GRPOConfig(**options),
         train_dataset=Dataset.from_list(rows),
     )
     tokens = []
@@ -273,7 +249,7 @@ def run_trl(files: dict, spec: dict, changes: dict) -> dict:
     trainer._get_per_token_logps_and_entropies = timed_score
     trainer.add_callback(Steps())
     trainer.train()
-    return record.result(grpo.size(trainer.model))
+    return record.result(trainer.model)
 
 
 def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
@@ -296,20 +272,18 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
             prompts = [np.array(ids) for ids in prompt_ids]
             seeds = [(len(calls), i) for i in range(len(prompts))]
             completions = engine.generate(prompts, seeds, 1.0)
-        return [ids.tolist() for ids, _ in completions], [
-            logps.tolist() for _, logps in completions
-        ]
+        lists = [(ids.tolist(), logps.tolist()) for ids, logps in completions]
+        return tuple(map(list, zip(*lists, strict=True)))
 
     trainer.use_vllm = True
     trainer._generate_single_turn = generate
 
 
-# --------------------------------------------------------------------------------------------------
-# All sides in turn
+# -- All sides in turn
 
 
-def run_side(python: str, side: str, setting: str, spec: dict, files: dict, changes: dict) -> dict:
-    work = json.dumps(dict(side=side, spec=spec, files=files, changes=changes))
+def run_side(python: str, side: str, setting: str, files: dict) -> dict:
+    work = json.dumps(dict(side=side, spec=SETTINGS[setting], files=files))
     command = [python, os.path.abspath(__file__), "--work", work]
     done = subprocess.run(command, capture_output=True, text=True)
     if "\nRESULT " not in done.stdout:
@@ -322,28 +296,23 @@ def do_work(text: str) -> None:
     """The work of a process that run_side has started."""
     work = json.loads(text)
     side = run_ours if work["side"] == "ours" else run_trl
-    result = side(work["files"], work["spec"], work["changes"])
-    print("\nRESULT " + json.dumps(result), flush=True)
+    print("\nRESULT " + json.dumps(side(work["files"], work["spec"])), flush=True)
     os._exit(0)
 
 
-def run_all(settings, trl: str, rounds: int, path: str, changes: dict) -> list[dict]:
+def run_all(settings, trl: str, rounds: int, path: str) -> list[dict]:
+    pythons = dict(ours=sys.executable, trl=trl)
     results = []
     for setting in settings:
-        spec = SETTINGS[setting]
         with tempfile.TemporaryDirectory() as folder:
-            files = prepare(spec, folder)
-            for number in range(rounds):
-                sides = [("ours", sys.executable, changes)]
-                if trl:
-                    sides.append(("trl", trl, {}))
-                for side, python, side_changes in sides:
-                    result = run_side(python, side, setting, spec, files, side_changes)
-                    results.append(dict(round=number) | result)
-                    print(json.dumps(results[-1]), flush=True)
-                    if path:
-                        with open(path, "a") as file:
-                            file.write(json.dumps(results[-1]) + "\n")
+            files = prepare(SETTINGS[setting], folder)
+            for number, (side, python) in itertools.product(range(rounds), pythons.items()):
+                if python:
+                    result = dict(round=number) | run_side(python, side, setting, files)
+                    results.append(result)
+                    print(json.dumps(result), flush=True)
+                    with open(path, "a") as file:
+                        file.write(json.dumps(result) + "\n")
     return results
 
 
@@ -376,8 +345,7 @@ def main() -> None:
     add("--trl", default="", help="python of an environment that has TRL")
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     add("--rounds", type=int, default=3)
-    add("--runs", default="", help="file to which each side's result is appended")
-    add("--change", type=json.loads, default={}, help='flags of ours: {"fast": false}')
+    add("--runs", default=os.devnull, help="file to which each side's result is appended")
     add("--quick", action="store_true", help="one round of the bundled setting, two steps")
     add("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -386,7 +354,7 @@ def main() -> None:
     if args.quick:
         SETTINGS["bundled"]["steps"] = 1
         args.settings, args.rounds = ["bundled"], 1
-    results = run_all(args.settings, args.trl, args.rounds, args.runs, args.change)
+    results = run_all(args.settings, args.trl, args.rounds, args.runs)
     for setting in args.settings:
         ratios(results, setting)
 

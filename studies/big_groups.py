@@ -10,25 +10,13 @@
 import collections
 import math
 import weakref
+from functools import partial
 
+import common
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import (
-    Run,
-    advantage_of,
-    arguments,
-    band,
-    grid,
-    ordered,
-    permutation_test,
-    plt,
-    save,
-    scan,
-    span,
-    steps_to,
-    train,
-    update_gradient,
-)
+from common import grid, steps_to
 
 import grpo
 
@@ -72,22 +60,17 @@ class SavedTensor:
         self.tensor = tensor
 
 
-def memory_of_group(G, seed, budget):
+def memory_of_group(budget, G, seed):
     """Peak MiB in micro-batches of `budget` tokens, peak MiB at once, and the relative difference
     of the gradients."""
-    run = Run(seed=seed, num_prompts=1, num_generations=G)
-    for step in range(1, 100):
-        samples = run.rollout(step)
-        if any(advantage_of(s) != 0 for s in samples):
-            break
+    policy, samples = common.rollout(seed=seed, num_prompts=1, num_generations=G)
     peaks, gradients = [], []
     for tokens in (budget, 10**7):
-        saved = Saved(run.policy.parameters())
+        saved = Saved(policy.parameters())
         with saved.hooks():
-            gradients.append(update_gradient(run, samples, micro_batch_tokens=tokens))
+            gradients.append(common.gradient_of(policy, samples, micro_batch_tokens=tokens))
         peaks.append(saved.peak / 2**20)
-    split, whole = gradients
-    return *peaks, ((split - whole).norm() / whole.norm()).item()
+    return *peaks, common.relative_error(*gradients)
 
 
 def advantage_when_right(G, p):
@@ -103,10 +86,9 @@ def advantage_when_right(G, p):
     return mean, math.sqrt(variance), p**G + (1 - p) ** G
 
 
-def learn(G, seed, steps):
-    return train(
-        evals=(steps,), num_prompts=SAMPLES // G, num_generations=G, seed=seed, max_steps=steps
-    )
+def learn(steps, G, seed):
+    options = dict(num_prompts=SAMPLES // G, num_generations=G, seed=seed, max_steps=steps)
+    return common.train(evals=True, **options)
 
 
 def check(peak, worst, budget):
@@ -117,11 +99,8 @@ def check(peak, worst, budget):
     big = max(peak)
     assert peak[big][0] < 1.3 * peak[small][0], "memory grows with the group"
     assert peak[big][1] > 0.6 * big / small * peak[small][1], "at once it should have grown"
-    noise = []
-    for G in (4, 16, 64):
-        mean, std, _ = advantage_when_right(G, 0.25)
-        noise.append(std / mean)
-    assert noise[0] > noise[1] > noise[2], "a bigger group must be less noisy"
+    means, stds, _ = zip(*[advantage_when_right(G, 0.25) for G in (4, 16, 64)], strict=True)
+    assert np.all(np.diff(np.divide(stds, means)) < 0), "a bigger group must be less noisy"
 
 
 def draw_memory(axis, peak, budget):
@@ -153,17 +132,17 @@ def draw_advantages(middle, right):
 
 
 def main():
-    args = arguments(__doc__)
+    args = common.arguments(__doc__)
     budget, sizes, learning_sizes = BUDGET, (4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64)
     seeds, steps = range(5), 25
     if args.quick:
         budget, sizes, learning_sizes = 256, (4, 64, 128), (8,)
         seeds, steps = range(1), 1
 
-    memory = scan(memory_of_group, grid(sizes, seeds, [budget]), args.jobs)
-    runs = scan(learn, grid(learning_sizes, seeds, [steps]), args.jobs)
-    peak = {G: np.mean([memory[G, s, budget] for s in seeds], 0) for G in sizes}
-    worst = {G: max(memory[G, s, budget][2] for s in seeds) for G in sizes}
+    memory = common.scan(partial(memory_of_group, budget), grid(sizes), seeds, args.jobs)
+    runs = common.scan(partial(learn, steps), grid(learning_sizes), seeds, args.jobs)
+    peak = {G: np.mean(of_seeds, 0) for (G,), of_seeds in memory.items()}
+    worst = {G: np.max(of_seeds, 0)[2] for (G,), of_seeds in memory.items()}
     check(peak, worst, budget)
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
@@ -175,40 +154,31 @@ def main():
     ]
     for G in sizes:
         mean, std, no_signal = advantage_when_right(G, 0.25)
-        memory_table.append([
-            G,
-            f"{peak[G][0]:.0f}",
-            f"{peak[G][1]:.0f}",
-            f"{worst[G]:.0e}",
-            f"{mean:.2f} +- {std:.2f}",
-            f"{no_signal:.3f}",
-        ])  # fmt: skip
+        cells = [G, f"{peak[G][0]:.0f}", f"{peak[G][1]:.0f}", f"{worst[G]:.0e}"]
+        memory_table.append([*cells, f"{mean:.2f} +- {std:.2f}", f"{no_signal:.3f}"])
 
     axis = axes[1, 1]
     learning_table = [
-        "prompts x G | steps to reward 0.8 (95 %) | p against G = 8 | reward, last 5 steps | "
-        "accuracy +- std"
+        "prompts x G | steps to reward 0.8 (95 %) | difference to G = 8 (95 %) | "
+        "reward, last 5 steps | accuracy +- std"
     ]
-    histories = {G: [runs[G, s, steps] for s in seeds] for G in learning_sizes}
     reached = {}
-    for G in learning_sizes:
-        reached[G] = [min(steps, steps_to(THRESHOLD, h)) for h in histories[G]]
-    for G, colour in zip(learning_sizes, ordered(len(learning_sizes)), strict=True):
+    for (G,), side in runs.items():
+        reached[G] = [min(steps, steps_to(THRESHOLD, run)) for run in side]
+    for ((G,), side), colour in zip(runs.items(), common.ordered(len(runs)), strict=True):
         name = f"{SAMPLES // G} x {G}"
-        band(axis, histories[G], "reward", color=colour, label=name)
-        p = "" if G == 8 else f"{permutation_test(reached[G], reached[8]):.2f}"
-        rewards = [np.mean([m["reward"] for m in h[-5:]]) for h in histories[G]]
-        accuracies = [h[-1]["eval_accuracy"] for h in histories[G]]
-        ends = [f"{np.mean(x):.3f} +- {np.std(x):.3f}" for x in (rewards, accuracies)]
-        learning_table.append([name, span(reached[G], 1), p, *ends])
+        common.band(axis, side, "reward", color=colour, label=name)
+        rewards = [np.mean([m["reward"] for m in run[-5:]]) for run in side]
+        accuracies = [run[-1]["eval_accuracy"] for run in side]
+        ends = map(common.mean_and_std, (rewards, accuracies))
+        cells = [common.span(reached[G], 1), common.difference(reached[G], reached[8])]
+        learning_table.append([name, *cells, *ends])
     axis.set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylim=(0, 1.02))
     axis.set_ylabel("mean of the samples")
     axis.legend(title="prompts x G", loc="lower right", ncols=3)
-    figure.supxlabel(
-        f"(a), (c) means of {len(seeds)} seeds;  "
-        "bands: ± 1 standard error;  (b) exact, whiskers: ± 1 standard deviation"
-    )
-    save(args, "big_groups", figure, memory_table, learning_table)
+    of = f"(a), (c) means of {len(seeds)} seeds;  bands: all of them"
+    figure.supxlabel(f"{of};  (b) exact, whiskers: +- 1 standard deviation")
+    common.save(args, "big_groups", figure, memory_table, learning_table)
 
 
 if __name__ == "__main__":

@@ -17,28 +17,19 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
-
-import grpo  # isort: skip  first, because it sets environment variables before torch
 import bench
 import numpy as np
 import torch
 
-from extras import fast
+import grpo
 from grpo import Config
 
+HERE = bench.HERE
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPES = {  # parameters: shape of a Llama
     "30M": bench.SHAPE,
-    "500M": dict(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-    ),
+    "500M": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864)
+    | dict(num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
 }
 
 
@@ -109,7 +100,7 @@ def point_float32():
 
 def point_bfloat16():
     """The same in bfloat16, within its rounding."""
-    if not grpo.fast_bfloat16(CUDA):
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise Skip("this GPU has no fast bfloat16")
     return against_the_cpu("bfloat16", 0.99, 2e-2)
 
@@ -117,12 +108,13 @@ def point_bfloat16():
 def point_fast():
     """extras/fast.py has the numbers of the plain policy; how much faster it is, and smaller."""
     folder = model_folder("500M")
-    dtype = "bfloat16" if grpo.fast_bfloat16(CUDA) else "float32"
+    is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = "bfloat16" if is_fast else "float32"
     cfg = Config(model=folder, dtype=dtype, micro_batch_tokens=8192, tis_cap=0.0)
     model = grpo.load_model("model", folder, cfg, CUDA)
     samples = made_up(SHAPES["500M"]["vocab_size"], 32, 512, 256, 8)
     plain = grpo.Policy(model, 1.0)
-    faster, why = fast.choose(plain, samples[:2], grpo.collate, cfg)
+    faster = grpo.make_policy(model, [samples[0].prompt, samples[8].prompt], cfg)
     measured = {}
     for name, policy in (("plain", plain), ("fast", faster)):
         for _ in range(2):  # the first one warms up
@@ -137,8 +129,9 @@ def point_fast():
         measured[name] = seconds, torch.cuda.max_memory_allocated() / 1e9, gradient
     (slow, much, exact), (quick, little, gradient) = measured["plain"], measured["fast"]
     tokens = sum(s.total_length for s in samples)
-    shown = f"{why}; cosine {cosine(gradient, exact):.6f}; plain {slow:.2f} s and {much:.1f} GB, "
-    shown += f"fast {quick:.2f} s and {little:.1f} GB, {tokens / quick:.0f} tokens a second"
+    shown = f"{type(faster).__name__}; cosine {cosine(gradient, exact):.6f}; "
+    shown += f"plain {slow:.2f} s and {much:.1f} GB, fast {quick:.2f} s and {little:.1f} GB, "
+    shown += f"{tokens / quick:.0f} tokens a second"
     return cosine(gradient, exact) > 0.999, shown
 
 
@@ -159,6 +152,12 @@ def run(*flags, ranks: int = 1) -> tuple:
     return out, [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
+def run_500M(*flags) -> tuple:
+    folder = model_folder("500M")
+    data = ["--train_data", f"{folder}/rows.jsonl", "--reward", "overlong"]
+    return run("--model", folder, *data, *flags)
+
+
 def point_default():
     """The bundled task learns, with the hf sampler."""
     started = time.perf_counter()
@@ -171,11 +170,8 @@ def point_vllm():
     """vLLM has the trainer's weights after a sleep, an update and a push; the phases' seconds."""
     if not grpo.importlib.util.find_spec("vllm"):
         raise Skip("vllm is not installed")
-    folder = model_folder("500M")
-    flags = ["--model", folder, "--train_data", f"{folder}/rows.jsonl", "--rollout", "vllm"]
-    flags += ["--reward", "overlong", "--learning_rate", "1e-3", "--max_steps", "3"]
-    flags += ["--max_completion_length", "256", "--num_prompts", "8"]
-    _, lines = run(*flags)
+    flags = ["--rollout", "vllm", "--learning_rate", "1e-3", "--max_steps", "3"]
+    _, lines = run_500M(*flags, "--max_completion_length", "256", "--num_prompts", "8")
     last = lines[-1]
     phases = [f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "push")]
     shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: {', '.join(phases)}"
@@ -188,8 +184,12 @@ def point_resume():
     _, whole = run(*flags, "--max_steps", "6")
     out, _ = run(*flags, "--max_steps", "3")
     _, resumed = run("--resume", "--out_dir", out, "--max_steps", "6")
+    return same_run(whole, resumed)
+
+
+def same_run(lines, others) -> tuple:
     names = ("loss", "reward", "grad_norm")
-    differences = [abs(a[k] - b[k]) for a, b in zip(whole, resumed, strict=True) for k in names]
+    differences = [abs(a[k] - b[k]) for a, b in zip(lines, others, strict=True) for k in names]
     return max(differences) < 1e-3, f"{max(differences):.1e}"
 
 
@@ -199,17 +199,13 @@ def point_ranks():
         raise Skip("one GPU")
     flags = ["--rollout", "hf", "--eval_data", "", "--max_steps", "3"]
     (_, one), (_, two) = run(*flags), run(*flags, ranks=2)
-    names = ("loss", "reward", "grad_norm")
-    differences = [abs(a[k] - b[k]) for a, b in zip(one, two, strict=True) for k in names]
-    return max(differences) < 1e-3, f"{max(differences):.1e}"
+    return same_run(one, two)
 
 
 def point_micro_batch():
     """The micro-batch that --micro_batch_tokens 0 chooses fits, at long answers."""
-    folder = model_folder("500M")
-    flags = ["--model", folder, "--train_data", f"{folder}/rows.jsonl", "--rollout", "hf"]
-    flags += ["--reward", "overlong", "--max_steps", "1", "--num_prompts", "4"]
-    out, lines = run(*flags, "--max_completion_length", "1024")
+    flags = ["--rollout", "hf", "--max_steps", "1", "--num_prompts", "4"]
+    out, lines = run_500M(*flags, "--max_completion_length", "1024")
     chosen = json.loads(Path(out, "config.json").read_text())["micro_batch_tokens"]
     return True, f"{chosen} tokens, update {lines[-1]['time_update']:.1f} s"
 

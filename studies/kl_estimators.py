@@ -8,31 +8,29 @@
 (c) The same runs as a Pareto front: accuracy against KL.
 """
 
+import copy
 import itertools
+from functools import partial
 
+import common
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import (
-    arguments,
-    band,
-    grid,
-    interval,
-    legend,
-    ordered,
-    permutation_test,
-    plt,
-    save,
-    scan,
-    span,
-    train,
-)
 
+import grpo
 from grpo import Config, grpo_loss, kl_estimate
 
 ESTIMATORS = ("k1", "k2", "k3", "k4", "wk3")
 ALL = (*ESTIMATORS, "k1 in reward")
 BETAS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
 DISTANCES = {"near": 0.15, "mid": 0.6, "far": 1.5}  # how far the toy policy is from the reference
+EXACT_HEADER = (
+    "gradient of | distance | samples | exact KL | error of the mean | along the true one | noise"
+)
+TRAINED_HEADER = (
+    "estimator | beta | KL, nats per completion (95 %) | difference to beta 0 (95 %) | "
+    "accuracy +- std over seeds"
+)
 FIRST_ROLLOUT = 6  # the mean KL begins here: the steep start is over
 
 V, T = 4, 3  # words, tokens
@@ -59,30 +57,23 @@ class Toy:
 
     def logps(self):
         """[V^T, T]: the log-probability of each token of each sequence."""
-        tokens = []
-        for t, conditional in enumerate(self.conditionals()):
-            tokens.append(conditional.gather(1, SEQUENCES[:, t, None])[:, 0])
-        return torch.stack(tokens, 1)
+        conditionals = torch.stack(self.conditionals(), 1)  # [V^T, T, V]
+        return conditionals.gather(2, SEQUENCES[:, :, None])[:, :, 0]
 
     def gradient(self, value):
         """[P]"""
-        gradients = torch.autograd.grad(
-            value, self.tables, retain_graph=True, materialize_grads=True
-        )
+        options = dict(retain_graph=True, materialize_grads=True)
+        gradients = torch.autograd.grad(value, self.tables, **options)
         return torch.cat([g.flatten() for g in gradients])
 
 
 def k1_in_reward(logps, old_logps, ref_logps):
     """[V^T]: the loss of each sequence with k1 in its reward, advantages 0 and no clipping."""
-    cfg = Config(beta=1.0, kl_in="reward", kl_estimator="k1")
-    cfg.loss_reduction, cfg.max_completion_length = "constant", 1
-    cfg.clip_low, cfg.clip_high = 1.0, 1e9
+    options = dict(loss_reduction="constant", max_completion_length=1, clip_low=1.0, clip_high=1e9)
+    cfg = Config(beta=1.0, kl_in="reward", kl_estimator="k1", **options)
     losses = []
-    for i in range(len(logps)):
-        row = [x[i : i + 1] for x in (logps, old_logps, ref_logps)]
-        loss, _ = grpo_loss(
-            *row, None, torch.zeros(1), torch.ones(1, T), cfg, n_tokens=T, n_sequences=1
-        )
+    for row in zip(logps[:, None], old_logps[:, None], ref_logps[:, None], strict=True):
+        loss, _ = grpo_loss(*row, None, torch.zeros(1), torch.ones(1, T), cfg, T, 1)
         losses.append(loss)
     return losses
 
@@ -116,17 +107,11 @@ def exact_gradients() -> list[dict]:
                 g = torch.stack([policy.gradient(value) for value in values])  # [V^T, P]
                 mean = (q * g).sum(0)
                 noise = (q * (g - mean).square()).sum().sqrt()
-                rows.append(
-                    dict(
-                        name=name,
-                        distance=distance,
-                        sampling=sampling,
-                        kl=kl.item(),
-                        bias=((mean - true).norm() / true.norm()).item(),
-                        along=(mean @ true / true.square().sum()).item(),
-                        noise=(noise / true.norm()).item(),
-                    )
-                )
+                row = dict(name=name, distance=distance, sampling=sampling, kl=kl.item())
+                row["bias"] = ((mean - true).norm() / true.norm()).item()
+                row["along"] = (mean @ true / true.square().sum()).item()
+                row["noise"] = (noise / true.norm()).item()
+                rows.append(row)
     return rows
 
 
@@ -148,123 +133,122 @@ def check(rows):
     assert 0.01 < k3[0] < k3[1] < k3[2], "k3's bias must grow with the distance"
 
 
-def run(estimator, beta, seed, steps, n_eval):
+def run(steps, estimator, beta, seed):
     """(b) A training run that notes the KL at the beginning of each step."""
+    reference = []
 
-    def before(run, step, samples):
+    def before(policy, samples, step):
+        if step == 1:
+            reference.append(copy.deepcopy(policy))
         # not `kl`: the update's metric of that name, an estimate per token, would replace it
-        return dict(exact_kl=run.exact_kl(samples))
+        return dict(exact_kl=exact_kl(policy, reference[0], samples))
 
     options = dict(kl_estimator=estimator, beta=beta, seed=seed, max_steps=steps, num_minibatches=2)
-    return train(before, evals=(steps,), n_eval=n_eval, **options)
+    return common.train(before, evals=True, **options)
+
+
+@torch.no_grad()
+def exact_kl(policy, reference, samples) -> float:
+    """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL of
+    the next-token distributions, summed over the samples' positions."""
+    batch = grpo.collate(samples, policy.model.device)
+    logits = [grpo.logits_of_completions(x.model, batch) for x in (policy, reference)]
+    p, q = [x.double().log_softmax(-1) for x in logits]  # [N, T, V]
+    kl = (p.exp() * (p - q)).sum(-1)  # [N, T]
+    return (torch.where(batch["sampled"], kl, 0).sum() / len(samples)).item()
 
 
 def draw_exact(figure, rows):
     """(a) Bars for each estimator: near, mid and far, on-policy and, paler, off-policy."""
-    titles = {
-        "bias": "(a) error of the expected gradient; no bar: exact",
-        "noise": "(a) noise of the gradient, standard deviation",
-    }
-    lowest = {"bias": 1e-3, "noise": 1}
+    panels = [  # metric, lowest value, title
+        ("bias", 1e-3, "(a) error of the expected gradient; no bar: exact"),
+        ("noise", 1, "(a) noise of the gradient, standard deviation"),
+    ]
     colours = []
-    for colour in ordered(3):
+    for colour in common.ordered(3):
         colours += [colour, 1 - 0.45 * (1 - colour)]
     axes = figure.subplots(1, 2)
-    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+    for axis, (key, lowest, title) in zip(axes, panels, strict=True):
         for i, name in enumerate(ALL):
             of_name = [r for r in rows if r["name"] == name]
             for j, (r, colour) in enumerate(zip(of_name, colours, strict=True)):
                 label = f"{r['distance']}, {r['sampling']}" if i == 0 else None
                 x = i + (j - 2.5) * 0.13
                 axis.bar(x, max(r[key], 1e-3), 0.12, color=colour, label=label)
-        axis.set(yscale="log", ylim=(lowest[key], 50), title=title)
+        axis.set(yscale="log", ylim=(lowest, 50), title=title)
         axis.set_ylabel("relative to the true gradient")
         axis.set_xticks(range(len(ALL)), (*ESTIMATORS, "k1 in\nreward"))
-    legend(figure, axes[0], 3, title="the policy's distance from the reference, and whose samples")
+    title = "the policy's distance from the reference, and whose samples"
+    common.legend(figure, axes[0], 3, title=title)
 
 
 def draw_curves(figure, runs, names, betas):
     """(b) The KL by rollout, a panel for each estimator."""
     axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for axis, name in zip(axes, names, strict=True):
-        for beta, colour in zip(betas, ordered(len(betas)), strict=True):
-            band(axis, runs[name, beta], "exact_kl", label=f"beta {beta:g}", color=colour)
+        for beta, colour in zip(betas, common.ordered(len(betas)), strict=True):
+            common.band(axis, runs[name, beta], "exact_kl", label=f"beta {beta:g}", color=colour)
         axis.set(title=f"(b) {name}", xlabel="rollout")
     axes[0].set_ylabel("KL to the reference,\nnats per completion")
-    legend(figure, axes[0], len(betas))
+    common.legend(figure, axes[0], len(betas))
 
 
-def draw_trained(figure, runs, names, betas, steps, n_eval) -> list:
+def draw_trained(figure, runs, names, betas, steps) -> list:
     """(b) KL against beta, (c) accuracy against KL, and their table."""
     left, right = figure.subplots(1, 2)
-    table = [
-        "estimator | beta | KL, nats per completion (95 %) | p (beta 0) | "
-        "accuracy +- std over seeds"
-    ]
+    table = [TRAINED_HEADER]
     first = min(FIRST_ROLLOUT, steps)
     for i, name in enumerate(names):
         kl, accuracy = {}, {}
         for beta in betas:
-            histories = runs[name, beta]
-            kl[beta] = []
-            for history in histories:
-                kl[beta].append(np.mean([m["exact_kl"] for m in history if m["step"] >= first]))
-            accuracy[beta] = np.array([h[-1]["eval_accuracy"] for h in histories])
-            p = f"{permutation_test(kl[beta], kl[0.0]):.3f}" if beta else ""
-            accurate = f"{accuracy[beta].mean():.3f} +- {accuracy[beta].std():.3f}"
-            table.append([name, beta, span(kl[beta], 2), p, accurate])
-        mean, low, high = np.array([interval(kl[beta]) for beta in betas]).T  # [betas] each
-        mean_accuracy = [accuracy[beta].mean() for beta in betas]
+            sides = runs[name, beta]
+            kl[beta] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in sides]
+            accuracy[beta] = [run[-1]["eval_accuracy"] for run in sides]
+            cells = [common.span(kl[beta], 2), common.difference(kl[beta], kl[0.0])]
+            table.append([name, beta, *cells, common.mean_and_std(accuracy[beta])])
+        means = [np.mean(kl[beta]) for beta in betas]
+        halves = [common.half_interval(kl[beta]) for beta in betas]
+        accuracies = [np.mean(accuracy[beta]) for beta in betas]
         x = np.arange(len(betas)) + (i - 2) * 0.06
-        left.errorbar(x, mean, [mean - low, high - mean], fmt="o-", lw=1, ms=4, label=name)
-        right.plot(mean, mean_accuracy, "-", lw=0.7, alpha=0.6)
-        sizes = range(12, 12 + 16 * len(betas), 16)
-        right.scatter(mean, mean_accuracy, sizes, color=f"C{i}")
+        left.errorbar(x, means, halves, fmt="o-", lw=1, ms=4, label=name)
+        right.plot(means, accuracies, "-", lw=0.7, alpha=0.6)
+        right.scatter(means, accuracies, range(12, 12 + 16 * len(betas), 16), color=f"C{i}")
     left.set(title=f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}", xlabel="beta")
     left.set_ylabel("nats per completion")
     left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
     right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion")
-    right.set_ylabel(f"greedy accuracy on {n_eval} prompts")
-    legend(figure, left, len(names))
+    right.set_ylabel("greedy accuracy, held-out")
+    common.legend(figure, left, len(names))
     return table
 
 
 def main():
-    args = arguments(__doc__)
+    args = common.arguments(__doc__)
     rows = exact_gradients()
     check(rows)
-    seeds, steps, n_eval = range(5), 15, 200
+    seeds, steps = range(5), 15
     betas, names = BETAS, ESTIMATORS
     if args.quick:
-        seeds, steps, n_eval = range(1), 2, 16
+        seeds, steps = range(1), 2
         betas, names = (0.0, 0.3), ("wk3",)
 
     # with beta 0 all estimators are the same run
-    settings = grid(["wk3"], [0.0], seeds, [steps], [n_eval])
-    settings += grid(names, betas[1:], seeds, [steps], [n_eval])
-    results = scan(run, settings, args.jobs)
-    runs = {}
-    for name, beta in grid(names, betas):
-        estimator = name if beta else "wk3"
-        runs[name, beta] = [results[estimator, beta, seed, steps, n_eval] for seed in seeds]
+    settings = [("wk3", 0.0), *common.grid(names, betas[1:])]
+    runs = common.scan(partial(run, steps), settings, seeds, args.jobs)
+    runs |= {(name, 0.0): runs["wk3", 0.0] for name in names}
 
     figure = plt.figure(figsize=(10, 11), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1)
     draw_exact(top, rows)
     draw_curves(middle, runs, names, betas)
-    trained = draw_trained(bottom, runs, names, betas, steps, n_eval)
-    figure.supxlabel(
-        f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  bands: ± 1 standard error;  "
-        "whiskers: 95 % bootstrap interval of the mean"
-    )
-    exact = [
-        "gradient of | distance | samples | exact KL | error of the mean | "
-        "along the true one | noise"
-    ]
+    trained = draw_trained(bottom, runs, names, betas, steps)
+    of = f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  bands: all of them"
+    figure.supxlabel(f"{of};  whiskers: 95 % interval of the mean")
+    exact = [EXACT_HEADER]
     for r in rows:
         numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
         exact.append([r["name"], r["distance"], r["sampling"], *numbers])
-    save(args, "kl_estimators", figure, exact, trained)
+    common.save(args, "kl_estimators", figure, exact, trained)
 
 
 if __name__ == "__main__":

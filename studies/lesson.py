@@ -20,18 +20,12 @@ BOX = 0.235  # inches: the height of a token's box
 
 
 def set_style() -> None:
-    plt.rcParams.update(
-        {
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlesize": 10,
-            "figure.constrained_layout.use": True,
-            "figure.dpi": 100,
-            "font.size": 9,
-            "legend.fontsize": 8,
-            "legend.frameon": False,
-        }
-    )
+    plt.rc("axes", titlesize=10)
+    plt.rc("axes.spines", right=False, top=False)
+    plt.rc("figure", dpi=100)
+    plt.rc("figure.constrained_layout", use=True)
+    plt.rc("font", size=9)
+    plt.rc("legend", fontsize=8, frameon=False)
 
 
 def digits(values) -> str:
@@ -139,22 +133,11 @@ def draw_time_line() -> None:
             axis.axvspan(begin, end, color="#f5f5f5")
         axis.text((begin + end) / 2, 5.4, text, ha="center", va="top", color=GREY)
 
+    steps = [0, 11.9, 11.9, 13.4]  # times of two of them
     policies = [  # name, colour, where its name stands, and its line: times and heights
         ("reference: the model at the start of the run", "black", 0.45, [0, 13.4], [0.3, 0.3]),
-        (
-            "sampler: the same parameters, other code",
-            GREY,
-            1.35,
-            [0, 11.9, 11.9, 13.4],
-            [1.6, 1.6, 3.6, 3.6],
-        ),
-        (
-            "old policy: before the updates of this step",
-            ORANGE,
-            2.4,
-            [0, 11.9, 11.9, 13.4],
-            [2.1, 2.1, 4.1, 4.1],
-        ),
+        ("sampler: the same parameters, other code", GREY, 1.35, steps, [1.6, 1.6, 3.6, 3.6]),
+        ("old policy: before the updates of this step", ORANGE, 2.4, steps, [2.1, 2.1, 4.1, 4.1]),
         ("", BLUE, 0, [0, 6, 6, 8, 8, 13.4], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
     ]
     for name, color, height, times, heights in policies:
@@ -163,9 +146,8 @@ def draw_time_line() -> None:
     axis.text(6.05, 3.4, "policy now: it learns", color=BLUE, va="center")
     axis.text(0.05, 2.75, "(blue on orange: the same policy)", color=BLUE, va="center")
 
-    draw_difference(
-        axis, 5.6, 1.6, 2.1, 1.0, "old_logps - sampler_logps\nweight, capped by tis_cap"
-    )
+    text = "old_logps - sampler_logps\nweight, capped by tis_cap"
+    draw_difference(axis, 5.6, 1.6, 2.1, 1.0, text)
     draw_difference(axis, 8.3, 2.1, 4.17, 2.9, "logps - old_logps\nratio, clipped")
     draw_difference(axis, 10.2, 0.3, 4.17, 1.2, "logps - ref_logps\nKL, times beta")
     plt.show()
@@ -183,9 +165,8 @@ def draw_surrogate(ratios, curves: dict) -> None:
     for axis, (advantage, (values, slopes)) in zip(axes, curves.items(), strict=True):
         flat = ratios[slopes == 0]
         axis.axvspan(flat.min(), flat.max(), color=PALE, label="no gradient")
-        axis.plot(
-            ratios, advantage * ratios, "--", color=GREY, lw=1, label="ratio * A, not clipped"
-        )
+        style = dict(color=GREY, lw=1, label="ratio * A, not clipped")
+        axis.plot(ratios, advantage * ratios, "--", **style)
         axis.plot(ratios, values, color=BLUE, lw=2.5, label="clipped_surrogate")
         axis.plot(1, advantage, "o", color="black", label="first update: ratio 1")
         axis.set_xlabel("ratio: policy now / policy before the updates")
@@ -234,16 +215,17 @@ def draw_curves(steps: list) -> None:
 
 def draw_step() -> None:
     """One group of the first step of the bundled task: rewards, advantages, tokens."""
-    from common import Run  # sets a style for the studies; this picture has the lesson's
+    import common  # sets a style for the studies; this picture has the lesson's
 
     set_style()
     plt.rcParams["axes.grid"] = False
-    run = Run(num_prompts=32)
-    group = run.rollout(1)[27 * 8 : 28 * 8]
+    policy, samples = common.rollout(num_prompts=32)
+    tokenizer = common.grpo.load_tokenizer(policy.model.name_or_path)
+    group = samples[27 * 8 : 28 * 8]
     prompt = group[0].prompt
     title = f"prompt  {prompt.text}    right answer  {prompt.row['answer']}"
     labels = [f"reward {s.reward:.0f}    advantage {s.advantages[0]:+.2f}" for s in group]
-    draw_tokens(group, run.tokenizer, {title: [s.advantages for s in group]}, 1.7, labels)
+    draw_tokens(group, tokenizer, {title: [s.advantages for s in group]}, 1.7, labels)
     plt.gcf().axes[1].set_ylabel("likelier" + " " * 18 + "less likely", rotation=270, labelpad=12)
     plt.savefig("sample_data/step.png", dpi=90)
 

