@@ -1,5 +1,5 @@
-"""Each patch of variants/ applies to grpo.py, changes few lines, does what it is for, and its runs
-resume to the bit."""
+"""Each patch of variants/ and each diff of REFERENCE applies to grpo.py, changes few lines, does
+what it is for, and its runs resume to the bit."""
 
 import importlib.util
 import shutil
@@ -85,6 +85,73 @@ def test_runs_of_a_patch_resume_to_the_bit(name, patched, tmp_path):
             groups.setdefault(key, []).append(row["advantage"])
         assert len(groups) == 4 * 3
         assert all(any(advantages) for advantages in groups.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# The diffs of "How to change it"
+
+
+def changed_copy(folder, number):
+    """A copy of the trainer with the diff applied. A hunk needs no line numbers: its old lines
+    stand there once."""
+    text = Path(HERE, "REFERENCE.md").read_text().split("```diff\n")[number].partition("```")[0]
+    source = Path(HERE, "grpo.py").read_text()
+    for hunk in text.split("@@ ")[1:]:
+        lines = hunk.splitlines(keepends=True)[1:]
+        old = "".join(line[1:] or "\n" for line in lines if line[0] != "+")
+        new = "".join(line[1:] or "\n" for line in lines if line[0] != "-")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (folder / "grpo.py").write_text(source)
+    shutil.copy(f"{HERE}/reward.py", folder)
+    return folder / "grpo.py"
+
+
+DIFFS = dict(
+    state=(1, {}),
+    loss_term=(2, dict(num_minibatches=1, num_prompts=2)),
+    prompts=(3, dict(reward="answer", max_completion_length=40, num_minibatches=1)),
+    metric=(4, {}),
+    sampler=(5, dict(max_sampler_gap=0.1)),
+)
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_the_diffs_of_the_reference_do_what_they_say_and_resume(name, tmp_path):
+    number, options = DIFFS[name]
+    script = changed_copy(tmp_path, number)
+    for out, more in (("whole", {}), ("parts", dict(max_steps=2)), ("parts", dict(resume=True))):
+        args = flags_of(small_config(tmp_path / out, **options | more))
+        command = [sys.executable, str(script), *args]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    metrics = metrics_of(tmp_path / "whole")
+    assert metrics == metrics_of(tmp_path / "parts")
+    rows = lines(tmp_path / "whole" / "completions.jsonl")
+    if name == "state":
+        baseline = 0.0
+        for m in metrics:
+            baseline = 0.9 * baseline + 0.1 * m["reward"]
+            for row in rows:
+                if row["step"] == m["step"]:
+                    assert row["advantage"] == pytest.approx(row["reward"] - baseline)
+    if name == "loss_term":  # the loss of step 1 is larger by it
+        plain = small_run(tmp_path / "plain", **options | dict(max_steps=1))
+        first = [row for row in rows if row["step"] == 1]
+        good = [row["tokens"]["logp"] for row in first if row["advantage"] > 0]
+        term = -0.1 * sum(map(sum, good)) / sum(row["length"] for row in first)
+        assert metrics[0]["loss"] - plain[0]["loss"] == pytest.approx(term, rel=0.01)
+    if name == "prompts":
+        solved = set()
+        for step in range(1, 5):
+            drawn = {row["prompt"]: row["reward"] for row in rows if row["step"] == step}
+            assert len(solved) == 5 or not solved & set(drawn)
+            solved |= {r["prompt"] for r in rows if r["step"] == step and r["reward"] == 1}
+        assert solved
+    if name == "metric":
+        assert all(0 < m["unique"] <= 1 for m in metrics)
+    if name == "sampler":
+        assert all(1e-4 < m["sampler_gap"] < 0.1 for m in metrics)
 
 
 @pytest.mark.slow
