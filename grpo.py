@@ -20,7 +20,8 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it.
+and no gradient goes through it. (To know n_tokens, the file samples the groups of all prompts before
+the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
@@ -392,7 +393,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
     lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # all ranks' samples
     n_tokens = max(1, sum(lengths))
     n_sequences = max(1, np.count_nonzero(lengths))
-    passes = []
+    sums = []
     for batch, is_last in batches_of_rank(policy, minibatch, cfg):
         # What DDP's no_sync() does: the ranks exchange gradients in the last backward only.
         ddp.require_backward_grad_sync = is_last
@@ -416,8 +417,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
         # DDP takes the mean over the ranks. The loss is divided by the counts of all ranks already,
         # so their sum is right: the mean times the number of ranks.
         (loss * WORLD_SIZE).backward()
-        passes.append(stats | pass_stats(loss, entropy, old_logps, batch))
-    return sums_over_ranks(passes)
+        sums.append(stats | sampler_stats(loss, entropy, old_logps, batch))
+    return sum_over_ranks(sums)
 
 
 def update(
@@ -756,16 +757,16 @@ def micro_batches_of_all_ranks(policy, samples, cfg):
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    passes = []
+    computed = []
     for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
         with autocast(cfg, policy.model.device):
             logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
-        passes.append((micro_batch, logps))
-    places = {s: i for i, s in enumerate(samples)}
+        computed.append((micro_batch, logps))
+    index_of = {s: i for i, s in enumerate(samples)}
     rows = []
-    for micro_batch, logps in passes:
+    for micro_batch, logps in computed:
         for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            rows.append((places[s], row[: len(s.completion_ids)]))
+            rows.append((index_of[s], row[: len(s.completion_ids)]))
     for place, row in gather(rows):
         setattr(samples[place], name, row)
 
@@ -780,9 +781,9 @@ def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
         needed = minibatch[:1]
     batches = micro_batches_of_all_ranks(policy, needed, cfg)
     for start in range(0, len(batches), WORLD_SIZE):
-        dealt = batches[start : start + WORLD_SIZE]
-        batch = batch_for(policy, dealt[RANK % len(dealt)])
-        if RANK >= len(dealt):
+        one_each = batches[start : start + WORLD_SIZE]
+        batch = batch_for(policy, one_each[RANK % len(one_each)])
+        if RANK >= len(one_each):
             batch["sampled"].zero_()
         yield batch, start + WORLD_SIZE >= len(batches)
 
@@ -793,8 +794,8 @@ def minibatches(samples: list[Sample], step: int, cfg: Config):
     index = (step - 1) * cfg.num_minibatches * cfg.num_epochs
     for epoch in range(cfg.num_epochs):
         order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
-        for places in np.array_split(order, cfg.num_minibatches):
-            yield index, [samples[i] for i in places]
+        for chosen in np.array_split(order, cfg.num_minibatches):
+            yield index, [samples[i] for i in chosen]
             index += 1
 
 
@@ -862,7 +863,7 @@ def token_stats(mask, is_clipped, logps, ref_logps) -> dict:
     return stats
 
 
-def pass_stats(loss, entropy, old_logps, batch: dict) -> dict:
+def sampler_stats(loss, entropy, old_logps, batch: dict) -> dict:
     sampled = batch["sampled"]
     gap = (old_logps - batch["sampler_logps"]).abs()
     return dict(
@@ -873,13 +874,13 @@ def pass_stats(loss, entropy, old_logps, batch: dict) -> dict:
     )
 
 
-def sums_over_ranks(passes: list[dict]) -> Counter:
+def sum_over_ranks(stats: list[dict]) -> Counter:
     """The tensors stay on the device until here, so that no pass waits for them."""
-    rows = [torch.stack([value.double() for value in stats.values()]) for stats in passes]
+    rows = [torch.stack([value.double() for value in row.values()]) for row in stats]
     sums = torch.stack(rows).sum(0)
     if WORLD_SIZE > 1:
         dist.all_reduce(sums)
-    return Counter(dict(zip(passes[0], sums.tolist(), strict=True)))
+    return Counter(dict(zip(stats[0], sums.tolist(), strict=True)))
 
 
 def update_metrics(sums: Counter, norms: list[float]) -> dict:
@@ -1762,7 +1763,7 @@ def completion_row(s: Sample, step: int, tokenizer) -> dict:
     return without_nan(row)
 
 
-def open_dashboard(cfg: Config, closing: contextlib.ExitStack):
+def open_dashboard(cfg: Config, cleanup: contextlib.ExitStack):
     """The module wandb or trackio, which have the same functions; None without a dashboard."""
     if cfg.report_to == "none":
         return None
@@ -1770,7 +1771,7 @@ def open_dashboard(cfg: Config, closing: contextlib.ExitStack):
         module = importlib.import_module(cfg.report_to)
         name = os.path.basename(cfg.out_dir)
         module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
-        closing.callback(module.finish)
+        cleanup.callback(module.finish)
         return module
 
 
@@ -1826,7 +1827,7 @@ def print_failures(samples: list[Sample]) -> None:
 class Run:
     """All that a run holds. It is loaded and checked, on all ranks, before anything is written."""
 
-    def __init__(self, cfg: Config, device: torch.device, closing: contextlib.ExitStack):
+    def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
         self.times = {}
         self.bad_steps = 0  # in a row
         self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
@@ -1834,7 +1835,7 @@ class Run:
         self.save_failed = False
         self.load(cfg, device)
         self.check()
-        self.open(closing)
+        self.open(cleanup)
 
     def load(self, cfg: Config, device: torch.device) -> None:
         with mistakes_in(f"--model {cfg.model}"):
@@ -1901,7 +1902,7 @@ class Run:
         if len(set(gather([digest([*mine, digest_of_weights(self.model)])]))) > 1:
             raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
 
-    def open(self, closing: contextlib.ExitStack) -> None:
+    def open(self, cleanup: contextlib.ExitStack) -> None:
         """The sampler, the optimizer and, last, the directory: what fails leaves nothing behind."""
         cfg = self.cfg
         model = self.model
@@ -1916,7 +1917,7 @@ class Run:
                 if isinstance(module, GradientCheckpointingLayer):
                     module.compile(dynamic=True)
         self.sampler = make_sampler(model, self.stop_ids, self.longest, cfg)
-        closing.callback(self.sampler.close)
+        cleanup.callback(self.sampler.close)
         self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
         self.optimizer = make_optimizer(self.ddp, cfg)
         if self.checkpoint:
@@ -1924,10 +1925,10 @@ class Run:
             self.optimizer.load_state_dict(moments)
         self.optimizer.register_step_pre_hook(self.forbid_saves)
         self.complete(self.step)
-        claimed = None
+        mine = None
         if RANK == 0:
-            claimed = self.claim_directory(closing)
-        out_dir, self.history = gather([claimed])[0]
+            mine = self.claim_directory(cleanup)
+        out_dir, self.history = gather([mine])[0]
         self.n_written = len(self.history)  # lines that metrics.jsonl has of it
         self.cfg = replace(cfg, out_dir=out_dir)
         about = f"{model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
@@ -1942,9 +1943,9 @@ class Run:
             in_main_thread = threading.current_thread() is threading.main_thread()
             if in_main_thread and before != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.request_stop)
-                closing.callback(signal.signal, number, before)
+                cleanup.callback(signal.signal, number, before)
 
-    def claim_directory(self, closing: contextlib.ExitStack) -> tuple:
+    def claim_directory(self, cleanup: contextlib.ExitStack) -> tuple:
         """A directory of its own for a new run, so that no run ever overwrites another. Returns its
         path and the lines of metrics.jsonl up to the checkpoint."""
         path = self.cfg.out_dir
@@ -1956,10 +1957,10 @@ class Run:
         cfg = replace(self.cfg, out_dir=path)
         is_free = cfg.resume or not os.path.exists(path) or not os.listdir(path)
         require(is_free, f"out_dir {path}", "holds files already; name another, or take --resume")
-        self.dashboard = open_dashboard(cfg, closing)
+        self.dashboard = open_dashboard(cfg, cleanup)
         with mistakes_in(f"--out_dir {path}"):
             os.makedirs(path, exist_ok=True)
-            lock(closing.enter_context(open(f"{path}/metrics.jsonl", "a")))
+            lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
             source = f"{Path(__file__).name} {digest(Path(__file__).read_text())[:8]}"
             about = dict(script=source, eval_rows=digest([p.row for p in self.eval_prompts])[:8])
             config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
@@ -2124,8 +2125,8 @@ def train(cfg: Config) -> list[dict]:
     # Rows hold one text each. transformers would look, and so wait for the GPU in every pass.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     started_group = not dist.is_initialized()
-    with contextlib.ExitStack() as closing:
-        run = Run(cfg, join_ranks(cfg), closing)
+    with contextlib.ExitStack() as cleanup:
+        run = Run(cfg, join_ranks(cfg), cleanup)
         try:
             training_loop(run)
         finally:
