@@ -20,7 +20,7 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it. (To know n_tokens, the file samples the groups of all prompts before
+and no gradient goes through it. (To know n_tokens, the file samples all groups of the step before
 the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
