@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, partial
@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
 from threading import current_thread, main_thread
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, NoneType, SimpleNamespace
 from typing import NamedTuple
 
 
@@ -32,9 +32,7 @@ def answer_reward(completion, row):
     if not gold or answer_of(gold, {}) != gold:
         raise ValueError(f"no completion can have the answer {gold!r}")
     answer = answer_of(completion, row).translate(SIGNS)
-    if NUMBER.fullmatch(answer) and NUMBER.fullmatch(gold):
-        return float(final_number(answer) == final_number(gold))
-    return float(answer == gold)
+    return float(value_of(answer) == value_of(gold))
 
 
 def gsm8k_reward(completion, row):
@@ -46,32 +44,24 @@ def gsm8k_reward(completion, row):
 
 
 def math_reward(completion, row):
-    """1.0 if math-verify finds the answer equal to row["answer"], numbers exactly."""
-    from math_verify import parse, verify
-
-    # It warns if its own time limits are off. They would switch off the one of call_reward.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = as_text(row["answer"])
-    if "$" not in gold.replace("\\$", "") and "\\boxed" not in gold:
+    """1.0 if math-verify finds the answer equal to row["answer"]; rational numbers exactly."""
+    gold, answer = readable(as_text(row["answer"])), readable(answer_of(completion, row))
+    if not re.search(r"(?<!\\)\$|\\boxed", gold):
         gold = f"\\boxed{{{gold}}}"
-    expected = parse(gold, parsing_timeout=None)
-    if not expected:
-        raise ValueError("math-verify cannot parse row['answer']")
-    answer = answer_of(completion, row)
-    box = last_box(answer)
-    if box is not None:
-        answer = f"\\boxed{{{box}}}"
-    if box == "" or differ_in_words(box or last_formula(answer), last_box(gold) or gold):
-        return 0.0  # "": the last box is never closed, and no other one counts
-    given = parse(answer, parsing_timeout=None)
-    equal = verify(expected, given, timeout_seconds=None)
-    return float(equal and not differ_as_numbers(expected[0], given[0]))
+    shown = last_formula(answer)
+    if BOX.search(answer):
+        answer = f"\\boxed{{{shown}}}"  # no other one counts. "": it is never closed
+    for given, expected in zip(words_of(shown), words_of(last_formula(gold)), strict=True):
+        if given and expected and given[: len(expected)] != expected:
+            return 0.0  # an answer without a unit, or a gold without one, may be right
+    bare = tuple(re.sub(r"\\?%|percent", "", text) for text in (gold, answer))  # 25 % is 25, too
+    return float(any(are_equal(*pair) for pair in {(gold, answer), bare}))
 
 
 def format_reward(completion, row):
     """1.0 for exactly `<think>words</think>words`, also with <answer> tags around the answer."""
     text = with_prefill(completion.strip(), row)
-    return float(FORMAT.fullmatch(" ".join(text.split())) is not None)
+    return float(re.fullmatch(FORMAT, " ".join(text.split())) is not None)
 
 
 def countdown_reward(completion, row):
@@ -82,71 +72,58 @@ def countdown_reward(completion, row):
         raise ValueError("row['numbers'] must be a list of whole numbers")
     line = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
     expression = line.partition("=")[0].strip(" .*`")
-    if not ARITHMETIC.fullmatch(expression) or sorted(re.findall("[0-9]+", expression)) != numbers:
-        return 0.0
-    try:  # Python may evaluate such a text: it has no names and no powers, and is not too deep
-        return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", expression)) == target)
-    except Exception:
-        return 0.0
+    if re.fullmatch(ARITHMETIC, expression) and sorted(re.findall("[0-9]+", expression)) == numbers:
+        with suppress(Exception):  # Python may run it: it has no names, no powers and little depth
+            return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", expression)) == target)
+    return 0.0
 
 
 def overlong_reward(completion, row):
     """0.0 up to 80 % of the maximal length, then down to -1.0 (DAPO, arXiv 2503.14476, eq. 13)."""
-    share = len(row["completion_ids"]) / row["max_completion_length"]
-    return min(0.0, max(-1.0, 4 - 5 * share))
+    return min(0.0, max(-1.0, 4 - 5 * len(row["completion_ids"]) / row["max_completion_length"]))
 
 
 def environment_reward(completion, row):
     """What get_reward() of the episode's environment says; None if its class has no such method."""
-    get_reward = getattr(row["environments"], "get_reward", None)
-    return get_reward and get_reward()
+    return getattr(row["environments"], "get_reward", NoneType)()
 
 
-BUILT_IN = {
-    "answer": answer_reward,
-    "gsm8k": gsm8k_reward,
-    "math": math_reward,
-    "format": format_reward,
-    "countdown": countdown_reward,
-    "overlong": overlong_reward,
-    "environment": environment_reward,
-}
+BUILT_IN = dict(answer=answer_reward, gsm8k=gsm8k_reward, math=math_reward, format=format_reward)
+BUILT_IN |= dict(countdown=countdown_reward, overlong=overlong_reward)
+BUILT_IN["environment"] = environment_reward
 answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
 countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
 
 # -- How they read a text
 SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7", "------****/")
-FORMAT = re.compile(r"""(?x)  # a special token as <|im_end|> is no word
+FORMAT = r"""(?x)  # a special token as <|im_end|> is no word
     <think>  (?: (?!</?think>|<[|\uff5c])\W )* \w (?: (?!</?think>). )*  </think>[ ]?
     (<answer>)?  (?: (?!</?\w[\w-]*[ ]?/?>|<[|\uff5c])\W )* \w (?: (?!</?\w[\w-]*[ ]?/?>). )*
-    (?(1)</answer>)""")
-ARITHMETIC = re.compile(r"(?:[0-9()+ -]|[*/](?![*/])){1,400}")  # (8 - 2) * 4, but no ** and no //
-BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{")
-TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}")
-SCALE = re.compile(r"[0-9)}](?:\s|~|\\\W)*(dozen|hundred|thousand|million|billion|trillion)")
-UNIT = r"[A-Za-z]+(?:\^\{?[0-9]\}?)?"
-QUANTITY = re.compile(  # a number and its unit: 5 km, \frac{1}{2}\,m^2
-    rf"(?:[^A-Za-z]|\\[A-Za-z]+)*[0-9)}}](?:\s|~|\\\W)+({UNIT}(?:[ /]+{UNIT})*)\s*"
-)
-BASE = re.compile(r"[0-9]_\{?([0-9]+)")
-LINE = re.compile(r"(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)")  # not ####, the mark of a heading
-NUMBER = re.compile(r"""(?x)  # at most 1,000 digits: int() takes quadratic time
-    (?<![A-Za-z0-9_./^-]) (?<![0-9]:)      # no part of 17/18, 2^5, 10-7, 5:30
-    [-+]? (?: [0-9]{1,1000} (?: (?: , | \{,\} | ,?\\[,!] ) [0-9]{3} ){0,30} (?: \.[0-9]{0,1000} )?
-        | \.[0-9]{1,1000} )                # 1,042 and 1{,}042 and 1042.50; .5
-    (?! [0-9] | [-/:.,][0-9] | \^(?!\{?\\circ) | [A-Za-z](?![A-Za-z])     # 18cm, but not 18x
-      | [ ]?(?:dozen|hundred|thousand|million|billion)\b | [\xb2\xb3\xbd\u5343\u4e07\u4ebf] )""")
+    (?(1)</answer>)"""
+ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
+BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{(?:(?=(" + r"(?:[^{}]|\{" * 9 + r"\})*+" * 9 + r")\})|)")
+SCALES = dict(dozen=12, hundred=1e2, thousand=1e3, million=1e6, billion=1e9, trillion=1e12)
+QUANTITY = r"""(?x)  # a number and its unit: 5 km, \frac{1}{2}\,m^2; or only a word
+    (?: (?:[^A-Za-z]|\\[A-Za-z]+)* [0-9)}] (?:\s|~|\\\W){1,9} | \s*(?=[A-Za-z]{2}) )
+    ( (?=[A-Za-z]) (?: [ /]*+ [A-Za-z.]++ (?:\^\{?[0-9]\}?)?+ )++ ) \s*"""
+NUMBER = re.compile(r"""(?x)  # 1,042 and 1{,}042 and 1 042.50; .5. int() takes quadratic time
+    [-+]? (?: \.[0-9]{1,1000} | [0-9]{1,1000} (?: (?: ,?\\[,!] | \{,\} | [,'_ \xa0\u202f] )
+        [0-9]{2,3} ){0,30} (?<![,!}'_ \xa0\u202f][0-9]{2}) (?: \.[0-9]{0,1000} )? )""")
+TERM = re.compile(r"""(?x)  # a number and all that belongs to it: 3 1/2, 5 \times 10^6, 2 + 3x
+    (?<![A-Za-z0-9_./^+-]) (?<![_^}]\{) (?<!sqrt\{) (?<!\b[b-z][ ][-+*/][ ])  [-+]? \.? [0-9]+
+    (?: (?: [ ]?(?:[-+/xX]|\*\*?)[ ]? | ,?\\[,!] | \{,\} | [.,:'_ \xa0\u202f] ) [0-9]+
+      | [ ]? (?: \\(?:times|cdot|div|pm|pi|sqrt|[dt]?frac)\{? | \}\{ | \^(?!\{?\\circ)\{?
+        | [\xb2\xb3\xb9\xbc-\xbe\u2070-\u2079\u2150-\u215e\u5343\u4e07\u4ebf] ) [ ]? [0-9]*
+      | [A-Za-z](?![A-Za-z]) )*  (?: [ ]?[-+*][ ]?[b-z]\b  # 18x; but 18cm is 18
+      | (?:[ ~-]|\\text\{|\\[ ,;!]){0,4} (?i:dozen|hundred|thousand|[bmt]r?illion|lakh)\b )?""")
 
 
-def with_prefill(completion, row):
-    """The completion, after the `<think>` that the chat template may already have written."""
+def with_prefill(completion, row):  # the chat template may already have written a <think>
     prefilled = row.get("prompt_text", "").rstrip().endswith("<think>")
     return "<think>" + completion if prefilled else completion
 
 
-def answer_of(completion, row):
-    """The text after the last `</think>`, and there the inside of the last `<answer>...</answer>`.
-    "" if one of the two is opened and never closed."""
+def answer_of(completion, row):  # behind </think>, and there in <answer>; "" if one is not closed
     text = with_prefill(completion, row).rpartition("</think>")[2]
     inside, closed, after = text.rpartition("</answer>")
     if "<think>" in text or "<answer>" in after:
@@ -156,87 +133,66 @@ def answer_of(completion, row):
     return text.strip()
 
 
-def as_text(value):
-    """The text of a value in a data row. Numbers are written out: 5e-05 becomes 0.00005."""
-    if not isinstance(value, (str, Real)):
+def as_text(value):  # in a data row. Numbers are written out: 5e-05 becomes 0.00005
+    if not isinstance(value, (str, Real)):  # NumPy's numbers are Real
         raise ValueError(f"{value!r} is neither a text nor a number")
     text = str(value).strip()
-    if isinstance(value, Real) and re.search("e[-+]", text):  # NumPy's numbers are Real, too
-        return format(Decimal(text), "f")
+    if isinstance(value, Real) and re.search("e[-+]", text):
+        text = format(Decimal(text), "f")
     return text
 
 
+def value_of(text):  # the number, if it is one and nothing else
+    return Fraction(re.sub("[^0-9.-]", "", text)) if NUMBER.fullmatch(text) else text
+
+
 def final_number(text):
-    r"""The number that a text gives as its answer: the one in its last `\boxed{}`, else in the line
-    after its last `####`, else its last number. None if the box or the line has two numbers."""
+    r"""The number in the last `\boxed{}` of a text, else in the line of its last `####`, else its
+    last number. None if there are two, or if it is a piece of a term, as in 3 1/2."""
     text = text.translate(SIGNS).replace("$", "")
-    line = LINE.match(text)
-    marked = last_box(text)
-    if marked is None and line:
-        marked = line[1]
-    if marked is not None:
-        text = marked
-    numbers = NUMBER.findall(text)
-    if not numbers or (marked is not None and len(numbers) > 1):
-        return None
-    return Fraction(re.sub("[^0-9.-]", "", numbers[-1]))
+    line = re.findall(r"\A(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)", text)  # no heading
+    marked = [*line, *BOX.findall(text)]
+    terms = TERM.findall(marked[-1]) if marked else TERM.findall(text)[-1:]
+    number = value_of(" and ".join(terms))
+    return None if isinstance(number, str) else number
 
 
-def last_box(text):
-    r"""The inside of the last `\boxed{}`, "" if that is never closed; None: there is no box."""
-    boxes = [match.end() for match in BOX.finditer(text)]
-    if not boxes:
-        return None
-    depth = 1
-    for end in range(boxes[-1], len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if depth == 0:
-            return text[boxes[-1] : end]
-    return ""
+def last_formula(text):  # or box; else the last number. Without a box with the rest of the line
+    end = BOX.findall(text) or re.findall(r"\A(?s:.*)\$([^$\n]+\$.*)", re.sub(r"\\[()]", "$", text))
+    return ["", *(end or re.findall("[0-9][0-9.,]*[^0-9\n]*", text))][-1]
 
 
-def last_formula(text):
-    """What math-verify reads without a box: the last formula, else the last number, and in both
-    cases the rest of its line."""
-    text = re.sub(r"\\[()]", "$", text)
-    formula = re.match(r"(?s).*\$([^$\n]+\$[^\n]*)", text)
-    if formula:
-        return formula[1].replace("$", "")
-    return ["", *re.findall("[0-9][0-9.,]*[^0-9\n]*", text)][-1]
+def readable(text):  # for math-verify: 5 million as 5*1000000, and dots as a letter
+    for word, number in SCALES.items():
+        scale = rf"([0-9)}}])(?:\s|~|\\\W){{0,9}}(\$?)\s*((?:\\text\{{\s*)?){word}"
+        text = re.sub(scale, rf"\1*{number:.0f}\2\3", text)
+    return re.sub(r"\\[lc]?dots", r"\\Xi ", text)
 
 
-def differ_in_words(answer, gold):
-    """Whether two answers differ in what math-verify does not read: 5 million and 5, 5 km and 5 m,
-    101 in two bases, and words: it takes the letters of "act" and "cat" for the same factors. An
-    answer without a unit or a base, or a gold without one, may be right."""
-    answer, gold = TEXT.sub(r" \1", answer).strip(" ."), TEXT.sub(r" \1", gold).strip()
-    if set(SCALE.findall(answer)) != set(SCALE.findall(gold)):
-        return True
-    bases = [BASE.findall(text) for text in (answer, gold)]
-    units = [units_of(text) for text in (answer, gold)]
-    if all(bases) and bases[0] != bases[1]:
-        return True
-    if all(units) and units[0][: len(units[1])] != units[1]:
-        return True
-    return gold.isalpha() and len(gold) > 1 and not answer.startswith(gold)
+def words_of(text):  # what math-verify does not read: bases (101_2) and times; units, or a word
+    text = re.sub(r"\$|\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}", r" \1", text).strip(" .")
+    match = re.fullmatch(QUANTITY, text.rpartition("=")[2])
+    words = match and [re.sub("[{}]|s$", "", word) for word in re.split("[ /]+", match[1])]
+    return re.findall(r"[0-9]_\{?([0-9]+)|\b([0-9]{1,2}:[0-5][0-9])", text), words
 
 
-def units_of(text):
-    """["km", "h"] of "v = 5 km/h", and [] of "2 x + 3 y"."""
-    match = QUANTITY.fullmatch(text.rpartition("=")[2])
-    return match and [re.sub("[{}]|s$", "", unit) for unit in re.split("[ /]+", match[1])]
+def are_equal(gold, answer):  # by math-verify; ValueError if it cannot read the gold text
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import Expr, nsimplify
 
-
-def differ_as_numbers(gold, given):
-    """Whether two expressions of sympy are different numbers. math-verify rounds to six places."""
-    from sympy import N, nsimplify
-
-    if not getattr(gold, "is_number", False) or not getattr(given, "is_number", False):
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns without its own time limit
+    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
+    if re.search(r"\\[A-Za-z(\[]|\$.*\$", answer):  # the numbers in a formula are no answers
+        kinds.pop()
+    golds, answers = parse(gold, parsing_timeout=None), parse(answer, kinds, parsing_timeout=None)
+    if not golds:
+        raise ValueError(f"math-verify cannot parse {gold!r}")
+    if not verify(golds, answers, timeout_seconds=None):
         return False
-    gold, given = nsimplify(gold, rational=True).doit(), nsimplify(given, rational=True).doit()
-    if gold.is_Rational and given.is_Rational:
-        return gold != given
-    return abs(N(gold - given, 30)) > 1e-6 * abs(N(gold, 30))  # pi and 3.141593
+    if not (isinstance(golds[0], Expr) and isinstance(answers[0], Expr)):
+        return True
+    difference = nsimplify(golds[0] - answers[0], rational=True).doit()
+    return difference == 0 or not difference.is_Rational  # it rounds to six places
 
 
 # -- Loading your functions

@@ -3,6 +3,7 @@ whatever one does costs its own samples."""
 
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,31 +23,21 @@ def part(name, completion, prompt="", **row):
 
 
 # -- The built-in functions
-
 TAGGED = "so <answer>17</answer> no <answer>\n42\n</answer> done"
 RIGHT = ["42", "<think>a</think>no<think>b</think>42\n", "a</think>42", "42.0", "+42", TAGGED]
-WRONG = [
-    "<think>42</think>",
-    "<think>42",
-    "<answer>42",
-    "<think>a</think>42<think>",
-    "",
-    "1e999999999",
-]
-WRONG += ["the answer is 42", " ".join(map(str, range(100))), "4_2", "\u0664\u0662", "-42"]
+WRONG = ["<think>42</think>", "<think>42", "<answer>42", "<think>a</think>42<think>", "", "4_2"]
+WRONG += ["the answer is 42", " ".join(map(str, range(100))), "\u0664\u0662", "-42", "1e999999999"]
 ANSWERS = [  # row["answer"], completions that earn it, others
     ("42", RIGHT, WRONG),
     ("-.5", ["-0.50", "\u2212.5"], [".5", "-,5"]),
-    ("1234", ["1,234", "1234.0"], ["12,34", "1,2,34"]),
+    ("1234", ["1,234", "1234.0", "1 234"], ["12,34", "1,2,34", "234"]),
+    ("3", ["3"], ["3 1/2", "3\xbd", "3\\frac{1}{2}", "3e6", "3 + 3x", "3 million"]),
     ("blue whale", ["blue whale"], ["Blue whale", "a blue whale"]),
-    ("5e-05", ["5e-05"], ["0.00005"]),  # a text
     (5e-5, ["0.00005", "<answer>.00005</answer>"], ["5e-05", "0.000051"]),
-    (np.float32(5e-5), ["0.00005"], ["0.000050001"]),
-    (1e16, ["10,000,000,000,000,000"], ["1e+16"]),
-    (np.int64(7), ["7", "7.0"], ["8"]),
-    (True, ["True"], ["1"]),
-    ("9" * 1001, ["9" * 1001], ["9" * 1001 + ".0"]),  # as text only
 ]
+ANSWERS += [("5e-05", ["5e-05"], ["0.00005"]), ("9" * 1001, ["9" * 1001], ["9" * 1001 + ".0"])]
+ANSWERS += [(np.float32(5e-5), ["0.00005"], ["0.000050001"]), (np.int64(7), ["7", "7.0"], ["8"])]
+ANSWERS += [(1e16, ["10,000,000,000,000,000"], ["1e+16"]), (True, ["True"], ["1"])]
 
 
 @pytest.mark.parametrize(("gold", "right", "wrong"), ANSWERS, ids=range(len(ANSWERS)))
@@ -54,20 +45,26 @@ def test_answer(gold, right, wrong):
     assert [text for text in right + wrong if part("answer", text, answer=gold)] == right
 
 
+TERMS = r"""3 1/2; 3½; 3 ⅔; 3-1/2; 3\frac{1}{2}; 5e6; 5E+6; 1e-3; 5 \times 10^6; 5\cdot 10^{6}
+5 x 10^6; 5*10**6; 5 × 10⁶; 2 + 3x; 2x + 3; x + 2; 2 + x; 5\pi; 2\sqrt{3}; \sqrt{16}; x^{5}
+2^{5}; \frac{x}{2}; 5M; 5 \text{ million}; 5-million; 1.234.567; 20-25; 6:30; 1 / 2; 17/18
+2^7; x18; 3.14.15; 18²; 18x; 18k; 10-7/2; 5 million""".replace("\n", "; ").split("; ")
 FINAL_NUMBERS = {
     "5": ["#### Step 2: Add\n2 + 3 = 5", "2 + 3 = <<2+3=5>>5 eggs", "18 - 13 = 5!", "5 \ud800"],
     "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "it takes 18 m^2", "$18$.", "18%", "17, 18"],
     "18.0": ["\\(x = 18\\,\\text{m}^2\\)", "\\fbox{18}, not 17", "\\boxed{17} or \\boxed{18}"],
     "18.00": ["\\boxed{18}\n#### 17", "17\n#### 18\n7 a day", "#### 18", "\\boxed{18^\\circ}"],
+    "18.000": ["18% more", "18/day", "\\boxed{x_1 = 18}", "**18**", "\\boxed{18\\text{ m}^{2}}"],
+    "18.0000": ["36 / 2 = 18", "3 x 6 = 18", "- 18", "18 - at least", "#### The answer is 18"],
     "-7": ["#### -$7", "#### \u22127", "it is -7.", "(-7)"],
+    "1234567": ["#### 12,34,567", "#### 1 234 567", "\\boxed{1\u202f234\u202f567}"],
     "1042.5": ["so $1,042.50.", "\\boxed{\\$1{,}042.5 \\text{ a day}}.", "1,\\!042.5"],
     "1/2": [".5", "0.50"],
     "9" * 1000: ["9" * 1000],
     None: [*("", "eighteen", "9" * 1001, "\u0664\u0662 or \uff14\uff12", "\\boxed{}", "\\boxed{}5")]
     + ["#### 18 or 19", "\\boxed{17, 18}", "\\boxed{\\frac{1}{2}}"]  # marked, and two numbers
     + ["First \\boxed{5}. No, \\boxed{7", "\\boxed{5} \\boxed{\\frac{7}{7}"]  # not closed
-    + [f"#### {n}" for n in ("18x", "18k", "18/2", "18^2", "5:30", "10-7/2", "5 million")]
-    + ["17/18", "2^7", "x18", "3.14.15", "18\xb2"],
+    + [mark + term + "}" for term in TERMS for mark in ("so ", "#### ", "\\boxed{")],
 }
 
 
@@ -86,46 +83,45 @@ def test_gsm8k():
     assert part("gsm8k", "42", answer=42.0) == part("gsm8k", "0.00005", answer=5e-5) == 1
 
 
-FIVES = ("5", "x=5", "2+3=5", "f(4)=5", "x_1 = 5", "\\theta = 5", "|AB|=5", "5.0", "5\\text{ km}")
-MATH = [
-    ("\\frac{1}{2}", ["$\\frac{2}{4}$", "<think>x</think> \\boxed{0.5}"], ["\\boxed{0.51}"]),
-    ("0.5", ["\\boxed{50\\%}"], ["<think>\\boxed{0.5}</think>", "", "\\boxed{}"]),
-    ("5", [f"\\boxed{{{five}}}" for five in FIVES], ["\\boxed{4,5}", "\\boxed{6}"]),
-    ("70^\\circ", ["$\\angle ABC=70^\\circ$", "\\boxed{70}"], ["\\boxed{71^\\circ}"]),
-    ("x=1 \\text{ or } x=2", ["\\boxed{x=1 \\text{ or } x=2}", "$1, 2$"], ["$1$"]),
-    ("\\frac{1}{2^{99}}", ["\\boxed{2^{-99}}"], ["\\boxed{\\frac{1}{2^{98}}}"]),
-    ("9.1 \\times 10^{-31}", ["$0.91 \\times 10^{-30}$"], ["\\boxed{1.6 \\times 10^{-19}}"]),
-    ("1000000", ["\\boxed{1,000,000}", "\\boxed{10^6}"], ["\\boxed{1000001}"]),
-    ("\\frac13", ["\\boxed{\\frac{2}{6}}"], ["\\boxed{0.3333333}"]),
-    ("\\pi", ["\\boxed{3.141593}"], ["\\boxed{3.1416}"]),
-    ("5", ["\\fbox{5}", "\\boxed{\\boxed{5}}"], ["\\boxed{5}. No, \\boxed{5"]),
-    ("5", ["\\boxed{5}"], ["\\boxed{5\\text{ million}}"]),
-    ("5\\text{ m}", ["\\boxed{5 \\mathrm{ m}}", "\\boxed{5}"], ["\\boxed{5\\text{ km}}"]),
-    ("5 m", ["\\boxed{5\\,\\text{m}}"], ["\\boxed{5 km}", "\\boxed{5\\text{ m}^2}"]),
-    (
-        "5 m",
-        ["$5$", "It is 5 m in total."],
-        ["It is $5\\text{ km}$.", "It is 5 km", "$5$ million m"],
-    ),
-    ("2x+3y", ["\\boxed{3 y + 2 x}", "$3y+2x$"], ["$3x+2y$"]),
-    ("2 hours", ["\\boxed{2\\text{ hour}}", "\\boxed{2}"], ["\\boxed{2 minutes}"]),
-    ("\\$5", ["\\boxed{5}", "\\boxed{\\$5.00}"], ["\\boxed{\\$6}"]),
-    ("(1,2)", ["\\boxed{(1,2)}"], ["\\boxed{(1.0000001,2)}"]),
-    ("101_3", ["\\boxed{101_{3}}"], ["\\boxed{101_2}"]),
-    ("AB", ["\\boxed{\\text{AB}}"], ["\\boxed{BA}"]),
-    ("$y=2x+1$", ["\\boxed{y=2x+1}", "\\boxed{y=1+2x}"], ["\\boxed{2x}"]),
-]
+MATH = r"""\frac{1}{2} == $\frac{2}{4}$; <think>x</think> \boxed{0.5} != 0.51
+0.5 == 50\% != <think>\boxed{0.5}</think>; <think>; \boxed{}
+70^\circ == $\angle ABC=70^\circ$; 70 != 71^\circ | x=1 \text{ or } x=2 == $1, 2$ != $1$
+x=1 \text{ or } x=2 == x=1 \text{ or } x=2 != 1 | \frac{1}{2^{99}} == 2^{-99} != \frac{1}{2^{98}}
+9.1 \times 10^{-31} == $0.91 \times 10^{-30}$ != 1.6 \times 10^{-19}
+1000000 == 1,000,000; 10^6 != 1000001 | \frac13 == \frac{2}{6} != 0.3333333
+\pi == 3.141593 != 3.1416 | 5 == \fbox{5}; \boxed{\boxed{5}} != \boxed{5}. No, \boxed{5
+5 == 5; x=5; 2+3=5; f(4)=5; x_1 = 5; \theta = 5; |AB|=5; 5.0; 5\text{ km} != 4,5; 6
+5 == It is 5. != 5\text{ million}; 5 million; It is 5 million; $5$ thousand
+5\text{ m} == 5 \mathrm{ m}; 5 != 5\text{ km} | 2 hours == 2\text{ hour}; 2 != 2 minutes
+5 m == 5\,\text{m}; $5$; It is 5 m in total. != 5 km; 5\text{ m}^2; It is $5\text{ km}$.
+5 m == 5 m != It is 5 km; $5$ million m | 2x+3y == 3 y + 2 x; $3y+2x$ != $3x+2y$ | \$5 == 5 != 6
+(1,2) == (1,2) != (1.0000001,2) | 101_3 == 101_{3} != 101_2 | AB == \text{AB} != BA
+$y=2x+1$ == y=2x+1; y=1+2x != 2x | 6 == \$6.00 != \$5
+25\% == 25; 25\%; It is 0.25; 25\text{ percent} != 2500\%; 2500; 0.0025
+12.5 == 12.5\%; It is 12.5%. != 0.125; 12.6\% | 0.25 == 25\%; \frac14 != 25 | 100 == 100\% != 1
+\infty == \infty; $+\infty$ != -\infty; 5 | -\infty == $-\infty$ != $\infty$; -5
+6:00 \text{ PM} == 6:00\text{ PM}; $6:00$ PM != 6:00\text{ AM}; 7:00\text{ PM}; 0
+6:30\text{ p.m.} == 6:30\text{ p.m.} != 7:35\text{ p.m.}; 6:30\text{ a.m.} | 6:30 == 6:30 != 7:35
+1:2 == 1:2; $\frac12$ != 2:1 | 1, 3, \ldots == $1, 3, \ldots$ != 1, 2, 3, \ldots
+1, 2, \ldots == 1,2,\dots != 1, 3, 5, \ldots; 2; $1, 2$
+4 == 4 != x = 4\sqrt(2); $4\sqrt(2)$; It is 4\sqrt(2); It is 4\sqrt{2}
+5000000 == 5\text{ million}; It is $5$ million.; It is 5 million != It is 5 billion
+5\text{ million dollars} == \$5,000,000; $5 \times 10^6$; 5\text{ million} != 5; It is 5"""
 
 
-@pytest.mark.parametrize(("gold", "right", "wrong"), MATH, ids=range(len(MATH)))
-def test_math(gold, right, wrong):
+@pytest.mark.parametrize("row", re.split("\n| [|] ", MATH))
+def test_math(row):
+    """A row has the gold, right and wrong answers: sentences, formulas, and others for a box."""
     pytest.importorskip("math_verify")
+    gold, *answers = re.split(" [!=]= ", row)
+    box = re.compile(r"(?:^|(?<=; ))(?!It|[$<]|..?box)[^;]+")
+    right, wrong = (box.sub(r"\\boxed{\g<0>}", texts).split("; ") for texts in answers)
     assert [text for text in right + wrong if part("math", text, answer=gold)] == right
 
 
 def test_format():
     right = ["<think>a</think>b", "\n<think>\na <b>\n</think>\n\nb < 3 and c > 4\n"]
-    right += ["<think>a</think>b<|im_end|>", "<think>a</think><answer>b</answer>"]
+    right += [f"<think>a</think>{b}" for b in ("b<|im_end|>", "<answer>b</answer>")]
     right += ["<think> two and two </think> <answer> 4 </answer>"]
     wrong = ["<think>a", "a</think>b", "b", "", "x<think>a</think>b", "<think><think>a</think>b"]
     wrong += ["<think> \n</think>b", "<think></think>b", "<think><|im_end|></think>b"]
@@ -153,10 +149,9 @@ def test_countdown():
     right += ["(" * 60 + "8-2" + ")" * 60 + "*4*1"]
     wrong = ["1/(2/8)*4", "(8-2)*4", "(8-2)*4*1*1", "24", "24 = 24", "", "x = (8-2)*4*1"]
     wrong += ["The answer: (8-2)*4*1", "(8-2)*4*1 or 24", "8/(2-2)*4*1", "(8-2)*4*1()"]
-    wrong += ["()*8*4*2*1", "8(2)(4)(1)", "8 2 4 1"]
-    wrong += ["__import__('os')", "(08-2)*4*1", "(\uff18-2)*4*1", "(8-2)*4*1\x00", "(" * 100_000]
+    wrong += ["()*8*4*2*1", "8(2)(4)(1)", "8 2 4 1", "__import__('os')", "-" * 400 + "(8-2)*4*1"]
+    wrong += ["(08-2)*4*1", "(\uff18-2)*4*1", "(8-2)*4*1\x00", "(" * 100_000]
     wrong += ["<think><answer>(8-2)*4*1</answer></think>", "<answer>(8-2)*4*1"]
-    wrong += ["-" * 400 + "(8-2)*4*1"]
     row = dict(numbers=[8, 4, 2, 1], target=24)
     assert [text for text in right + wrong if part("countdown", text, **row)] == right
     assert part("countdown", "1/3*3", numbers=["1", 3, 3], target="1") == 1  # exactly
@@ -178,14 +173,9 @@ HOSTILE += ["$" * 10**5, "1 " * 50_000, "1 million" * 9999, "\\boxed{" + "a{}" *
 HOSTILE += ["\\boxed{" * 15_000, "<think>" * 40_000, "<answer>" * 40_000 + "</answer>" * 40_000]
 HOSTILE += ["a" * 10**5 + "!", "5 a" * 30_000 + "!", "5" + " " * 10**5 + "!", "$a" * 50_000]
 HOSTILE += ["<a" + " " * 10**5, "<|" * 50_000, ". <" * 40_000 + "b>", "####" + " " * 10**5]
-HOSTILE += [
-    "#### 1" + " apple" * 20_000,
-    "\ud800" * 10**5,
-    "\x00",
-    "\u202e43\u202c",
-    "9**9**9",
-    "\\",
-]
+HOSTILE += ["5\\)" * 30_000, "5\\frac{" * 20_000, "5 x " * 30_000, "\\boxed{{" * 15_000]
+HOSTILE += ["5 km/" * 20_000, "12:3" * 20_000, "#### 1" + " apple" * 20_000, "\ud800" * 10**5]
+HOSTILE += ["\x00", "\u202e43\u202c", "9**9**9", "\\"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -197,7 +187,7 @@ def test_no_text_breaks_a_built_in_or_takes_more_than_linear_time(text):
             assert reward.BUILT_IN[name](completion, row) == 0
         assert reward.format_reward(completion, row) in (0, 1)
         for answer in (completion, reward.last_formula(completion), "5 " + completion):
-            reward.differ_in_words(answer, "5 km")
+            reward.words_of(reward.readable(answer))
     assert time.process_time() - start < 10  # at most 0.5 s on one core; quadratic takes minutes
 
 
