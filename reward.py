@@ -8,6 +8,7 @@ The built-in functions read the form of an answer, not its words: "not 18" says 
 ValueError if no completion can earn the reward of a row."""
 
 import asyncio
+import builtins
 import inspect
 import logging
 import math
@@ -16,12 +17,14 @@ import sys
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
+from importlib import import_module
+from importlib.util import spec_from_file_location
 from numbers import Real
 from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
 from threading import current_thread, main_thread
-from types import ModuleType, NoneType, SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import NamedTuple
 
 
@@ -210,22 +213,21 @@ class Reward(NamedTuple):
 
 def load_rewards(spec: str) -> list[Reward]:
     """The rewards of "name[:weight],file.py:function[:weight],...". A ValueError is one line."""
-    rewards = {}
+    rewards, known = {}, ", ".join(BUILT_IN)
     for item in spec.split(","):
-        match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
-        if match is None or not (match[1] or match[2] in BUILT_IN):
-            known = ", ".join(BUILT_IN)
-            raise ValueError(f"{item!r} is neither file.py:function[:weight] nor one of {known}")
-        path, name, weight = match.groups()
-        if name in rewards:
-            raise ValueError(f"two rewards are called {name}")
-        function = load_function(path + name) if path else BUILT_IN[name]
         try:
+            match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
+            path, name, weight = match.groups()
+            function = load_function(path + name) if path else BUILT_IN[name]
             if function is math_reward:
-                import math_verify  # noqa: F401  now: the import takes longer than a call may
+                import_module("math_verify")  # now: it takes longer than a call may
             parameters = inspect.signature(function).parameters
+        except (AttributeError, KeyError):  # no match, or no such built-in function
+            raise ValueError(f"{item!r} is neither file.py:function[:weight] nor {known}") from None
         except (ImportError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from error
+        if name in rewards:
+            raise ValueError(f"two rewards are called {name}")
         batched = "**" in str(parameters) and "row" not in parameters
         # By these names: fn(completion, answer) would get the whole row as its answer.
         if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
@@ -246,22 +248,28 @@ def load_function(spec: str):
         raise ValueError(f"{path}: {error!r}") from error
 
 
-@cache  # so that a file that two flags name runs once
-def module_of(path):
-    """Runs a Python file. Its imports find its neighbours first, also instead of loaded modules."""
-    folder, name = str(path.parent), str(path)
-    neighbours = {file.stem for file in path.parent.glob("*.py")} - sys.stdlib_module_names
-    hidden = {key: sys.modules.pop(key) for key in neighbours & sys.modules.keys()}
-    sys.modules[name] = module = ModuleType(name)  # dataclasses look for their module there
-    module.__file__ = name
-    sys.path.insert(0, folder)
+def module_of(path):  # a file's own imports find its neighbours first, instead of loaded modules
+    def import_neighbour(name, *others, **named):
+        neighbour = path.with_name(f"{name}.py")
+        if neighbour.exists() and name not in sys.stdlib_module_names:
+            return module_of(neighbour)
+        return import_any(name, *others, **named)
+
+    import_any, builtins.__import__ = builtins.__import__, import_neighbour
+    sys.path.append(str(path.parent))  # for imports inside of functions, and in child processes
     try:
-        exec(compile(path.read_bytes(), name, "exec"), module.__dict__)
+        return import_module(f"{__name__}.{str(path).replace('.', '%')}")
     finally:
-        sys.path.remove(folder)
-        sys.path.append(folder)  # for imports inside of functions
-        sys.modules.update(hidden)
-    return module
+        builtins.__import__ = import_any
+
+
+def find_spec(name, *_):  # a file is a part of this module, so that child processes find it
+    if "/" in name:
+        return spec_from_file_location(name, name.rpartition(".")[2].replace("%", "."))
+
+
+__path__ = []  # so that it may have parts
+sys.meta_path.append(SimpleNamespace(find_spec=find_spec))
 
 
 # -- Calling them

@@ -342,6 +342,29 @@ def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
     assert sys.modules["reward"] is reward and sys.path[: len(before)] == before
 
 
+POOL = """
+import concurrent.futures, multiprocessing, helpers
+def length(text): return helpers.N * len(text)
+def pool(completions, method, **_):
+    context = multiprocessing.get_context(method[0])
+    with context.Pool(1) as pool: values = pool.map(length, completions)
+    with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
+        return map(sum, zip(values, executor.map(helpers.double, completions)))
+"""
+
+
+@pytest.mark.parametrize("method", ("fork", "forkserver", "spawn"))
+def test_the_functions_of_a_file_can_go_to_child_processes(tmp_path, method):
+    """Also if a file of another folder has its name, as in the other tests here, or reward.py."""
+    (folder := tmp_path / "v1.0").mkdir()
+    (folder / "helpers.py").write_text("N = 1\ndef double(text): return 2 * len(text)\n")
+    for file in (folder / "some-pools.py", folder / "reward.py"):  # with the same neighbour
+        file.write_text(POOL)
+        [found] = reward.load_rewards(f"{file}:pool")
+        given = reward.call_reward(found, ["a", "bb"], [ADDED | dict(method=method)] * 2, 60)
+        assert given[:2] == ([3.0, 6.0], {})
+
+
 # -- Calling
 
 
