@@ -5,25 +5,27 @@ row of the data file with prompt_text, prompt_messages, completion_ids, completi
 max_completion_length, finish_reason and trainer_state; in episodes also turns, replies,
 completion_messages and environments. TRL's form, fn(completions, **columns), works unchanged.
 The built-in functions read the form of an answer, not its words: "not 18" says 18. They raise
-ValueError if no completion can earn the reward of a row."""
+ValueError if no completion can earn the reward of a row. Your own functions may be async."""
 
 import asyncio
 import builtins
 import inspect
 import logging
 import math
+import os
 import re
 import sys
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import spec_from_file_location
 from numbers import Real
 from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
 
@@ -210,6 +212,17 @@ class Reward(NamedTuple):
     def applies(self, row):  # not if one of its columns is null: the row is another task's
         return all(row[column] is not None for column in self.columns)
 
+    def check_row(self, row):
+        """ValueError if a data row lacks a column, or if no completion can earn its reward."""
+        for column in self.columns:
+            if column not in row:
+                raise ValueError(f"has no column {column!r}, which {self.name} needs")
+        if self.check and self.applies(row):
+            self.check(row)
+
+    def call(self, completion, row):
+        return self.function(completion, row) if self.applies(row) else None
+
 
 def load_rewards(spec: str) -> list[Reward]:
     """The rewards of "name[:weight],file.py:function[:weight],...". A ValueError is one line."""
@@ -277,11 +290,13 @@ class TimeUp(BaseException):
     """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
 
 
+FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardInterrupt ends the run
+
+
 @contextmanager
 def time_limit(seconds):
-    """Raises TimeUp in the code inside after so many seconds, and again each second after that.
-    In the main thread only: others get no signals. Compiled code that never looks for signals has
-    no limit, nor what follows an alarm of its own, as TRL's accuracy_reward sets it."""
+    """Raises TimeUp in the code inside after so many seconds, and each second after that. Not in
+    other threads, in compiled code that looks for no signals, or after an alarm set by the code."""
     if current_thread() != main_thread():
         yield
         return
@@ -298,65 +313,88 @@ def time_limit(seconds):
         signal(SIGALRM, before)
 
 
+@cache
+def event_loop(_process):  # one each, so that a file's Semaphore or client works in every step
+    def run():
+        while True:
+            with suppress(KeyboardInterrupt, SystemExit):  # the Future of their call has them, too
+                loop.run_forever()
+
+    loop = asyncio.new_event_loop()
+    Thread(target=run, daemon=True).start()
+    return loop
+
+
+def begin(seconds, function, /, *arguments, **named):
+    """Calls a function, async or not, within so many seconds. Returns a Future, for finish()."""
+    future = Future()
+    try:
+        with time_limit(seconds):
+            returned = function(*arguments, **named)
+        if inspect.iscoroutine(returned):
+            return asyncio.run_coroutine_threadsafe(returned, event_loop(os.getpid()))
+        future.set_result(returned)
+    except FAILURES as error:
+        future.set_exception(error)
+    return future
+
+
+def finish(future, seconds):
+    """The result of a call, or its error. TimeUp if it has none after so many seconds."""
+    if wait([future], seconds).not_done:
+        future.cancel()
+        raise TimeUp("no result in time")
+    return future.result()
+
+
 def call_reward(reward, completions, rows, seconds):
     """Calls a function for each completion, or in TRL's form once for all of them. Returns
     values: a float for each completion; nan: the reward does not apply; 0.0: the call failed
-    failures: {index of a completion: why its call failed, in one line}
-    metrics: {name: number}, extra: {column: a text for each completion}, as TRL logs them"""
-    values, failures, metrics, extra = [0.0] * len(rows), {}, {}, {}
-    size = max(1, len(rows)) if reward.batched else 1
-    timeouts = 0  # in a row
-    for start in range(0, len(rows), size):
-        call = slice(start, start + size)
-        try:
-            if timeouts >= 3:
-                raise TimeUp("given up after 3 timeouts in a row")
-            with time_limit(seconds):
-                values[call] = numbers_of(reward, completions[call], rows[call], metrics, extra)
-            timeouts = 0
-        except (Exception, SystemExit, TimeUp) as error:
-            timeouts = timeouts + 1 if isinstance(error, TimeUp) else 0
-            message = f"reward {reward.name} failed: {error!r:.500}"
-            failures |= dict.fromkeys(range(start, start + size), message)
-    return values, failures, metrics, extra
-
-
-def numbers_of(reward, completions, rows, metrics, extra):
-    """What one call returns, as floats. An error if one of its values is no finite number."""
-    returned = None
+    failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
+    metrics: {name: mean number}, extra: {column: a text for each completion}, as TRL logs them"""
+    values, failures, logged, extra = [], {}, {}, {}
     if reward.batched:
-        returned = reward.function(**trl_columns(completions, rows, metrics, extra))
-    elif reward.applies(rows[0]):
-        returned = reward.function(completions[0], rows[0])
-    if inspect.iscoroutine(returned):
-        returned = asyncio.run(returned)
+        futures = [begin(seconds, call_trl, reward.function, completions, rows, logged, extra)]
+    else:
+        futures = list(map(partial(begin, seconds, reward.call), completions, rows))
+    wait(futures, seconds)  # for the asynchronous ones, which run at the same time
+    for future in futures:
+        count = len(rows) // len(futures)
+        try:
+            with time_limit(seconds):  # for a generator
+                values += numbers_of(finish(future, 0), count, reward.batched)
+        except FAILURES as error:
+            message = f"reward {reward.name} failed: {error!r:.500}"
+            failures |= dict.fromkeys(range(len(values), len(values) + count), message)
+            values += [0.0] * count
+    return values, failures, {key: sum(given) / len(given) for key, given in logged.items()}, extra
+
+
+def numbers_of(returned, count, batched):  # -> floats. An error if they are not so many numbers
     numbers = []
-    for value in returned if reward.batched else [returned]:
-        if value is None:
+    for value in returned if batched else [returned]:
+        if value is None or batched and value != value:  # TRL takes nan for None
             value = math.nan
         elif not math.isfinite(value):  # an error if it is no number
             raise ValueError(f"{value!r:.100} is no finite number")
         numbers.append(float(value))
-    if len(numbers) != len(rows):
-        raise ValueError(f"{len(numbers)} rewards for {len(rows)} completions")
+    if len(numbers) != count:
+        raise ValueError(f"{len(numbers)} rewards for {count} completions")
     return numbers
 
 
-def trl_columns(completions, rows, metrics, extra):
-    """The arguments that TRL's trainer would pass: a list for each column, and its own names."""
-
+def call_trl(function, completions, rows, logged, extra):  # with the arguments that TRL passes
     def log_metric(name, value):
-        metrics[name] = float(value)
+        logged.setdefault(name, []).append(float(value))
 
     def log_extra(column, values):
         extra[column] = [str(value) for value, _ in zip(values, rows, strict=True)]
 
     columns = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
-    prompts = columns["prompt_text"]
+    columns |= dict(prompts=columns["prompt_text"], completions=completions)
     if rows[0]["prompt_messages"]:  # a chat: as in TRL the first row decides for all
-        prompts = columns["prompt_messages"]
         chats = [[dict(role="assistant", content=text)] for text in completions]
-        completions = columns.get("completion_messages", chats)
+        columns["prompts"] = columns["prompt_messages"]
+        columns["completions"] = columns.get("completion_messages", chats)
     columns["trainer_state"] = SimpleNamespace(**rows[0]["trainer_state"])
-    own = dict(prompts=prompts, completions=completions, log_metric=log_metric, log_extra=log_extra)
-    return columns | own
+    return function(**columns, log_metric=log_metric, log_extra=log_extra)
