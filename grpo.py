@@ -1230,11 +1230,7 @@ def check_row(row, rewards: list[Reward]) -> None:
     if row.keys() & ADDED_COLUMNS:
         raise ValueError(f"has a column that the trainer adds: {row.keys() & ADDED_COLUMNS}")
     for reward in rewards:
-        missing = set(reward.columns) - row.keys()  # null: the reward does not apply to this row
-        if missing:
-            raise ValueError(f"has no column {missing}, which {reward.name} needs")
-        if reward.check is not None and reward.applies(row):
-            reward.check(row)
+        reward.check_row(row)
 
 
 def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:

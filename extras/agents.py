@@ -13,7 +13,6 @@ reads it, and no loss has it. As in TRL, the user's code runs in the trainer's p
 policy is told what a tool raises. Other errors, and too long a call, end their own episode.
 """
 
-import asyncio
 import copy
 import inspect
 import json
@@ -22,23 +21,15 @@ import re
 
 import numpy as np
 
-from reward import TimeUp, load_function, time_limit
+from reward import FAILURES, begin, finish, load_function
 
-FAILURES = (Exception, SystemExit, TimeUp)  # end an episode, where KeyboardInterrupt ends the run
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
+CALL = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+CALL["transform"] = {"function": "{content}"}
 HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response_template goes first
     "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end by opening the thinking
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"function": "{content}"},
-        },
-    },
+    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": CALL},
 }
 
 
@@ -89,10 +80,8 @@ class Environment:
             self.tool_sets = {None: list(target)}
         elif all(hasattr(cls, "reset") for cls in classes.values()):
             self.classes = classes
-            self.tool_sets = {
-                name: methods_of(object.__new__(cls))  # to be looked at, not to be called
-                for name, cls in classes.items()
-            }
+            looked_at = {name: object.__new__(cls) for name, cls in classes.items()}  # not called
+            self.tool_sets = {name: methods_of(instance) for name, instance in looked_at.items()}
         elif "turns" in inspect.signature(target).parameters:
             self.function = target
         else:
@@ -117,13 +106,13 @@ class Environment:
         as in the row's episodes. ValueError"""
         tools = self.tools(row) or None
         try:
-            words = harmless(tokenizer, self.begin(row, seed)[1])
+            words = harmless(tokenizer, self.start(row, seed)[1])
         except FAILURES as error:
             raise ValueError(f"no episode can begin: {error!r}") from None
         last = messages[-1] | dict(content=messages[-1]["content"] + words)
         return [*messages[:-1], last], tools
 
-    def begin(self, row, seed):  # -> a new object of the row's class, what its reset() says
+    def start(self, row, seed):  # -> a new object of the row's class, what its reset() says
         if not self.classes:
             return None, ""
         seed_random(*seed, 0)
@@ -153,9 +142,7 @@ class Environment:
         return messages
 
     def call(self, function, /, *arguments, **named):
-        with time_limit(self.seconds):
-            result = function(*arguments, **named)
-            return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return finish(begin(self.seconds, function, *arguments, **named), self.seconds)
 
 
 def methods_of(instance):
@@ -260,7 +247,7 @@ class Player:
         episode.turns.append(sample.text)
         episode.messages.append(dict(role="assistant", content=sample.text))
         if len(episode.turns) == 1:
-            episode.object, _ = environment.begin(prompt.row, (self.cfg.seed, prompt.row_number))
+            episode.object, _ = environment.start(prompt.row, (self.cfg.seed, prompt.row_number))
         if sample.finish_reason == "length":
             return False
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
@@ -291,21 +278,16 @@ class Player:
 
     def calls_in(self, turn, before, tools):
         # In TRL's form. A malformed call counts as text.
-        functions = []
+        calls = []
         try:
             message = self.tokenizer.parse_response(turn, self.schema, prefix=before, tools=tools)
-            for call in message["tool_calls"]:
-                written = call["function"]
-                functions += written if isinstance(written, list) else [written]  # SmolLM: a list
-            return [
-                dict(
-                    type="function",
-                    function=dict(name=f["name"], arguments=f.get("arguments", {})),
-                )
-                for f in functions
-            ]
+            for written in [call["function"] for call in message["tool_calls"]]:
+                for f in written if isinstance(written, list) else [written]:  # SmolLM: a list
+                    function = dict(name=f["name"], arguments=f.get("arguments", {}))
+                    calls.append(dict(type="function", function=function))
         except Exception:  # the policy writes what it likes, and parsers raise what they like
             return []
+        return calls
 
     def reply_ids(self, sample, messages):
         plain = [{key: harmless(self.tokenizer, m[key]) for key in m} for m in messages]
