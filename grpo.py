@@ -40,15 +40,16 @@ The nine lines, and where they stand with batches, ranks and options:
     backward, step             accumulate_gradient, update
 
 Words: the policy is the model that is trained, a completion is an answer, a rollout is the samples
-of a step. The old policy is the policy as it was when it sampled them: in the first update on a
-rollout it still is the policy itself. The reference is a frozen model. A KL term can hold the
-policy near it (--beta; 0 by default, 0.001 in the bundled task).
+of a step, an update is the optimizer steps on a rollout. The old policy is the policy as it was
+when it sampled: in the first optimizer step on a rollout it still is the policy itself. The
+reference is a frozen model. A KL term can hold the policy near it (--beta).
 
 Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
 in the vocabulary, G samples of one prompt (a group).
 
-First comes GRPO: the loop, a step, then the sampler and the options of the loss. PLUMBING follows:
-what every trainer needs.
+By default a rollout has one optimizer step, every token counts the same, and there is no KL: see
+Config for the rest. Read from training_loop to update, and you have read GRPO. The options of the
+loss and a sampler follow, then PLUMBING: what every trainer needs.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 # Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
 # depends on the number of ranks, and a resumed run has no generator to restore. The streams:
 SAMPLING = 0  # completions of a step, from step 1 on; index: the prompt within the step
-ORDER = 0  # order of the data; it has step 0, so it never meets a completion; index: the epoch
+ORDER = 0  # order of the data, at step 0, where nothing is sampled; index: the epoch
 EVAL = 1  # completions of an eval; index: the prompt
-MINIBATCHES = 4  # order of a rollout's samples; index: the epoch (2 and 3 are free)
+MINIBATCHES = 4  # order of a rollout's samples; index: the epoch
 
 
 def gather(items: list) -> list:
@@ -140,10 +141,10 @@ class Sample:
     sampler_logps: np.ndarray  # recorded by the sampler as it drew the token
     old_logps: np.ndarray | None = None  # from the old policy; None: it still is the policy itself
     ref_logps: np.ndarray | None = None  # from the reference; None: no KL
-    # Masks, by default True for every token:
-    sampled: np.ndarray | None = None  # False: an environment wrote the token, it is only read
-    loss_mask: np.ndarray | None = None  # False: the token has no term in the loss
-    length_mask: np.ndarray | None = None  # False: what the loss is divided by leaves it out
+    # Masks. In a plain run they are True for every token, and you can read over them.
+    sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
+    loss_mask: np.ndarray | None = None  # True: the token is in the loss
+    length_mask: np.ndarray | None = None  # True: the token counts in what the loss is divided by
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -194,7 +195,8 @@ def training_loop(run: Run) -> None:
         if run.is_over():  # on Ctrl-C: the weights are still those of the last whole step
             break
 
-        # Only a second update on a rollout needs the old policy, only the KL the reference.
+        # For more than one optimizer step: the log-probabilities from before the first one. For a
+        # KL term: those of the reference.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -219,7 +221,7 @@ def rollout(
     """n scored samples of each prompt, group after group, all of them on every rank. Each rank
     makes those of every WORLD_SIZE-th prompt, so that a group is scored on one rank."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
-    # A seed for each sample, so that a sample does not depend on those beside it.
+    # A seed (numbers) for each sample, so that no sample depends on those beside it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
@@ -249,11 +251,12 @@ def score(samples: list[Sample], run: Run) -> None:
     rows = [reward_row(s, run) for s in scored]
     for function in run.rewards:
         for s in samples:
-            s.rewards[function.name] = 0.0
-        values, *logs = call_reward(function, texts, rows, run.cfg.call_timeout)
+            s.rewards[function.name] = 0.0  # which stays if its environment failed
+        called = call_reward(function, texts, rows, run.cfg.call_timeout)
+        values, failures, metrics, extra = called
         for s, value in zip(scored, values, strict=True):
             s.rewards[function.name] = value
-        keep_logs(scored, *logs)
+        keep_logs(scored, failures, metrics, extra)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
         if not np.isnan(weighted).all():
@@ -271,13 +274,13 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     group one after the other -> [N].
 
     scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
-    arXiv 2402.03300), with n - 1 as in TRL. "batch": the standard deviation of all rewards. "none":
+    arXiv 2402.03300), with n - 1. "batch": the standard deviation of all rewards. "none":
     nothing (Dr. GRPO, arXiv 2503.20783).
     A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)
+    advantages = zero_where_nan_or_rounding(advantages, grouped)  # 0.3 and 0.1 + 0.2 are equal
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
     elif scale == "batch":
@@ -313,7 +316,8 @@ class Policy(nn.Module):
     completion_ids    x y EOS
     predicted_at      2 3 4              the logits at c, position 2, predict x
 
-    extras/fast.py has a policy with the same numbers that is faster with language models.
+    If extras/fast.py is there, its policy takes the place of this one for large models. It has the
+    same numbers, and is faster.
     """
 
     def __init__(self, model, temperature: float):
@@ -322,7 +326,8 @@ class Policy(nn.Module):
         self.temperature = temperature
 
     def forward(self, batch: dict):
-        # Padding stands on the right, where causal attention lets no token see it.
+        # The logits one position before each completion token predict it. Padding stands on the
+        # right, where causal attention lets no token see it.
         logits = logits_of_completions(self.model, batch)  # [N, T, V], at least in float32
         logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
         entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
@@ -356,16 +361,18 @@ def grpo_loss(
     tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
-    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
-        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
 
-    # The policy gradient. In the first update the ratio is exp(logps - logps.detach()): it is 1,
-    # and its gradient is the gradient of logps, because the derivative of exp(x) at 0 is 1.
+    # The policy gradient. After an optimizer step the samples are those of a slightly older policy:
+    # the ratio weighs each token as if today's policy had sampled it. In the first optimizer step
+    # the ratio is exp(logps - logps.detach()), which is 1. Its gradient is that of logps, because
+    # the derivative of exp(x) at 0 is 1.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # --ratio_level sequence
         ratio = sequence_ratio(logps, old_logps, sampled)
+    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # Additions to it: in the first update the clip changes nothing, and the weights are about 1.
+    # Additions. In the first optimizer step the clip changes nothing, and the weights are about 1.
     losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta
@@ -395,11 +402,12 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
     n_sequences = max(1, np.count_nonzero(lengths))
     sums = []
     for batch, is_last in batches_of_rank(policy, minibatch, cfg):
-        # What DDP's no_sync() does: the ranks exchange gradients in the last backward only.
+        # What DDP's no_sync() does: the ranks exchange gradients in the last backward only. (In a
+        # single process ddp is the policy, and this does nothing.)
         ddp.require_backward_grad_sync = is_last
         with autocast(cfg, policy.model.device):
             logps, entropy = ddp(batch)  # [N, T] both
-        # Without old_logps this is the first update on the rollout: the old policy is this one.
+        # Without old_logps the rollout has one optimizer step: the old policy is this one.
         old_logps = batch.get("old_logps", logps.detach())
         loss, stats = grpo_loss(
             logps,
@@ -483,18 +491,19 @@ def sequence_ratio(logps, old_logps, sampled):
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. With d = log(policy / reference) and w = policy / old policy:
+    [N, T]. With d = log(policy / reference) and w = policy / old policy, which is 1 in the first
+    optimizer step, but not its gradient:
 
-        estimator             the gradient that it has on average, as a term of the loss
-        k1 = d                0: such a term only adds noise
-        k2 = d^2 / 2          that of the KL, if the policy itself has sampled (w = 1)
-        k3 = exp(-d) - 1 + d  that of another KL, KL(reference || policy): the farther the policy
-                              is from the reference, the less of it is left
-        k4 = w k1             that of the KL
-        wk3 = w k3            that of the KL, with less noise than k4; the default
+        estimator             gradient by logps  as a term of the loss
+        k1 = d                1                  only noise: on average grad(logp) is 0
+        k2 = d^2 / 2          d                  right if w = 1
+        k3 = exp(-d) - 1 + d  1 - exp(-d)        that of KL(reference || policy): at most 1, however
+                                                 far the policy is from the reference
+        k4 = w k1             w (1 + d)          right, with the noise of k1
+        wk3 = w k3            w d                right; the default
 
-    While policy and reference are the same d is 0, and so is the KL. k1 to k3 are Schulman's
-    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
+    Right: on average the gradient of the KL, which is the mean of w d grad(logp). k1 to k3 are
+    Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
     studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
@@ -508,8 +517,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # By calculus the derivative of w k3 by logps is w d: the terms with exp(-d) cancel. Autograd
-    # would add them up in float32, where from d = -20 on their rounding error is as large as d.
+    # The gradient of w k3 is given as w d. Autograd would find it as a sum of terms with exp(-d),
+    # which cancel; in float32 their rounding error is as large as d from d = -20 on.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
@@ -525,7 +534,8 @@ def kl_from_here_on(old_logps, ref_logps):
 
 
 class HFSampler:
-    """Samples with the policy's own model: slow beside vLLM, but it needs nothing else."""
+    """Samples with the policy's own model: slow beside vLLM, but it needs nothing else. See
+    make_sampler for which one is taken."""
 
     BATCH = 256  # completions that are sampled together
 
@@ -750,6 +760,7 @@ Policy.micro_batches = staticmethod(micro_batches)
 
 
 def micro_batches_of_all_ranks(policy, samples, cfg):
+    """Small enough that each rank gets one. No split changes the gradient: the loss is a sum."""
     total = sum(s.total_length for s in samples)
     return policy.micro_batches(samples, min(cfg.micro_batch_tokens, total / WORLD_SIZE))
 
@@ -831,7 +842,8 @@ def has_gradient(s: Sample, cfg: Config, kl_pulls: bool = True) -> bool:
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
     the weights by its momentum even if the gradient is 0. And while the policy still is the
-    reference, the KL's gradient is rounding noise, of which Adam's first step makes a full one."""
+    reference, the KL's gradient is rounding noise. Adam divides by the size of the gradient, so it
+    would move the weights by this noise as far as by a signal."""
     has_left_the_reference = bool(cfg.reference or optimizer.state)  # Adam has no state at first
     return any(has_gradient(s, cfg, has_left_the_reference) for s in minibatch)
 
@@ -1624,7 +1636,8 @@ class VLLMSampler:
         weights = transformers.core_model_loading.revert_weight_conversion(model, weights)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights.items()))
         self.llm.apply_model(repack)
-        self.llm.reset_prefix_cache()  # its keys and values are the old policy's
+        if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
+            raise TrainingError("vLLM keeps its prefix cache of the old weights")
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -1795,7 +1808,7 @@ SHOWN = {  # metric: its name in the line of a step
     "completions/clipped_ratio": "cut-off",
     "frac_reward_zero_std": "no-signal",
     "grad_norm": "grad",
-    "kl_k1": "kl",
+    "kl_k1": "kl_k1",
     "sampler_gap": "gap",
     "tokens_per_s": "tok/s",
 }

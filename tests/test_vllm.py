@@ -1,6 +1,7 @@
 """The vLLM engine: its samples are the policy's after every push, and what a push misses ends the
 run. Each slow test has a process of its own, since an engine cannot be started twice in one."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from tests.common import (
 QUESTIONS = ["520+773=", "111+222=", "989+898="]
 FAULTS = {  # what goes wrong from the second push on, and what the run says
     "none": "",
-    "push": "not finite",
-    "norms": "not finite",
+    "push": "nan off on average",
+    "norms": "nan off on average",
     "scaled": "off on average",
     "swapped": "off on average",
     "refused": "prefix cache",
@@ -76,10 +77,18 @@ def gap_after_pushes(kind, tied, folder):
     print(json.dumps(max(gaps)))
 
 
+def needs_vllm():
+    pytest.importorskip("vllm")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        pytest.skip("libnuma1 is not installed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("qwen3", True)])
 def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
-    pytest.importorskip("vllm")
+    needs_vllm()
     assert in_a_process("gap_after_pushes", kind, tied, tmp_path) < 1e-4
 
 
@@ -139,7 +148,7 @@ def run_with(fault, out):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_ends_the_run(fault, tmp_path):
-    pytest.importorskip("vllm")
+    needs_vllm()
     said, steps = in_a_process("run_with", fault, tmp_path / "run")
     assert FAULTS[fault] in said
     assert bool(steps) == (fault == "none")
@@ -149,7 +158,7 @@ def test_a_planted_fault_ends_the_run(fault, tmp_path):
 
 @pytest.mark.slow
 def test_resume_to_the_bit_with_vllm_and_adapters(tmp_path):
-    pytest.importorskip("vllm")
+    needs_vllm()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = dict(rollout="vllm", lora_rank=2)
     for out, more in ((whole, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
@@ -163,7 +172,7 @@ def test_resume_to_the_bit_with_vllm_and_adapters(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_vllm(tmp_path):
     """Two engines: the samples of one rank."""
-    pytest.importorskip("vllm")
+    needs_vllm()
     texts = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
