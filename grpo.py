@@ -20,15 +20,19 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it. (To know n_tokens, the file samples all groups of the step before
-the first backward.)
+and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
+token has the same say, in a short answer as in a long one: a mean over each answer, or each batch,
+would give the tokens of a small one more. (To know n_tokens, the file samples all groups of the
+step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-0.58, so the advantages are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
--A * exp(logp - logp.detach()): the value is -A, and the gradient is that of -A * logp. If the four
-answers are equally long, the values add up to 0. The gradient does not: it makes the first and the
-last answer more likely and the others less. So watch the reward and not the loss, which can be 0 in
-every step of a run that learns. Had all four the same reward, the group would teach nothing.
+0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
+-A * exp(logp - old_logp), because a rollout may serve several optimizer steps: old_logp is from
+before the first of them, where both are equal. There the value is -A, and the gradient is that of
+-A * logp. If the four answers are equally long, the values add up to 0. The gradient does not: it
+makes the first and the last answer more likely and the others less. So watch the reward and not the
+loss, which can be 0 in every step of a run that learns. Had all four the same reward, the group
+would teach nothing.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -41,11 +45,11 @@ The nine lines, and where they stand with batches, ranks and options:
 
 Words: the policy is the model that is trained, a completion is an answer, a rollout is the samples
 of a step, an update is the optimizer steps on a rollout. The old policy is the policy as it was
-when it sampled: in the first optimizer step on a rollout it still is the policy itself. The
-reference is a frozen model. A KL term can hold the policy near it (--beta).
+when it sampled. The reference is a frozen model. A KL term, a penalty for the distance between two
+distributions, can hold the policy near it (--beta).
 
-Shapes: N samples, T completion tokens (padded), L prompt and completion tokens (padded), V tokens
-in the vocabulary, G samples of one prompt (a group).
+Shapes: N samples, P prompt tokens, T completion tokens (padded), L prompt and completion tokens
+(padded), V tokens in the vocabulary, G samples of one prompt (a group).
 
 By default a rollout has one optimizer step, every token counts the same, and there is no KL: see
 Config for the rest. Read from training_loop to update, and you have read GRPO. The options of the
@@ -138,13 +142,13 @@ class Sample:
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
     # Log-probabilities of these tokens:
-    sampler_logps: np.ndarray  # recorded by the sampler as it drew the token
-    old_logps: np.ndarray | None = None  # from the old policy; None: it still is the policy itself
+    sampler_logps: np.ndarray  # from the sampler; vLLM's kernels differ a bit from the trainer's
+    old_logps: np.ndarray | None = None  # from the trainer, before the update; None: not needed
     ref_logps: np.ndarray | None = None  # from the reference; None: no KL
     # Masks. In a plain run they are True for every token, and you can read over them.
     sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
     loss_mask: np.ndarray | None = None  # True: the token is in the loss
-    length_mask: np.ndarray | None = None  # True: the token counts in what the loss is divided by
+    length_mask: np.ndarray | None = None  # True: n_tokens counts it; here always the same tokens
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -218,10 +222,10 @@ def training_loop(run: Run) -> None:
 def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
-    """n scored samples of each prompt, group after group, all of them on every rank. Each rank
-    makes those of every WORLD_SIZE-th prompt, so that a group is scored on one rank."""
+    """n scored samples of each prompt, group after group. Rank r makes those of the prompts r,
+    r + WORLD_SIZE and so on; then every rank gets all samples."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
-    # A seed (numbers) for each sample, so that no sample depends on those beside it.
+    # A seed for each sample, a pair of numbers, so that no sample depends on those beside it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
@@ -245,7 +249,7 @@ def rollout(
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
     function gets the text and the row of the data (reward_row says what else). A call that fails
-    gives 0, and is said on the screen; where a function does not apply the value is nan."""
+    gives 0, and the screen shows why. A function that does not apply to a row gives nan."""
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     texts = [s.text for s in scored]
     rows = [reward_row(s, run) for s in scored]
@@ -282,9 +286,9 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     advantages = grouped - grouped.nanmean(1, keepdim=True)
     advantages = zero_where_nan_or_rounding(advantages, grouped)  # 0.3 and 0.1 + 0.2 are equal
     if scale == "group":
-        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, 1]
+        advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
-        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [1, 1]
+        advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [N / G, G] / [1, 1]
     return advantages.flatten().to(rewards.dtype)
 
 
@@ -357,22 +361,23 @@ def grpo_loss(
     that of the step. (A mean over each micro-batch would give the tokens of a small one more
     weight.) Returns (loss, stats); stats are sums over the tokens in the loss.
     """
+    # Padding, and tokens that the policy did not sample, become 0. You can read over these lines.
     mask, sampled, length_mask = complete_masks(mask, sampled, length_mask)
     tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
 
-    # The policy gradient. After an optimizer step the samples are those of a slightly older policy:
-    # the ratio weighs each token as if today's policy had sampled it. In the first optimizer step
-    # the ratio is exp(logps - logps.detach()), which is 1. Its gradient is that of logps, because
-    # the derivative of exp(x) at 0 is 1.
+    # The policy gradient. In the first optimizer step the two are equal and the ratio is 1, with
+    # the gradient of logps, because the derivative of exp(x) at 0 is 1. In later ones the samples
+    # are those of an older policy: the ratio weighs each token as if today's had sampled it.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # --ratio_level sequence
         ratio = sequence_ratio(logps, old_logps, sampled)
     if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # Additions. In the first optimizer step the clip changes nothing, and the weights are about 1.
+    # Options. In the first optimizer step the clip changes nothing. The sampler's weights correct
+    # for its rounding, and are about 1.
     losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta
@@ -407,7 +412,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
         ddp.require_backward_grad_sync = is_last
         with autocast(cfg, policy.model.device):
             logps, entropy = ddp(batch)  # [N, T] both
-        # Without old_logps the rollout has one optimizer step: the old policy is this one.
+        # A rollout with one optimizer step has no old_logps: the policy is as it was when sampling.
         old_logps = batch.get("old_logps", logps.detach())
         loss, stats = grpo_loss(
             logps,
@@ -422,8 +427,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
             batch["sampled"],
             batch["length_mask"],
         )
-        # DDP takes the mean over the ranks. The loss is divided by the counts of all ranks already,
-        # so their sum is right: the mean times the number of ranks.
+        # DDP takes the mean of the ranks' gradients. Their sum is right, as the loss is divided by
+        # the counts of all ranks already. The sum is the mean times the number of ranks.
         (loss * WORLD_SIZE).backward()
         sums.append(stats | sampler_stats(loss, entropy, old_logps, batch))
     return sum_over_ranks(sums)
@@ -452,6 +457,8 @@ def update(
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
+        # No step if the gradient is nan, or if each group has equal rewards: Adam's momentum would
+        # move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
@@ -465,9 +472,8 @@ def update(
 
 def clip(losses, advantages, ratio, cfg: Config):
     """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. A
-    token that should become more likely gets no further push once its ratio is above 1 + clip_high,
-    and one that should become less likely none below 1 - clip_low. A ratio that went the wrong way
-    keeps its gradient."""
+    token with A > 0 gets no further push once its ratio is above 1 + clip_high, and one with A < 0
+    none below 1 - clip_low. A token with A > 0 that became less likely is still pushed up."""
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return torch.maximum(losses, clipped), clipped > losses
 
@@ -491,19 +497,21 @@ def sequence_ratio(logps, old_logps, sampled):
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. With d = log(policy / reference) and w = policy / old policy, which is 1 in the first
-    optimizer step, but not its gradient:
+    [N, T]. With d = log(policy / reference) and w = policy / old policy. In the first optimizer
+    step w is 1, and yet has a gradient, that of logps.
 
         estimator             gradient by logps  as a term of the loss
-        k1 = d                1                  only noise: on average grad(logp) is 0
-        k2 = d^2 / 2          d                  right if w = 1
-        k3 = exp(-d) - 1 + d  1 - exp(-d)        that of KL(reference || policy): at most 1, however
-                                                 far the policy is from the reference
+        k1 = d                1                  pulls nowhere, only noise
+        k2 = d^2 / 2          d                  right in the first optimizer step
+        k3 = exp(-d) - 1 + d  1 - exp(-d)        that of KL(reference || policy): a token that the
+                                                 policy likes too much is pulled back by 1 at most
         k4 = w k1             w (1 + d)          right, with the noise of k1
         wk3 = w k3            w d                right; the default
 
-    Right: on average the gradient of the KL, which is the mean of w d grad(logp). k1 to k3 are
-    Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
+    Right: on average it is the gradient of the KL, the mean of w d grad(logp). A 1 in it is only
+    noise, because grad(logp) is 0 on average over all tokens that may be sampled: what makes one
+    likelier makes the others less likely. k1 to k3 are Schulman's
+    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
     studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
@@ -619,7 +627,7 @@ def draw(logits, temperature: float, random) -> tuple:
 
 
 def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Ids without a token have no text."""
+    """Special tokens stay: a reward may look for <think>. Ids beyond the vocabulary become ''."""
     return tokenizer.decode(ids)
 
 
@@ -1022,7 +1030,7 @@ class Config:
     warmup_steps: int = 0  # optimizer steps until the learning rate is full; GRPO needs none
     weight_decay: float = 0.0  # for matrices, not for norms and biases
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; 0: off
-    max_steps: int = 100  # rollouts
+    max_steps: int = 100  # steps, each a rollout and its update
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # extras/fast.py where it is faster, and if it is there
     compile: bool = False  # torch.compile each layer: minutes at the start, faster steps
@@ -1671,7 +1679,8 @@ class VLLMSampler:
 
 
 def repack(engine_model) -> None:
-    """Packs a tied head again, as vLLM's CPU build does at its start, but not when it reloads."""
+    """vLLM's CPU build computes the head from a copy of its weights in another layout, and does not
+    renew this copy when it reloads a head that is tied to the embeddings."""
     head = getattr(engine_model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)

@@ -167,7 +167,7 @@ def draw_surrogate(ratios, curves: dict) -> None:
         axis.axvspan(flat.min(), flat.max(), color=PALE, label="no gradient")
         style = dict(color=GREY, lw=1, label="ratio * A, not clipped")
         axis.plot(ratios, advantage * ratios, "--", **style)
-        axis.plot(ratios, values, color=BLUE, lw=2.5, label="clipped_surrogate")
+        axis.plot(ratios, values, color=BLUE, lw=2.5, label="clipped")
         axis.plot(1, advantage, "o", color="black", label="first update: ratio 1")
         axis.set_xlabel("ratio: policy now / policy before the updates")
         axis.set_title(f"A = {advantage:+.0f}")
