@@ -94,7 +94,7 @@ def report(names):
     rewards = {}
     for name, side in sides.items():
         own = sorted(side[0].flags.items() - shared)
-        print(f"{name}: {len(side)} seeds;", *[f"{flag} {value};" for flag, value in own])
+        print(f"{name}: {len(side)} seeds", *[f"{flag} {value}" for flag, value in own], sep="; ")
         print("+- standard error".ljust(24), *map(COLUMN, ("first", "last", "highest", "mean")))
         for metric in METRICS:
             at, curves = curves_of(side, metric)
@@ -138,7 +138,7 @@ def draw(sides):
             ax.plot(steps, values.mean(0), label=name)
             ax.fill_between(steps, values.min(0), values.max(0), alpha=0.2)
     handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(sides))
+    figure.legend(*handles, loc="outside upper center", ncols=min(5, len(sides)))
     figure.savefig("compare.png")
 
 

@@ -5,7 +5,7 @@
     python studies/gpu.py --list
 
 Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
-seen. Please send the lines in an issue: nobody of this project had a GPU.
+seen. README has the lines of the cards that were tried. Please send those of another in an issue.
 """
 
 import argparse
