@@ -21,18 +21,21 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
 and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
-token has the same say, in a short answer as in a long one: a mean over each answer, or each batch,
-would give the tokens of a small one more. (To know n_tokens, the file samples all groups of the
-step before the first backward.)
+token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
+ten times as much as a token of one of 100, and with a mean over each batch likewise. (To know
+n_tokens, the file samples all groups of the step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. This file writes the loss of a token as
--A * exp(logp - old_logp), because a rollout may serve several optimizer steps: old_logp is from
-before the first of them, where both are equal. There the value is -A, and the gradient is that of
--A * logp. If the four answers are equally long, the values add up to 0. The gradient does not: it
-makes the first and the last answer more likely and the others less. So watch the reward and not the
-loss, which can be 0 in every step of a run that learns. Had all four the same reward, the group
-would teach nothing.
+0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
+uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
+step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A; its
+derivative is 1, too, so the gradient is that of -A * logp. In a second step on the same answers
+exp(...) is the ratio by which the token has become more likely.
+
+If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
+first and the last answer more likely and the others less. So watch the reward and not the loss,
+which can be 0 in every step of a run that learns. Had all four the same reward, the group would
+teach nothing.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -51,9 +54,10 @@ distributions, can hold the policy near it (--beta).
 Shapes: N samples, P prompt tokens, T completion tokens (padded), L prompt and completion tokens
 (padded), V tokens in the vocabulary, G samples of one prompt (a group).
 
-By default a rollout has one optimizer step, every token counts the same, and there is no KL: see
-Config for the rest. Read from training_loop to update, and you have read GRPO. The options of the
-loss and a sampler follow, then PLUMBING: what every trainer needs.
+By default a rollout has one optimizer step, every token counts the same, and there is no KL (the
+bundled task has a little, --beta 0.001): see Config for the rest. Read from training_loop to
+update, and you have read GRPO. The options of the loss and a sampler follow, then PLUMBING: what
+every trainer needs.
 """
 
 from __future__ import annotations
@@ -103,23 +107,6 @@ RANK = int(os.environ.get("RANK", 0))  # torchrun starts one process per GPU, an
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
-# depends on the number of ranks, and a resumed run has no generator to restore. The streams:
-SAMPLING = 0  # completions of a step, from step 1 on; index: the prompt within the step
-ORDER = 0  # order of the data, at step 0, where nothing is sampled; index: the epoch
-EVAL = 1  # completions of an eval; index: the prompt
-MINIBATCHES = 4  # order of a rollout's samples; index: the epoch
-
-
-def gather(items: list) -> list:
-    """The items of all ranks, on every rank."""
-    if WORLD_SIZE == 1:
-        return items
-    wait_for_all_ranks()
-    lists = [None] * WORLD_SIZE
-    dist.all_gather_object(lists, items)
-    return [item for one in lists for item in one]
-
 
 # ------------------------------------------------------------------------------------------------
 # Records
@@ -148,7 +135,7 @@ class Sample:
     # Masks. In a plain run they are True for every token, and you can read over them.
     sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
     loss_mask: np.ndarray | None = None  # True: the token is in the loss
-    length_mask: np.ndarray | None = None  # True: n_tokens counts it; here always the same tokens
+    length_mask: np.ndarray | None = None  # True: n_tokens counts it; a method may count more
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -196,11 +183,11 @@ def training_loop(run: Run) -> None:
         samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
-        if run.is_over():  # on Ctrl-C: the weights are still those of the last whole step
+        if run.is_over():  # on Ctrl-C: no weight has changed since the last whole step
             break
 
-        # For more than one optimizer step: the log-probabilities from before the first one. For a
-        # KL term: those of the reference.
+        # Log-probabilities that the loss compares with: from before the first optimizer step, if
+        # there will be several, and from the reference, if there is a KL term.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -222,7 +209,7 @@ def training_loop(run: Run) -> None:
 def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
-    """n scored samples of each prompt, group after group. Rank r makes those of the prompts r,
+    """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
     # A seed for each sample, a pair of numbers, so that no sample depends on those beside it.
@@ -293,7 +280,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
-    """Fills in `advantages`. samples: those of all ranks, group after group. Another method puts
+    """Fills in `advantages`. samples: of all ranks, group after group. Another method puts
     its code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state,
     for what such a method remembers from step to step."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
@@ -332,11 +319,26 @@ class Policy(nn.Module):
     def forward(self, batch: dict):
         # The logits one position before each completion token predict it. Padding stands on the
         # right, where causal attention lets no token see it.
-        logits = logits_of_completions(self.model, batch)  # [N, T, V], at least in float32
+        logits = logits_of_completions(self.model, batch)  # [N, T, V]
         logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p, for the log
         logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
         return logps[:, :, 0], entropy
+
+
+def logits_of_completions(model, batch: dict):
+    """[N, T, V], at least in float32. Of one sample: logits[len(prompt) - 1 : -1], as in the nine
+    lines. The logits before batch["first"] belong to prompts only, and are not made."""
+    if model.is_gradient_checkpointing:  # which acts in training mode only
+        model.train(torch.is_grad_enabled())
+    options = dict(use_cache=False)
+    kept = batch["ids"].shape[1] - batch["first"]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = kept
+    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
+    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
+    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -353,12 +355,12 @@ def grpo_loss(
     cfg: Config,
     n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
     n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy sampled; None: those of mask
-    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: those of mask
+    sampled=None,  # [N, T], the tokens that the policy sampled; None: the same as mask
+    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: as mask
 ):
     """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
     completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
-    that of the step. (A mean over each micro-batch would give the tokens of a small one more
+    the loss of the step. (A mean over each micro-batch would give the tokens of a small one more
     weight.) Returns (loss, stats); stats are sums over the tokens in the loss.
     """
     # Padding, and tokens that the policy did not sample, become 0. You can read over these lines.
@@ -369,15 +371,16 @@ def grpo_loss(
 
     # The policy gradient. In the first optimizer step the two are equal and the ratio is 1, with
     # the gradient of logps, because the derivative of exp(x) at 0 is 1. In later ones the samples
-    # are those of an older policy: the ratio weighs each token as if today's had sampled it.
+    # come from an older policy, and the ratio makes up for it: a token that today's policy would
+    # sample twice as often counts twice.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # --ratio_level sequence
         ratio = sequence_ratio(logps, old_logps, sampled)
     if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # Options. In the first optimizer step the clip changes nothing. The sampler's weights correct
-    # for its rounding, and are about 1.
+    # Options. In the first optimizer step the clip changes nothing. The factor sampler_weights is
+    # about 1: the sampler's probabilities differ a little from the trainer's.
     losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta
@@ -488,31 +491,30 @@ def sampler_weights(old_logps, sampler_logps, cfg: Config):
 
 
 def sequence_ratio(logps, old_logps, sampled):
-    """[N, T]: one ratio for the completion, the geometric mean of those of its tokens (GSPO, arXiv
+    """[N, T]: one ratio for the completion, the geometric mean of its tokens' ratios (GSPO, arXiv
     2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14)."""
     length = sampled.sum(1, keepdim=True).clamp(min=1)
     mean = (logps - old_logps).sum(1, keepdim=True) / length  # / length: the geometric mean
-    return straight_through(mean, logps).exp()
+    return straight_through(mean, logps).exp()  # the value of mean, the gradient of logps
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. With d = log(policy / reference) and w = policy / old policy. In the first optimizer
-    step w is 1, and yet has a gradient, that of logps.
+    [N, T]. You need the table only if you leave wk3. With d = log(policy / reference) and w =
+    policy / old policy. In the first optimizer step w is 1, and yet has a gradient, as logps has:
 
         estimator             gradient by logps  as a term of the loss
         k1 = d                1                  pulls nowhere, only noise
         k2 = d^2 / 2          d                  right in the first optimizer step
-        k3 = exp(-d) - 1 + d  1 - exp(-d)        that of KL(reference || policy): a token that the
+        k3 = exp(-d) - 1 + d  1 - exp(-d)        as of KL(reference || policy): a token that the
                                                  policy likes too much is pulled back by 1 at most
         k4 = w k1             w (1 + d)          right, with the noise of k1
         wk3 = w k3            w d                right; the default
 
-    Right: on average it is the gradient of the KL, the mean of w d grad(logp). A 1 in it is only
-    noise, because grad(logp) is 0 on average over all tokens that may be sampled: what makes one
-    likelier makes the others less likely. k1 to k3 are Schulman's
-    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
-    studies/kl_estimators.py measures these claims.
+    Right: averaged over many samples, the gradient is that of the true KL, the mean of
+    w d grad(logp). A 1 in it is only noise: what makes one token likelier makes the others less
+    likely, so grad(logp) is 0 on average. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html),
+    wk3 is DeepSeek-V3.2's (arXiv 2512.02556). studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -637,6 +639,14 @@ def decode(tokenizer, ids: np.ndarray) -> str:
 # ------------------------------------------------------------------------------------------------
 
 # -- Random streams, the order of the data
+
+# Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
+# depends on the number of ranks, and a resumed run has no generator to restore. The streams
+# (their numbers have no meaning; ORDER takes step 0, where SAMPLING has nothing to sample):
+SAMPLING = 0  # completions of a step; index: the prompt within the step
+ORDER = 0  # order of the data; index: the epoch
+EVAL = 1  # completions of an eval; index: the prompt
+MINIBATCHES = 4  # order of a rollout's samples; index: the epoch
 
 
 def generator(cfg: Config, stream: int, step: int, index: int = 0) -> np.random.Generator:
@@ -1099,7 +1109,8 @@ def print_rank_0(text: str) -> None:
 
 
 def parse_flags(argv: list[str] | None) -> Config:
-    """Given flags win over those of the run that --resume continues, and over BUNDLED."""
+    """Given flags win over the flags of the run that --resume continues, and over BUNDLED. A first
+    look at argv says which defaults these are."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False)
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
     parser.error = lambda message: require(False, "help lists the flags", message)
@@ -1144,6 +1155,16 @@ def check_flags(cfg: Config) -> None:
 
 
 # -- Ranks
+
+
+def gather(items: list) -> list:
+    """The items of all ranks, on every rank."""
+    if WORLD_SIZE == 1:
+        return items
+    wait_for_all_ranks()
+    lists = [None] * WORLD_SIZE
+    dist.all_gather_object(lists, items)
+    return [item for one in lists for item in one]
 
 
 def wait_for_all_ranks() -> None:
@@ -1427,21 +1448,6 @@ def without_randomness(config):
     return config
 
 
-def logits_of_completions(model, batch: dict):
-    """[N, T, V]: the logits that predict the completions, at least in float32. Those of the prompts
-    before are not made. Gradient checkpointing acts in training mode only."""
-    if model.is_gradient_checkpointing:
-        model.train(torch.is_grad_enabled())
-    options = dict(use_cache=False)
-    kept = batch["ids"].shape[1] - batch["first"]
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = kept
-    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
-    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
-    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def autocast(cfg: Config, device: torch.device, cache: bool = False):
     """cache: keep the weights in bfloat16 until the block ends. The sampler uses them often."""
     enabled = cfg.dtype == "bfloat16"
@@ -1483,7 +1489,7 @@ def halve_frozen(model) -> None:
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
-    """The plain policy, or that of extras/fast.py if it is there, right, and faster."""
+    """The plain policy, or the one of extras/fast.py if it is there, right, and faster."""
     plain = Policy(model, cfg.temperature)
     if not cfg.fast or not os.path.exists(f"{HERE}/extras/fast.py"):
         return plain
