@@ -1552,12 +1552,14 @@ def wrap(policy):
     """The policy for backward: inside DDP, which takes the mean of the gradients of all ranks."""
     if WORLD_SIZE == 1:
         return policy
-    options = dict(gradient_as_bucket_view=True, broadcast_buffers=False)
+    options = dict(gradient_as_bucket_view=True)
     # A text may reach no image tower, and not every expert. DDP must not wait for those.
     experts = [name for name, _ in policy.named_parameters() if ".experts." in name]
     has_towers = policy.model.config.get_text_config() is not policy.model.config
     options["find_unused_parameters"] = has_towers or len(experts) > 0
-    return DistributedDataParallel(policy, **options)
+    ddp = DistributedDataParallel(policy, **options)
+    ddp.broadcast_buffers = False  # no step changes them
+    return ddp
 
 
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
@@ -1771,8 +1773,8 @@ def without_nan(metrics: dict) -> dict:
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
-def completion_row(s: Sample, step: int, tokenizer) -> dict:
-    """A line of completions.jsonl. The tokens of two groups are enough for extras/view.py."""
+def completion_row(s: Sample, step: int, tokenizer, with_tokens: bool) -> dict:
+    """A line of completions.jsonl."""
     row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
     row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
     row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason, row=s.prompt.row)
@@ -1780,7 +1782,7 @@ def completion_row(s: Sample, step: int, tokenizer) -> dict:
     row |= {name: value for name, value in optional.items() if value}
     if s.episode is not None:
         row |= s.episode.log_columns()
-    if s.group < 2:
+    if with_tokens:
         values = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
         row["tokens"] = {k: array.astype(float).round(3).tolist() for k, array in values.items()}
         row["tokens"]["text"] = tokenizer.batch_decode(s.completion_ids[:, None])
@@ -2061,7 +2063,12 @@ class Run:
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         first = samples[: cfg.log_completions]
-        self.log(metrics, [completion_row(s, self.step, self.tokenizer) for s in first])
+        signal = Counter()  # the two groups with the largest advantages have their tokens logged
+        for s in first:
+            signal[s.group] += np.abs(s.advantages[0])
+        detailed = dict(signal.most_common(2))
+        rows = [completion_row(s, self.step, self.tokenizer, s.group in detailed) for s in first]
+        self.log(metrics, rows)
 
         shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
         if metrics["optimizer_steps"] == 0:

@@ -316,11 +316,13 @@ class Player:
     def metrics(self, samples):
         """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
         episodes = [sample.episode for sample in samples]
-        calls = sum(episode.calls for episode in episodes)
-        failed_calls = sum(episode.failed_calls for episode in episodes)
-        return {
+        metrics = {
             "turns/mean": np.mean([len(episode.turns) for episode in episodes]),
-            "tools/call_frequency": calls / len(episodes),
-            "tools/failure_frequency": failed_calls / max(1, calls),
             "environment/failed": sum(episode.failed for episode in episodes),
         }
+        calls = sum(episode.calls for episode in episodes)
+        if calls:
+            failed_calls = sum(episode.failed_calls for episode in episodes)
+            metrics["tools/call_frequency"] = calls / len(episodes)
+            metrics["tools/failure_frequency"] = failed_calls / calls
+        return metrics

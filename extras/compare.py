@@ -15,7 +15,6 @@ import json
 import re
 import sys
 import zlib
-from fractions import Fraction
 from itertools import product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -29,7 +28,7 @@ from tqdm import tqdm
 # eval_stderr is the standard error of one eval, whose rows all seeds share
 METRICS = "reward eval_accuracy eval_stderr completions/mean_length tokens step_time".split()
 T = (12.706, 4.303, 3.182, 2.776)  # t distribution: 97.5 % quantiles for 2, 3, 4, 5 and more seeds
-COLUMN = "{:<18}".format
+COLUMN = "{:<20}".format
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
 
@@ -47,21 +46,22 @@ def make_run(seed, script, flags, bar):
     text = f"{Path(script).read_text()}{flags}".encode()
     name = f"{Path(script).stem}_{zlib.crc32(text):08x}_seed{seed}"
     folder = f"compare/{name}"
-    command = [sys.executable, script, *flags, "--seed", str(seed), "--out_dir", folder]
+    command = [sys.executable, script, "--keep", "1", *flags]
+    command += ["--seed", str(seed), "--out_dir", folder]
     with open(f"compare/.{name}", "a+") as ended:
         fcntl.flock(ended, fcntl.LOCK_EX)  # its stdin: a run keeps the lock even if we are killed
         if ended.tell() > 0:
-            bar.update()
+            bar.update(1000)
             return f"{script}={folder}"
         if Path(folder).exists():
             command.append("--resume")
         line, done = "no output", 0
         process = Popen(command, stdin=ended, stdout=PIPE, stderr=STDOUT, text=True)
         for line in process.stdout:
-            for share in map(Fraction, re.findall(r"^step (\d+/\d+)", line)):
-                bar.update(float(share - done))
-                done = share
-        if process.wait() == 0 and done in (0, 1):  # 0: only the end of it was missing
+            for step, steps in re.findall(r"^step (\d+)/(\d+)", line):
+                bar.update(1000 * int(step) // int(steps) - done)
+                done = 1000 * int(step) // int(steps)
+        if process.wait() == 0 and done in (0, 1000):  # 0: only the end of it was missing
             ended.write(line)
             return f"{script}={folder}"
     bar.write(f"{folder} failed: {line}")
@@ -131,6 +131,7 @@ def draw(sides):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 7), layout="constrained")
+    figure.supxlabel("line: mean of the seeds; band: lowest to highest seed", fontsize=9)
     for number, (title, unit, names) in enumerate(view.PANELS, 1):
         ax = figure.add_subplot(2, 4, number, title=title, ylabel=unit.split(",")[0], xlabel="step")
         for name, side in sides.items():
@@ -151,7 +152,8 @@ if __name__ == "__main__":
     try:
         if args.run:
             Path("compare").mkdir(exist_ok=True)
-            with tqdm(total=args.seeds * len(args.run), unit=" runs", unit_scale=True) as bar:
+            total = 1000 * args.seeds * len(args.run)  # thousandths of a run
+            with tqdm(total=total, bar_format="{l_bar}{bar}| {elapsed}<{remaining}") as bar:
                 jobs = product(range(args.seeds), args.run, [names], [bar])
                 names = ThreadPool(args.jobs).starmap(make_run, jobs, 1)
         draw(report(names))

@@ -1,19 +1,40 @@
 """An adapter for environments with reset(seed) and step(action), the shape of gem-llm, textarena,
-skyrl-gym and OpenEnv: here a game of gem-llm, guess the number.
+skyrl-gym and OpenEnv. The game stands for theirs: put your class in the place of GuessTheNumber.
 
-    pip install --no-deps gem-llm==0.1.0
     python grpo.py --model MODEL --chat --environment sample_data/reset_step.py:play \\
         --train_data sample_data/reset_step.py:rows --reward sample_data/reset_step.py:score
 
 A row is a seed. Each call plays the turns so far again, so nothing is kept between calls.
 """
 
-from gem.envs.game_env.guess_the_number import GuessTheNumberEnv
+import random
+import re
+
+
+class GuessTheNumber:
+    """Five guesses of a number from 1 to 20."""
+
+    def reset(self, seed: int) -> tuple:
+        self.number = random.Random(seed).randint(1, 20)
+        self.guesses = 0
+        return "Guess my number between 1 and 20. Put each guess into \\boxed{}.", {}
+
+    def step(self, action: str) -> tuple:
+        self.guesses += 1
+        is_last = self.guesses == 5
+        guess = re.search(r"\\boxed\{(\d+)\}", action)
+        if guess is None:
+            return "There is no guess in \\boxed{}.", 0.0, is_last, False, {}
+        difference = self.number - int(guess[1])
+        if difference == 0:
+            return "Right.", 1.0, True, False, {}
+        hint = "higher" if difference > 0 else "lower"
+        return f"My number is {hint}.", 0.0, is_last, False, {}
 
 
 def replay(turns: list[str], seed: int) -> tuple:
     """What the environment says last, the sum of its rewards, and whether the episode is over."""
-    environment = GuessTheNumberEnv(max_turns=5)
+    environment = GuessTheNumber()
     said, _ = environment.reset(seed)
     total, is_over = 0.0, False
     for turn in turns:

@@ -285,7 +285,6 @@ def test_a_step_that_moves_nothing_says_so(tmp_path, capsys):
 
 
 def test_an_environment_with_reset_and_step_is_replayed_from_its_turns():
-    pytest.importorskip("gem")
     play, score, rows = [
         load_function(f"{HERE}/sample_data/reset_step.py:{name}") for name in ADAPTER
     ]

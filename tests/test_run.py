@@ -177,7 +177,13 @@ def test_what_a_run_leaves(tmp_path):
     assert named | {"completions/mean_length", "rewards/overlong/mean"} <= set(step_line)
     rows = lines(out / "completions.jsonl")
     assert len(rows) == 15
-    assert {"prompt", "completion", "reward", "advantage", "row", "tokens"} <= set(rows[0])
+    assert {"prompt", "completion", "reward", "advantage", "row"} <= set(rows[0])
+    signal = dict.fromkeys(range(3), 0.0)
+    for row in rows:
+        signal[row["group"]] += abs(row["advantage"])
+    with_tokens = [row["group"] for row in rows if "tokens" in row]
+    assert len(with_tokens) == 10  # the two groups with the most signal
+    assert set(with_tokens) == set(sorted(signal, key=signal.get)[1:])
     assert (out / "curves.png").stat().st_size > 1000
 
 
