@@ -138,8 +138,7 @@ def draw(sides):
             steps, values = curves_of(side, min(names))
             ax.plot(steps, values.mean(0), label=name)
             ax.fill_between(steps, values.min(0), values.max(0), alpha=0.2)
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=min(5, len(sides)))
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=5)
     figure.savefig("compare.png")
 
 
