@@ -4,9 +4,10 @@
     python extras/compare.py base=out,out.1 mine=mine,mine.1
     python extras/compare.py --run grpo.py my_grpo.py --seeds 3 --jobs 2 [flags of both]
 
-One number is tested, since of ten one differs by chance: the mean reward of the steps that all runs
-have. It has every sample, and shows who learns sooner where all end at one accuracy. The interval
-(95 %) is Student's for the differences by seed, else Welch's with the fewer degrees of freedom.
+--run makes what compare/ lacks: a run is known by its script, reward.py, flags and the files that
+flags name. One number is tested, since of ten one differs by chance: the mean reward of the steps
+that all runs have, which shows who learns sooner. The interval (95 %) is Student's for the
+differences by seed, else Welch's with the fewer degrees of freedom.
 """
 
 import argparse
@@ -25,8 +26,7 @@ import numpy as np
 import view
 from tqdm import tqdm
 
-# eval_stderr is the standard error of one eval, whose rows all seeds share
-METRICS = "reward eval_accuracy eval_stderr completions/mean_length tokens step_time".split()
+METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
 T = (12.706, 4.303, 3.182, 2.776)  # t distribution: 97.5 % quantiles for 2, 3, 4, 5 and more seeds
 COLUMN = "{:<20}".format
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
@@ -43,8 +43,10 @@ class Run:
 
 def make_run(seed, script, flags, bar):
     """Makes a run, or the rest of it, and returns script=folder; nothing if it failed."""
-    text = f"{Path(script).read_text()}{flags}".encode()
-    name = f"{Path(script).stem}_{zlib.crc32(text):08x}_seed{seed}"
+    named = re.findall(r"[^,:\s]+\.\w+", " ".join(flags))  # such as rewards.py:mine
+    files = filter(Path.is_file, map(Path, [script, Path(script).with_name("reward.py"), *named]))
+    content = b"".join(file.read_bytes() for file in files) + str(flags).encode()
+    name = f"{Path(script).stem}_{zlib.crc32(content):08x}_seed{seed}"
     folder = f"compare/{name}"
     command = [sys.executable, script, "--keep", "1", *flags]
     command += ["--seed", str(seed), "--out_dir", folder]
@@ -62,6 +64,7 @@ def make_run(seed, script, flags, bar):
                 bar.update(1000 * int(step) // int(steps) - done)
                 done = 1000 * int(step) // int(steps)
         if process.wait() == 0 and done in (0, 1000):  # 0: only the end of it was missing
+            bar.update(1000 - done)
             ended.write(line)
             return f"{script}={folder}"
     bar.write(f"{folder} failed: {line}")
@@ -144,6 +147,7 @@ def draw(sides):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser.format_help = lambda: __doc__
     parser.add_argument("--run", nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
@@ -151,8 +155,7 @@ if __name__ == "__main__":
     try:
         if args.run:
             Path("compare").mkdir(exist_ok=True)
-            total = 1000 * args.seeds * len(args.run)  # thousandths of a run
-            with tqdm(total=total, bar_format="{l_bar}{bar}| {elapsed}<{remaining}") as bar:
+            with tqdm(total=1000 * args.seeds * len(args.run), unit_scale=0.001) as bar:
                 jobs = product(range(args.seeds), args.run, [names], [bar])
                 names = ThreadPool(args.jobs).starmap(make_run, jobs, 1)
         draw(report(names))

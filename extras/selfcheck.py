@@ -61,4 +61,6 @@ def main(script, *flags):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or not os.path.isfile(sys.argv[1]):
+        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -181,6 +181,11 @@ def test_run_makes_what_is_missing_goes_on_and_leaves_out_what_fails(compare, tm
     compare(*arguments, "--beta", "2")
     new = starts.read_text().removeprefix(before)
     assert new.count("\n") == 6 and "--resume" not in new
+    starts.unlink()
+    for value in "112":  # another reward under the same name
+        Path("rewards.py").write_text(value)
+        compare("--run", "base.py", "--seeds", "1", "--reward", "rewards.py:f,format")
+    assert starts.read_text().count("\n") == 2
 
 
 @pytest.mark.slow
