@@ -1,9 +1,9 @@
-"""GRPO in one file: sample a group of answers to each prompt, score them, and make the answers that
-beat the mean of their group more likely.
+r"""GRPO in one file: sample a group of answers to each prompt, score them, and make the answers
+that beat the mean of their group more likely.
 
     python grpo.py                             # the bundled tiny model learns to add, on a CPU
     torchrun --nproc_per_node=2 grpo.py        # the same run, the same gradient, two processes
-    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \\
+    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
 A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient with this file's.)
@@ -22,15 +22,17 @@ It is fine-tuning on the model's own answers: the cross-entropy of each answer, 
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
 and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
 token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
-ten times as much as a token of one of 100, and with a mean over each batch likewise. (To know
-n_tokens, the file samples all groups of the step before the first backward.)
+ten times as much as a token of one of 100; a mean over each batch, where memory asks for several,
+would favour the tokens of a batch that has few. (To know n_tokens, the file samples all groups of
+the step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
 step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A; its
-derivative is 1, too, so the gradient is that of -A * logp. In a second step on the same answers
-exp(...) is the ratio by which the token has become more likely.
+derivative is 1, too, so the gradient is that of -A * logp. In a second step on the same answers the
+model has changed, but the answers were drawn from the model before. exp(...) is how many times as
+likely the token is now: weighted by it, the old answers stand in for answers of today's model.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
@@ -135,7 +137,7 @@ class Sample:
     # Masks. In a plain run they are True for every token, and you can read over them.
     sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
     loss_mask: np.ndarray | None = None  # True: the token is in the loss
-    length_mask: np.ndarray | None = None  # True: n_tokens counts it; a method may count more
+    length_mask: np.ndarray | None = None  # True: n_tokens counts it, even if loss_mask is False
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -210,7 +212,8 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, a number
+    in the seeds, so that training and eval draw other random numbers."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
     # A seed for each sample, a pair of numbers, so that no sample depends on those beside it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
@@ -271,7 +274,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)  # 0.3 and 0.1 + 0.2 are equal
+    advantages = zero_where_nan_or_rounding(advantages, grouped)  # equal rewards: exactly 0
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
@@ -369,10 +372,10 @@ def grpo_loss(
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
 
-    # The policy gradient. In the first optimizer step the two are equal and the ratio is 1, with
-    # the gradient of logps, because the derivative of exp(x) at 0 is 1. In later ones the samples
-    # come from an older policy, and the ratio makes up for it: a token that today's policy would
-    # sample twice as often counts twice.
+    # The policy gradient. In the first optimizer step logps and old_logps are equal: the ratio is
+    # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1. In later steps the
+    # samples come from an older policy, and the ratio makes up for it: a token that today's policy
+    # would sample twice as often counts twice.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # --ratio_level sequence
         ratio = sequence_ratio(logps, old_logps, sampled)
@@ -420,15 +423,15 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
         loss, stats = grpo_loss(
             logps,
             old_logps,
-            batch.get("ref_logps"),
-            batch["sampler_logps"],
-            batch["advantages"],
-            batch["loss_mask"],
-            cfg,
-            n_tokens,
-            n_sequences,
-            batch["sampled"],
-            batch["length_mask"],
+            ref_logps=batch.get("ref_logps"),
+            sampler_logps=batch["sampler_logps"],
+            advantages=batch["advantages"],
+            mask=batch["loss_mask"],
+            cfg=cfg,
+            n_tokens=n_tokens,
+            n_sequences=n_sequences,
+            sampled=batch["sampled"],
+            length_mask=batch["length_mask"],
         )
         # DDP takes the mean of the ranks' gradients. Their sum is right, as the loss is divided by
         # the counts of all ranks already. The sum is the mean times the number of ranks.
@@ -478,7 +481,7 @@ def clip(losses, advantages, ratio, cfg: Config):
     token with A > 0 gets no further push once its ratio is above 1 + clip_high, and one with A < 0
     none below 1 - clip_low. A token with A > 0 that became less likely is still pushed up."""
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.maximum(losses, clipped), clipped > losses
+    return torch.maximum(losses, clipped), clipped > losses  # PPO's minimum, with the sign turned
 
 
 def sampler_weights(old_logps, sampler_logps, cfg: Config):
