@@ -246,8 +246,7 @@ def score(samples: list[Sample], run: Run) -> None:
     for function in run.rewards:
         for s in samples:
             s.rewards[function.name] = 0.0  # which stays if its environment failed
-        called = call_reward(function, texts, rows, run.cfg.call_timeout)
-        values, failures, metrics, extra = called
+        values, failures, metrics, extra = call_reward(function, texts, rows, run.cfg.call_timeout)
         for s, value in zip(scored, values, strict=True):
             s.rewards[function.name] = value
         keep_logs(scored, failures, metrics, extra)
@@ -1525,9 +1524,9 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
     theirs = {}
     with contextlib.suppress(Exception):  # a folder may hold the weights alone
         theirs = {i: token for token, i in load_tokenizer(cfg.reference).get_vocab().items()}
-    for token, i in tokenizer.get_vocab().items():
-        why = f"has another tokenizer than --model: {i} is {theirs.get(i)!r}, not {token!r}"
-        require(theirs.get(i, token) == token, f"reference {cfg.reference}", why)
+    other = [i for token, i in tokenizer.get_vocab().items() if theirs.get(i, token) != token]
+    why = f"has another tokenizer than --model: it differs in the ids {other[:3]}"
+    require(not other, f"reference {cfg.reference}", why)
     widen(model, policy.model.get_input_embeddings().num_embeddings)
     return make_policy(model, prompts, cfg)
 

@@ -320,9 +320,9 @@ class Player:
             "turns/mean": np.mean([len(episode.turns) for episode in episodes]),
             "environment/failed": sum(episode.failed for episode in episodes),
         }
-        calls = sum(episode.calls for episode in episodes)
-        if calls:
+        if self.environment.function is None:  # the policy calls tools
+            calls = sum(episode.calls for episode in episodes)
             failed_calls = sum(episode.failed_calls for episode in episodes)
             metrics["tools/call_frequency"] = calls / len(episodes)
-            metrics["tools/failure_frequency"] = failed_calls / calls
+            metrics["tools/failure_frequency"] = failed_calls / max(1, calls)
         return metrics

@@ -43,7 +43,7 @@ class Run:
 
 def make_run(seed, script, flags, bar):
     """Makes a run, or the rest of it, and returns script=folder; nothing if it failed."""
-    named = re.findall(r"[^,:\s]+\.\w+", " ".join(flags))  # such as rewards.py:mine
+    named = re.findall(r"[^,:=\s]+\.\w+", " ".join(flags))  # such as rewards.py:mine
     files = filter(Path.is_file, map(Path, [script, Path(script).with_name("reward.py"), *named]))
     content = b"".join(file.read_bytes() for file in files) + str(flags).encode()
     name = f"{Path(script).stem}_{zlib.crc32(content):08x}_seed{seed}"
@@ -61,8 +61,8 @@ def make_run(seed, script, flags, bar):
         process = Popen(command, stdin=ended, stdout=PIPE, stderr=STDOUT, text=True)
         for line in process.stdout:
             for step, steps in re.findall(r"^step (\d+)/(\d+)", line):
-                bar.update(1000 * int(step) // int(steps) - done)
-                done = 1000 * int(step) // int(steps)
+                before, done = done, 1000 * int(step) // int(steps)
+                bar.update(done - before)
         if process.wait() == 0 and done in (0, 1000):  # 0: only the end of it was missing
             bar.update(1000 - done)
             ended.write(line)
@@ -114,6 +114,12 @@ def report(names):
     return sides
 
 
+def half_interval(*groups):
+    """Half of the 95 % interval of a mean, or of the difference of two: a group each."""
+    n = min(map(len, groups))
+    return T[min(n, 5) - 2] * sum(variance(group) / len(group) for group in groups) ** 0.5
+
+
 def difference(a, b):
     """b - a in words, with its 95 % interval. a, b: {seed: value}."""
     groups = [b.values(), a.values()]
@@ -123,7 +129,7 @@ def difference(a, b):
     if n < 2:
         return "one seed does not tell"
     mean = fmean(b.values()) - fmean(a.values())
-    half = T[min(n, 5) - 2] * sum(variance(group) / len(group) for group in groups) ** 0.5
+    half = half_interval(*groups)
     verdict = "no difference seen"
     if abs(mean) > half:
         verdict = "more than the seeds vary"

@@ -183,8 +183,7 @@ def steps_to(threshold: float, metrics: list[dict], window: int = 3) -> float:
 
 def half_interval(values) -> float:
     """Half of the 95 % interval of the mean over seeds; 0 for one seed."""
-    n = max(2, len(values))
-    return compare.T[min(n, 5) - 2] * np.std(values) / (n - 1) ** 0.5
+    return compare.half_interval(list(map(float, values))) if len(values) > 1 else 0.0
 
 
 def span(values, digits: int = 3) -> str:

@@ -267,6 +267,7 @@ def test_tools_answer_as_in_trl():
     metrics = player.metrics([asks, other])
     assert metrics["tools/call_frequency"] == 5 and metrics["tools/failure_frequency"] == 0.8
     assert metrics["turns/mean"] == 1.5
+    assert player.metrics([other])["tools/call_frequency"] == 0
 
 
 CALLS = dict(open="<call>", close="</call>")
