@@ -81,7 +81,6 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import typing
 from collections import Counter
@@ -749,11 +748,8 @@ def collate(samples: list[Sample], device: torch.device, layout=padded_texts) ->
     for name in ("sampled", "loss_mask", "length_mask", "advantages", "sampler_logps"):
         batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
     for name in ("old_logps", "ref_logps"):
-        given = [getattr(s, name) for s in samples if getattr(s, name) is not None]
-        if given:
-            batch[name] = padded(given)  # [N, T]
-            if len(given) < len(samples):
-                raise ValueError(f"only {len(given)} of {len(samples)} samples have {name}")
+        if any(getattr(s, name) is not None for s in samples):
+            batch[name] = padded([getattr(s, name) for s in samples])  # an error if some lack it
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             batch[name] = value.to(device, non_blocking=True)  # beside what the GPU does
@@ -1144,7 +1140,6 @@ def check_flags(cfg: Config) -> None:
         elif typing.get_origin(kind) is Literal:
             choices = typing.get_args(kind)
             require(value in choices, name, f"{value} is none of {', '.join(choices)}")
-    require(cfg.clip_low <= 1, "clip_low", "no ratio is below 0")
     require(cfg.model, "model", "is empty; Config(**BUNDLED) is the bundled task")
     require(cfg.train_data, "train_data", "required if --model is given")
     samples = cfg.num_prompts * cfg.num_generations
@@ -1177,9 +1172,7 @@ def wait_for_all_ranks() -> None:
 
 
 def join_ranks(cfg: Config) -> torch.device:
-    """Meets the processes that torchrun has started, or joins the caller's. Returns the device of
-    this rank."""
-    global RANK, WORLD_SIZE
+    """Meets the processes that torchrun has started. Returns the device of this rank."""
     has_cuda = torch.cuda.is_available()
     require(has_cuda or cfg.device != "cuda", "device", "torch finds no usable GPU here")
     device = torch.device("cpu")
@@ -1188,9 +1181,7 @@ def join_ranks(cfg: Config) -> torch.device:
         device = torch.device("cuda", LOCAL_RANK)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
-    if dist.is_initialized():
-        RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         with mistakes_in("torchrun sets RANK and more; here only a part is set"):
             dist.init_process_group(backend)
     return device
@@ -1270,8 +1261,6 @@ def check_row(row, rewards: list[Reward]) -> None:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
     json.dumps(row, default=str, allow_nan=False)  # for the log
-    if row.keys() & ADDED_COLUMNS:
-        raise ValueError(f"has a column that the trainer adds: {row.keys() & ADDED_COLUMNS}")
     for reward in rewards:
         reward.check_row(row)
 
@@ -1336,8 +1325,6 @@ def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
         # the policy begins. What both share is the header, such as <|im_start|>assistant.
         own = write(messages[:-1], add_generation_prompt=True)
         text = os.path.commonprefix([before, own]) + words + after
-    if messages[0]["content"].strip() not in text:
-        raise ValueError(f"the chat template leaves out the {messages[0]['role']} message")
     return text
 
 
@@ -1359,18 +1346,11 @@ def keep_logs(samples: list[Sample], failures: dict, metrics: dict, extra: dict)
         s.extra |= {column: entries[i] for column, entries in extra.items()}
 
 
-ADDED_COLUMNS = {"prompt_text", "prompt_messages", "completion_ids", "completion_length"}
-ADDED_COLUMNS |= {"max_completion_length", "finish_reason", "trainer_state"}
-
-
 def reward_row(s: Sample, run: Run) -> dict:
-    """What a reward function gets beside the completion: a copy of the data row, and what the
-    trainer knows. reward.py says how functions in TRL's form get it."""
-    row = copy.deepcopy(s.prompt.row)  # a function may change it
-    if s.episode is not None:
-        row |= s.episode.reward_columns()
+    """What a reward function gets beside the completion: what the trainer knows, and the row of the
+    data, whose columns win. reward.py says how functions in TRL's form get it."""
     epoch = run.step * run.cfg.num_prompts / len(run.train_prompts)
-    return row | dict(
+    known = dict(
         prompt_text=s.prompt.text,
         prompt_messages=s.prompt.messages,
         completion_ids=s.completion_ids.tolist(),
@@ -1379,6 +1359,9 @@ def reward_row(s: Sample, run: Run) -> dict:
         finish_reason=s.finish_reason,
         trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=epoch),
     )
+    if s.episode is not None:
+        known |= s.episode.reward_columns()
+    return known | copy.deepcopy(s.prompt.row)  # a copy, because a function may change it
 
 
 # -- Models
@@ -1396,18 +1379,12 @@ def config_of(path: str):
 def load_tokenizer(path: str):
     config_of(path)  # refuses foreign code
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    # transformers 5 goes by the class in the config, and may make another tokenizer of
-    # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
-    if tokenizer.is_fast and not keeps_blanks(tokenizer):
-        plain = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-        if keeps_blanks(plain):
-            return plain
-    return tokenizer
-
-
-def keeps_blanks(tokenizer) -> bool:
     text = "a b\n\n  c"
-    return text in tokenizer.decode(tokenizer(text)["input_ids"])
+    if tokenizer.is_fast and text not in tokenizer.decode(tokenizer(text)["input_ids"]):
+        # transformers 5 goes by the class in the config, and may make another tokenizer of
+        # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
+        return transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    return tokenizer
 
 
 SMALL = 10e6  # parameters; below, threads, bfloat16 and vLLM cost more than they save
@@ -1481,15 +1458,6 @@ def tokens_that_fit(model, device: torch.device) -> int:
     return int(min(16384, max(256, 0.8 * (free - learning) / of_a_token)))
 
 
-def halve_frozen(model) -> None:
-    """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
-    tied = model.get_input_embeddings().weight
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not tied:
-            if not module.weight.requires_grad:
-                module.to(torch.bfloat16)
-
-
 def make_policy(model, prompts: list[Prompt], cfg: Config):
     """The plain policy, or the one of extras/fast.py if it is there, right, and faster."""
     plain = Policy(model, cfg.temperature)
@@ -1527,17 +1495,10 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
     other = [i for token, i in tokenizer.get_vocab().items() if theirs.get(i, token) != token]
     why = f"has another tokenizer than --model: it differs in the ids {other[:3]}"
     require(not other, f"reference {cfg.reference}", why)
-    widen(model, policy.model.get_input_embeddings().num_embeddings)
+    # A reference may have more ids, such as those that pad its vocabulary to another size.
+    n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
+    require(n_ids[0] >= n_ids[1], "reference", f"has {n_ids[0]} token ids, --model has {n_ids[1]}")
     return make_policy(model, prompts, cfg)
-
-
-def widen(model, vocabulary: int) -> None:
-    """Models of one family pad their vocabulary to several sizes. What is padding has no logit."""
-    size = model.get_input_embeddings().num_embeddings
-    if size < vocabulary:
-        model.resize_token_embeddings(vocabulary, mean_resizing=False)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            module.weight.data[size:] = 0
 
 
 def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
@@ -1881,7 +1842,7 @@ class Run:
             with mistakes_in(f"--environment {cfg.environment}"):
                 environment = agents.load_environment(cfg.environment, cfg.call_timeout)
         data = (self.tokenizer, self.rewards, environment, cfg)
-        self.train_prompts = prompts = load_prompts("train_data", *data)
+        self.train_prompts = load_prompts("train_data", *data)
         self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
         prompts = self.train_prompts + self.eval_prompts
 
@@ -1924,20 +1885,18 @@ class Run:
         changed = [name for name in self.identity if began_with.get(name) != self.identity[name]]
         require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
         evals = [p.ids.tolist() for p in self.eval_prompts]
-        rewards = [(reward.name, reward.weight) for reward in self.rewards]
-        paths = dict.fromkeys(("model", "train_data", "eval_data", "reward", "out_dir"))
-        mine = [asdict(replace(self.cfg, **paths)), self.identity, evals, rewards, self.step]
-        if len(set(gather([digest([*mine, digest_of_weights(self.model)])]))) > 1:
+        mine = [asdict(self.cfg), self.identity, evals, self.step, digest_of_weights(self.model)]
+        if len(set(gather([digest(mine)]))) > 1:
             raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
 
     def open(self, cleanup: contextlib.ExitStack) -> None:
         """The sampler, the optimizer and, last, the directory: what fails leaves nothing behind."""
         cfg = self.cfg
         model = self.model
-        if cfg.dtype == "bfloat16":
-            halve_frozen(model)
-            if self.reference is not None:
-                halve_frozen(self.reference.model)
+        if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
+            from extras import lora
+
+            lora.halve_frozen(model)
         if cfg.compile:
             with mistakes_in("--compile"):
                 torch.compile(lambda x: x + 1)(torch.ones(1))  # is there a C compiler?
@@ -1968,8 +1927,7 @@ class Run:
         self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            if in_main_thread and before != signal.SIG_IGN:  # nohup ignores SIGHUP
+            if before != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.request_stop)
                 cleanup.callback(signal.signal, number, before)
 
@@ -2148,8 +2106,6 @@ class Run:
         torch.save(state, f"{folder}/trainer_state.pt")
 
 
-@torch.inference_mode(False)  # whatever mode the caller is in
-@torch.enable_grad()
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
     check_flags(cfg)
@@ -2157,7 +2113,6 @@ def train(cfg: Config) -> list[dict]:
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
     # Rows hold one text each. transformers would look, and so wait for the GPU in every pass.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    started_group = not dist.is_initialized()
     with contextlib.ExitStack() as cleanup:
         run = Run(cfg, join_ranks(cfg), cleanup)
         try:
@@ -2167,7 +2122,7 @@ def train(cfg: Config) -> list[dict]:
         if WORLD_SIZE > 1:
             dist.barrier()  # nobody leaves while rank 0 saves
         run.ddp = None  # before vLLM closes, which may end the process group
-    if started_group and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
     with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
         from extras import view

@@ -26,6 +26,15 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
 
 
+def halve_frozen(model) -> None:
+    """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
+    tied = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not tied:
+            if not module.weight.requires_grad:
+                module.to(torch.bfloat16)
+
+
 class AdaptersOff:
     """The policy without its adapters: the reference of the KL, at no memory."""
 

@@ -79,7 +79,6 @@ def test_files_of_rows(name, content, expected, tmp_path):
         ("x.jsonl", "\n\n", None),
         ("x.jsonl", b"\xff\xfe\x00", 1),
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": "1\\ud800"}', 2),
-        ("x.jsonl", '{"prompt": "1+2=", "completion_length": 5}', 1),  # the trainer adds it
         ("x.jsonl.gz", b"\x1f\x8b", 1),
         ("x.tsv", "prompt\n1+2=\n", 1),
         ("x.json", '[{"prompt": "1+2="}, 3]', 2),
@@ -369,16 +368,17 @@ def test_weights_that_are_missing_and_a_folder_without_a_tokenizer_are_named(tmp
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sizes", [(270, 320), (320, 270)])
-def test_a_teacher_may_pad_its_vocabulary_to_another_size(sizes, tmp_path, two_rows):
-    """As Qwen2.5-7B does, beside Qwen2.5-0.5B. The KL is that of the shared words."""
+def test_a_teacher_may_pad_its_vocabulary_to_a_larger_size(tmp_path, two_rows):
+    """As Qwen2.5-7B does, beside Qwen2.5-0.5B."""
     policy, teacher = [
         family(tmp_path / str(size), "qwen2", size=size, model=dict(tie_word_embeddings=False))[0]
-        for size in sizes
+        for size in (270, 320)
     ]
     options = dict(beta=0.1, max_steps=1, temperature=1.0, max_completion_length=30)
     [metrics] = family_run(policy, tmp_path / "out", two_rows, reference=str(teacher), **options)
     assert 0 < metrics["kl"] < 50 and metrics["optimizer_steps"] == 1
+    with pytest.raises(ConfigError, match="270 token ids"):
+        family_run(teacher, tmp_path / "no", two_rows, reference=str(policy), **options)
     other, _ = family(tmp_path / "other", "llama3")
     with pytest.raises(ConfigError, match="tokenizer"):
         family_run(policy, tmp_path / "no", two_rows, reference=str(other), **options)

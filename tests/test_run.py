@@ -64,7 +64,6 @@ def same_run(a, b):
         (["--chat", "perhaps"], ["--chat"]),
         (["--num_generations", "1"], ["--num_generations"]),
         (["--num_prompts", "0"], ["--num_prompts"]),
-        (["--clip_low", "1.5"], ["--clip_low"]),
         (["--kl_estimator", "k5"], ["--kl_estimator", "k5"]),
         (["--num_minibatches", "300"], ["--num_minibatches"]),
         (["--kl_in", "reward"], ["--kl_estimator"]),
@@ -421,13 +420,6 @@ def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
     with pytest.raises(grpo.TrainingError, match="5 steps"):
         small_run(tmp_path / "run", max_steps=9)
     assert [m["skipped_steps"] for m in metrics_of(tmp_path / "run")] == [2] * 5
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_caller_without_gradients_still_trains(mode, tmp_path):
-    with mode():
-        [metrics] = small_run(tmp_path / "run", max_steps=1)
-    assert metrics["grad_norm"] > 0 and metrics["optimizer_steps"] == 2
 
 
 # ------------------------------------------------------------------------------------------------
