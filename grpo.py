@@ -22,22 +22,22 @@ It is fine-tuning on the model's own answers: the cross-entropy of each answer, 
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
 and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
 token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
-ten times as much as a token of one of 100; a mean over each batch, where memory asks for several,
-would favour the tokens of a batch that has few. (To know n_tokens, the file samples all groups of
-the step before the first backward.)
+ten times as much as a token of one of 100. And if memory asks for several batches, a mean over each
+would count the tokens of a batch with few of them more. (To know n_tokens, the file samples all
+groups of the step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
-step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A; its
-derivative is 1, too, so the gradient is that of -A * logp. In a second step on the same answers the
-model has changed, but the answers were drawn from the model before. exp(...) is how many times as
-likely the token is now: weighted by it, the old answers stand in for answers of today's model.
+step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A. The
+derivative of exp at 0 is 1, too, so the gradient is that of -A * logp. In a second step on the same
+answers the model has changed. exp(...) is then how many times as likely the token has become: a
+token that today's model would draw twice as often counts twice.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
-which can be 0 in every step of a run that learns. Had all four the same reward, the group would
-teach nothing.
+which can be 0 in every step of a run that learns. Had all four the same reward, all A would be 0,
+and the group would teach nothing.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -50,16 +50,15 @@ The nine lines, and where they stand with batches, ranks and options:
 
 Words: the policy is the model that is trained, a completion is an answer, a rollout is the samples
 of a step, an update is the optimizer steps on a rollout. The old policy is the policy as it was
-when it sampled. The reference is a frozen model. A KL term, a penalty for the distance between two
-distributions, can hold the policy near it (--beta).
+when it sampled. The reference is a frozen copy of the model that the run began with. A KL term, a
+penalty for the distance between two distributions, can hold the policy near it (--beta).
 
-Shapes: N samples, P prompt tokens, T completion tokens (padded), L prompt and completion tokens
-(padded), V tokens in the vocabulary, G samples of one prompt (a group).
+Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens (T and L
+with padding, in a batch), V tokens in the vocabulary, G samples of one prompt (a group).
 
 By default a rollout has one optimizer step, every token counts the same, and there is no KL (the
 bundled task has a little, --beta 0.001): see Config for the rest. Read from training_loop to
-update, and you have read GRPO. The options of the loss and a sampler follow, then PLUMBING: what
-every trainer needs.
+update, and you have read GRPO. The options of the loss and a sampler follow, then PLUMBING.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from reward import Reward, call_reward, load_function, load_rewards
 
 HERE = os.path.dirname(os.path.realpath(__file__))
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts one process per GPU, and sets these three
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -119,7 +118,7 @@ class Prompt:
     text: str
     row: dict  # the row of the data file
     messages: list | None = None  # the chat; None: the prompt is a plain text
-    row_number: int = 0  # in the data; to tell prompts apart, because each rank has its own objects
+    row_number: int = 0  # of the row in the data file, from 0
 
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
@@ -129,14 +128,14 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens:
-    sampler_logps: np.ndarray  # from the sampler; vLLM's kernels differ a bit from the trainer's
-    old_logps: np.ndarray | None = None  # from the trainer, before the update; None: not needed
-    ref_logps: np.ndarray | None = None  # from the reference; None: no KL
+    # Log-probabilities of these tokens, by three models. A plain run has the first ones only:
+    sampler_logps: np.ndarray  # by the sampler, as it drew them
+    old_logps: np.ndarray | None = None  # by the policy before the update, if it has several steps
+    ref_logps: np.ndarray | None = None  # by the reference, if there is a KL
     # Masks. In a plain run they are True for every token, and you can read over them.
     sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
-    loss_mask: np.ndarray | None = None  # True: the token is in the loss
-    length_mask: np.ndarray | None = None  # True: n_tokens counts it, even if loss_mask is False
+    loss_mask: np.ndarray | None = None  # False: the token is left out of the loss
+    length_mask: np.ndarray | None = None  # False: it is left out of n_tokens
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -169,10 +168,10 @@ def training_loop(run: Run) -> None:
     """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
     cfg = run.cfg
     while True:
-        run.sampler.push(run.policy.model)  # all weights of the policy, before each rollout
+        run.sampler.push(run.policy.model)  # the sampler gets all weights, before each rollout
         run.record_time("push")
         run.evaluate_if_due()
-        run.save_if_due()  # weights, optimizer, run.state: see Run.save
+        run.save_if_due()  # weights and optimizer: see Run.save
         run.record_time("eval")
         if run.is_over():
             break
@@ -214,7 +213,8 @@ def rollout(
     r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, a number
     in the seeds, so that training and eval draw other random numbers."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
-    # A seed for each sample, a pair of numbers, so that no sample depends on those beside it.
+    # Each sample has a seed of its own, a pair of numbers, so that what is drawn for one does not
+    # depend on which others are in its batch.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
@@ -226,7 +226,7 @@ def rollout(
         if ids[-1] in run.sampler.stop_ids:
             without_eos = ids[:-1]
         else:
-            s.finish_reason = "length"  # cut off; the reward counts like any other
+            s.finish_reason = "length"  # cut off
         s.text = decode(run.tokenizer, without_eos)
         samples.append(s)
     if run.player is not None:  # --environment: the turns after the first
@@ -244,7 +244,7 @@ def score(samples: list[Sample], run: Run) -> None:
     rows = [reward_row(s, run) for s in scored]
     for function in run.rewards:
         for s in samples:
-            s.rewards[function.name] = 0.0  # which stays if its environment failed
+            s.rewards[function.name] = 0.0  # and stays 0 if the environment of s failed
         values, failures, metrics, extra = call_reward(function, texts, rows, run.cfg.call_timeout)
         for s, value in zip(scored, values, strict=True):
             s.rewards[function.name] = value
@@ -265,14 +265,14 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     """How much better than the mean of its group each sample is. rewards [N], the rewards of a
     group one after the other -> [N].
 
-    scale: what r - mean is divided by. "group": the group's standard deviation + eps (DeepSeekMath,
-    arXiv 2402.03300), with n - 1. "batch": the standard deviation of all rewards. "none":
-    nothing (Dr. GRPO, arXiv 2503.20783).
+    scale: what r - mean is divided by. "group": the standard deviation of its group (DeepSeekMath,
+    arXiv 2402.03300). "batch": the standard deviation of all rewards. "none": nothing (Dr. GRPO,
+    arXiv 2503.20783).
     A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)  # equal rewards: exactly 0
+    advantages = zero_where_nan_or_rounding(advantages, grouped)  # 0.1 + 0.2 - 0.3 is 6e-17, not 0
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
@@ -288,7 +288,7 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
         s.advantages[:] = advantage  # the same for all tokens
-        # mask_truncated: a cut-off completion only counts in its group's mean and deviation.
+        # --mask_truncated: a completion that is cut off counts in the mean, and is not trained on.
         leave_out = cfg.mask_truncated and s.finish_reason == "length"
         if leave_out or math.isnan(s.reward):
             s.loss_mask[:] = False
@@ -301,7 +301,7 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 
 class Policy(nn.Module):
     """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
-    token, and entropy [N, T] in nats, that of the distribution it was drawn from, without gradient.
+    token, and entropy [N, T], how uncertain the model was at each token (in nats, for the log).
     The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
 
     ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
@@ -322,15 +322,16 @@ class Policy(nn.Module):
         # right, where causal attention lets no token see it.
         logits = logits_of_completions(self.model, batch)  # [N, T, V]
         logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p, for the log
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
         logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
         return logps[:, :, 0], entropy
 
 
 def logits_of_completions(model, batch: dict):
     """[N, T, V], at least in float32. Of one sample: logits[len(prompt) - 1 : -1], as in the nine
-    lines. The logits before batch["first"] belong to prompts only, and are not made."""
-    if model.is_gradient_checkpointing:  # which acts in training mode only
+    lines. batch["first"] is where the shortest prompt of the batch ends: what comes before needs no
+    logits."""
+    if model.is_gradient_checkpointing:  # else the model is in eval mode, when it learns, too
         model.train(torch.is_grad_enabled())
     options = dict(use_cache=False)
     kept = batch["ids"].shape[1] - batch["first"]
@@ -357,7 +358,7 @@ def grpo_loss(
     n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
     n_sequences: int,  # likewise
     sampled=None,  # [N, T], the tokens that the policy sampled; None: the same as mask
-    length_mask=None,  # [N, T], the tokens that a completion's length counts; None: as mask
+    length_mask=None,  # [N, T], the tokens that n_tokens counts; None: the same as mask
 ):
     """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
     completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
@@ -369,6 +370,8 @@ def grpo_loss(
     tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
+    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
 
     # The policy gradient. In the first optimizer step logps and old_logps are equal: the ratio is
     # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1. In later steps the
@@ -377,12 +380,13 @@ def grpo_loss(
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # --ratio_level sequence
         ratio = sequence_ratio(logps, old_logps, sampled)
-    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
-        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # Options. In the first optimizer step the clip changes nothing. The factor sampler_weights is
-    # about 1: the sampler's probabilities differ a little from the trainer's.
+    # The clip changes nothing in the first optimizer step. In a later one, a token that has become
+    # 28 % more likely, or 20 % less, as its advantage asks, gets no further push: samples of an old
+    # policy say little about one that has moved far.
     losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
+
+    # Options that add to it. The factor sampler_weights is about 1.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
@@ -393,7 +397,7 @@ def grpo_loss(
         length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
         losses = losses / length  # the mean over the completion (the original GRPO)
         losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant, so that no length has an influence (Dr. GRPO)
+    else:  # each token counts the same in all steps, whatever their lengths (Dr. GRPO)
         losses = losses / (n_sequences * cfg.max_completion_length)
     loss = torch.where(mask, losses, 0).sum()
     return loss, token_stats(mask, is_clipped, logps, ref_logps)
@@ -406,7 +410,7 @@ def grpo_loss(
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
     """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
     sums for the log, over all ranks."""
-    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # all ranks' samples
+    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # minibatch: of all ranks
     n_tokens = max(1, sum(lengths))
     n_sequences = max(1, np.count_nonzero(lengths))
     sums = []
@@ -456,13 +460,13 @@ def update(
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if not norms:  # before a weight changes: did the sampler have the policy's weights?
+        if not norms:  # before a weight changes: the run ends if the sampler had other weights
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
-        # No step if the gradient is nan, or if each group has equal rewards: Adam's momentum would
-        # move the weights all the same.
+        # No step if the gradient is nan, or if there is nothing to learn from, such as without a KL
+        # if each group has equal rewards: Adam's momentum would move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
@@ -477,14 +481,15 @@ def update(
 def clip(losses, advantages, ratio, cfg: Config):
     """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. A
     token with A > 0 gets no further push once its ratio is above 1 + clip_high, and one with A < 0
-    none below 1 - clip_low. A token with A > 0 that became less likely is still pushed up."""
+    none below 1 - clip_low: clamp has no gradient there. A token that moved the wrong way, such as
+    one with A > 0 that became less likely, is still pushed."""
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.maximum(losses, clipped), clipped > losses  # PPO's minimum, with the sign turned
+    return torch.maximum(losses, clipped), clipped > losses
 
 
 def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T], without gradient. The sampler has the policy's weights but other kernels, so its
-    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
+    """[N, T], without gradient. The sampler has the policy's weights but computes by other code, so
+    its probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
     p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
     if sampler_logps is None or cfg.tis_cap == 0:
         return 1.0
@@ -492,30 +497,26 @@ def sampler_weights(old_logps, sampler_logps, cfg: Config):
 
 
 def sequence_ratio(logps, old_logps, sampled):
-    """[N, T]: one ratio for the completion, the geometric mean of its tokens' ratios (GSPO, arXiv
-    2507.18071, eq. 7), with the gradient of each token's own log-probability (eq. 14)."""
+    """[N, T]: one ratio for the whole completion (GSPO, arXiv 2507.18071, eq. 7 and 14), because
+    the ratios of single tokens are noisy: exp of the mean difference of its tokens."""
     length = sampled.sum(1, keepdim=True).clamp(min=1)
-    mean = (logps - old_logps).sum(1, keepdim=True) / length  # / length: the geometric mean
+    mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
     return straight_through(mean, logps).exp()  # the value of mean, the gradient of logps
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. You need the table only if you leave wk3. With d = log(policy / reference) and w =
-    policy / old policy. In the first optimizer step w is 1, and yet has a gradient, as logps has:
+    [N, T]. You need the others only if you leave wk3, the default. With d = log(policy / reference)
+    and w = policy / old policy, the ratio:
 
-        estimator             gradient by logps  as a term of the loss
-        k1 = d                1                  pulls nowhere, only noise
-        k2 = d^2 / 2          d                  right in the first optimizer step
-        k3 = exp(-d) - 1 + d  1 - exp(-d)        as of KL(reference || policy): a token that the
-                                                 policy likes too much is pulled back by 1 at most
-        k4 = w k1             w (1 + d)          right, with the noise of k1
-        wk3 = w k3            w d                right; the default
+        k1 = d                no gradient on average, only noise: holds nothing
+        k2 = d^2 / 2          the gradient of the KL, but in the first optimizer step only
+        k3 = exp(-d) - 1 + d  the gradient of another KL, KL(reference || policy)
+        k4 = w k1             the gradient of the KL, with the noise of k1
+        wk3 = w k3            the gradient of the KL
 
-    Right: averaged over many samples, the gradient is that of the true KL, the mean of
-    w d grad(logp). A 1 in it is only noise: what makes one token likelier makes the others less
-    likely, so grad(logp) is 0 on average. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html),
-    wk3 is DeepSeek-V3.2's (arXiv 2512.02556). studies/kl_estimators.py measures these claims.
+    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
+    2512.02556). test_grpo.py proves these claims, studies/kl_estimators.py shows what they do.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -528,14 +529,14 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # The gradient of w k3 is given as w d. Autograd would find it as a sum of terms with exp(-d),
-    # which cancel; in float32 their rounding error is as large as d from d = -20 on.
+    # The gradient of w k3 is w d, and is written out. Autograd would subtract large terms with
+    # exp(-d): from d = -20 on, float32 would leave their rounding only.
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
 def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward each token pays k1 for itself and for the later tokens of its
-    completion, because these depend on it."""
+    """[N, T]: with --kl_in reward the KL is a cost. A token has an influence on its own k1 and on
+    that of the later tokens of its completion, so it pays their sum."""
     k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
     return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
@@ -556,7 +557,7 @@ class HFSampler:
         self.cfg = cfg
 
     def push(self, model) -> None:
-        """Nothing to do here and in the next two: model and memory are the trainer's own."""
+        """This and the next two do nothing: the model is the trainer's own."""
 
     def sleep(self) -> None: ...
 
@@ -573,8 +574,10 @@ class HFSampler:
             batch = slice(start, start + self.BATCH)
             rows = self.sample_batch(prompts[batch], seeds[batch], temperature, limits[batch])
             for ids, logps, limit in zip(*rows, limits[batch], strict=True):
-                stops = np.flatnonzero(np.isin(ids, self.stop_ids))
-                length = min([*(stops + 1), limit])  # with the token that stops
+                stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
+                length = limit
+                if len(stops) > 0:
+                    length = stops[0] + 1  # with the token that stops
                 completions.append((ids[:length], logps[:length]))
         return completions
 
@@ -595,11 +598,11 @@ class HFSampler:
         self.model.eval()
         with autocast(self.cfg, device, cache=True):
             while len(tokens) < max(limits) and not has_stopped.all():
-                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+                positions = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for the first that is no padding
                 out = self.model(
                     ids,
                     attention_mask=mask,
-                    position_ids=positions,
+                    position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
                     past_key_values=cache,
                     use_cache=True,
                 )
@@ -623,7 +626,7 @@ def draw(logits, temperature: float, random) -> tuple:
     else:  # the first token at which the cumulative probability exceeds the random number
         logps = (logits / temperature).log_softmax(-1)  # [N, V]
         cumulative = logps.double().exp().cumsum(-1)  # [N, V]
-        point = random * cumulative[:, -1:]  # the last entry is 1 but for rounding
+        point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
         token = torch.searchsorted(cumulative, point, right=True)
         token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
     return token, logps.gather(-1, token)
@@ -635,15 +638,15 @@ def decode(tokenizer, ids: np.ndarray) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# PLUMBING: what every trainer needs. First the helpers of the functions above; then flags, ranks,
-# data, models, vLLM, the run on disk
+# PLUMBING. First the helpers of the functions above; then flags, ranks, data, models, vLLM, the run
+# on disk
 # ------------------------------------------------------------------------------------------------
 
 # -- Random streams, the order of the data
 
-# Every random number comes from a generator seeded with (--seed, stream, step, index). So nothing
-# depends on the number of ranks, and a resumed run has no generator to restore. The streams
-# (their numbers have no meaning; ORDER takes step 0, where SAMPLING has nothing to sample):
+# Every random number of the trainer comes from a generator seeded with (--seed, stream, step,
+# index). So nothing depends on the number of ranks, and a resumed run has no generator to restore.
+# The streams (the numbers mean nothing; ORDER takes step 0, where SAMPLING has nothing to sample):
 SAMPLING = 0  # completions of a step; index: the prompt within the step
 ORDER = 0  # order of the data; index: the epoch
 EVAL = 1  # completions of an eval; index: the prompt
@@ -761,7 +764,7 @@ def batch_for(policy, samples):
 
 
 def micro_batches(samples, budget):
-    """Samples of similar length together, at most `budget` tokens when they are padded."""
+    """Samples of similar length together, at most `budget` tokens with padding, or one sample."""
     batches = []
     for s in sorted(samples, key=lambda s: -s.total_length):
         if not batches or (len(batches[-1]) + 1) * batches[-1][0].total_length > budget:
