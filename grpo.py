@@ -22,17 +22,19 @@ It is fine-tuning on the model's own answers: the cross-entropy of each answer, 
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
 and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
 token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
-ten times as much as a token of one of 100. And if memory asks for several batches, a mean over each
-would count the tokens of a batch with few of them more. (To know n_tokens, the file samples all
-groups of the step before the first backward.)
+ten times as much as a token of one of 100. And if memory asks for several batches, with a mean over
+each batch a token of a small one would weigh more than a token of a large one. (To know n_tokens,
+the file samples all groups of the step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
 step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A. The
 derivative of exp at 0 is 1, too, so the gradient is that of -A * logp. In a second step on the same
-answers the model has changed. exp(...) is then how many times as likely the token has become: a
-token that today's model would draw twice as often counts twice.
+answers the model has changed. exp(...) is then how many times as likely the token has become: with
+this weight the old answers stand in for answers of today's model, which would draw the token as
+many times as often. They do so as long as the model has not moved far. So a clip ends the push on a
+token when exp(...) is above 1.28 for A > 0, or below 0.8 for A < 0.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
@@ -48,13 +50,13 @@ The nine lines, and where they stand with batches, ranks and options:
     the loss                   grpo_loss
     backward, step             accumulate_gradient, update
 
-Words: the policy is the model that is trained, a completion is an answer, a rollout is the samples
-of a step, an update is the optimizer steps on a rollout. The old policy is the policy as it was
+Words: the policy is the model that is trained. A completion is an answer. A rollout is the samples
+of a step. An update is the optimizer steps on a rollout. The old policy is the policy as it was
 when it sampled. The reference is a frozen copy of the model that the run began with. A KL term, a
 penalty for the distance between two distributions, can hold the policy near it (--beta).
 
-Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens (T and L
-with padding, in a batch), V tokens in the vocabulary, G samples of one prompt (a group).
+Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
+the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
 
 By default a rollout has one optimizer step, every token counts the same, and there is no KL (the
 bundled task has a little, --beta 0.001): see Config for the rest. Read from training_loop to
@@ -128,14 +130,14 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens, by three models. A plain run has the first ones only:
-    sampler_logps: np.ndarray  # by the sampler, as it drew them
-    old_logps: np.ndarray | None = None  # by the policy before the update, if it has several steps
-    ref_logps: np.ndarray | None = None  # by the reference, if there is a KL
+    # Log-probabilities of these tokens, up to three times:
+    sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
+    old_logps: np.ndarray | None = None  # by the trainer, if the update has several optimizer steps
+    ref_logps: np.ndarray | None = None  # by the reference, if there is a KL term
     # Masks. In a plain run they are True for every token, and you can read over them.
     sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
-    loss_mask: np.ndarray | None = None  # False: the token is left out of the loss
-    length_mask: np.ndarray | None = None  # False: it is left out of n_tokens
+    loss_mask: np.ndarray | None = None  # False: the token is not in the loss ...
+    length_mask: np.ndarray | None = None  # ... and False here: n_tokens does not count it either
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -168,7 +170,7 @@ def training_loop(run: Run) -> None:
     """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
     cfg = run.cfg
     while True:
-        run.sampler.push(run.policy.model)  # the sampler gets all weights, before each rollout
+        run.sampler.push(run.policy.model)  # the sampler may have a copy of the model
         run.record_time("push")
         run.evaluate_if_due()
         run.save_if_due()  # weights and optimizer: see Run.save
@@ -186,8 +188,8 @@ def training_loop(run: Run) -> None:
         if run.is_over():  # on Ctrl-C: no weight has changed since the last whole step
             break
 
-        # Log-probabilities that the loss compares with: from before the first optimizer step, if
-        # there will be several, and from the reference, if there is a KL term.
+        # If there will be several optimizer steps on these samples, keep today's log-probabilities:
+        # the loss compares with them. If there is a KL term, it compares with the reference's, too.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -210,8 +212,8 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, a number
-    in the seeds, so that training and eval draw other random numbers."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, which draw
+    other random numbers."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
     # Each sample has a seed of its own, a pair of numbers, so that what is drawn for one does not
     # depend on which others are in its batch.
@@ -237,8 +239,8 @@ def rollout(
 
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
-    function gets the text and the row of the data (reward_row says what else). A call that fails
-    gives 0, and the screen shows why. A function that does not apply to a row gives nan."""
+    function gets the text and the row of the data. A call that fails gives 0, and the screen shows
+    why. A function that does not apply to a row gives nan, and is left out of the sum."""
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     texts = [s.text for s in scored]
     rows = [reward_row(s, run) for s in scored]
@@ -262,8 +264,8 @@ def score(samples: list[Sample], run: Run) -> None:
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample is. rewards [N], the rewards of a
-    group one after the other -> [N].
+    """How much better than the mean of its group each sample is. rewards [N]: those of the first
+    group, then those of the second, and so on. Returns [N].
 
     scale: what r - mean is divided by. "group": the standard deviation of its group (DeepSeekMath,
     arXiv 2402.03300). "batch": the standard deviation of all rewards. "none": nothing (Dr. GRPO,
@@ -318,29 +320,14 @@ class Policy(nn.Module):
         self.temperature = temperature
 
     def forward(self, batch: dict):
-        # The logits one position before each completion token predict it. Padding stands on the
-        # right, where causal attention lets no token see it.
+        # The logits one position before each completion token predict it: of one sample they are
+        # logits[len(prompt) - 1 : -1], as in the nine lines. Padding stands on the right, where
+        # causal attention lets no token see it.
         logits = logits_of_completions(self.model, batch)  # [N, T, V]
-        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V]
+        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V], as the sampler drew
         entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
         logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
         return logps[:, :, 0], entropy
-
-
-def logits_of_completions(model, batch: dict):
-    """[N, T, V], at least in float32. Of one sample: logits[len(prompt) - 1 : -1], as in the nine
-    lines. batch["first"] is where the shortest prompt of the batch ends: what comes before needs no
-    logits."""
-    if model.is_gradient_checkpointing:  # else the model is in eval mode, when it learns, too
-        model.train(torch.is_grad_enabled())
-    options = dict(use_cache=False)
-    kept = batch["ids"].shape[1] - batch["first"]
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = kept
-    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
-    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
-    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -370,25 +357,29 @@ def grpo_loss(
     tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
-    if ref_logps is not None and cfg.kl_in == "reward":  # --kl_in reward
-        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
 
     # The policy gradient. In the first optimizer step logps and old_logps are equal: the ratio is
     # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1. In later steps the
     # samples come from an older policy, and the ratio makes up for it: a token that today's policy
     # would sample twice as often counts twice.
     ratio = (logps - old_logps).exp()  # [N, T]
-    if cfg.ratio_level == "sequence":  # --ratio_level sequence
+    if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
         ratio = sequence_ratio(logps, old_logps, sampled)
+    if ref_logps is not None and cfg.kl_in == "reward":  # an option: the KL as a cost
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # The clip changes nothing in the first optimizer step. In a later one, a token that has become
-    # 28 % more likely, or 20 % less, as its advantage asks, gets no further push: samples of an old
-    # policy say little about one that has moved far.
-    losses, is_clipped = clip(losses, advantages, ratio, cfg)  # --clip_low, --clip_high
+    # The clip (PPO, arXiv 1707.06347, eq. 7). By default a token with A > 0 gets no further push
+    # above a ratio of 1.28, and one with A < 0 none below 0.8: clamp has no gradient there, and
+    # gives the larger loss. A token that moved the wrong way is still pushed.
+    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
+    is_clipped = clipped > losses
+    losses = torch.maximum(losses, clipped)
 
-    # Options that add to it. The factor sampler_weights is about 1.
-    losses = losses * sampler_weights(old_logps, sampler_logps, cfg)  # --tis_cap
-    if ref_logps is not None and cfg.kl_in == "loss":  # --beta
+    # Two corrections. The sampler's probabilities may differ a bit from the trainer's: each token
+    # is weighted by their quotient, about 1. And with --beta a KL term holds the policy near the
+    # reference.
+    losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
+    if ref_logps is not None and cfg.kl_in == "loss":
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
 
     if cfg.loss_reduction == "token":
@@ -397,7 +388,7 @@ def grpo_loss(
         length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
         losses = losses / length  # the mean over the completion (the original GRPO)
         losses = losses / n_sequences  # each completion counts the same
-    else:  # each token counts the same in all steps, whatever their lengths (Dr. GRPO)
+    else:  # by a constant: in all steps a token has the same weight (Dr. GRPO)
         losses = losses / (n_sequences * cfg.max_completion_length)
     loss = torch.where(mask, losses, 0).sum()
     return loss, token_stats(mask, is_clipped, logps, ref_logps)
@@ -435,8 +426,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
             sampled=batch["sampled"],
             length_mask=batch["length_mask"],
         )
-        # DDP takes the mean of the ranks' gradients. Their sum is right, as the loss is divided by
-        # the counts of all ranks already. The sum is the mean times the number of ranks.
+        # DDP takes the mean of the ranks' gradients. We want their sum, because the loss is divided
+        # by the counts of all ranks already. The sum is the mean times the number of ranks.
         (loss * WORLD_SIZE).backward()
         sums.append(stats | sampler_stats(loss, entropy, old_logps, batch))
     return sum_over_ranks(sums)
@@ -460,13 +451,13 @@ def update(
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if not norms:  # before a weight changes: the run ends if the sampler had other weights
+        if not norms:  # the run ends here if the sampler's log-probabilities are not the trainer's
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
-        # No step if the gradient is nan, or if there is nothing to learn from, such as without a KL
-        # if each group has equal rewards: Adam's momentum would move the weights all the same.
+        # No step if the gradient is nan. And none if it is 0, as without a KL when each group has
+        # equal rewards: Adam's momentum would move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
@@ -478,18 +469,9 @@ def update(
 # The options of the loss
 
 
-def clip(losses, advantages, ratio, cfg: Config):
-    """losses [N, T], clipped (PPO, arXiv 1707.06347, eq. 7), and where the clip acts [N, T]. A
-    token with A > 0 gets no further push once its ratio is above 1 + clip_high, and one with A < 0
-    none below 1 - clip_low: clamp has no gradient there. A token that moved the wrong way, such as
-    one with A > 0 that became less likely, is still pushed."""
-    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    return torch.maximum(losses, clipped), clipped > losses
-
-
 def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T], without gradient. The sampler has the policy's weights but computes by other code, so
-    its probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
+    """[N, T] or 1, without gradient. The sampler has the policy's weights and other code, so its
+    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
     p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
     if sampler_logps is None or cfg.tis_cap == 0:
         return 1.0
@@ -497,26 +479,32 @@ def sampler_weights(old_logps, sampler_logps, cfg: Config):
 
 
 def sequence_ratio(logps, old_logps, sampled):
-    """[N, T]: one ratio for the whole completion (GSPO, arXiv 2507.18071, eq. 7 and 14), because
-    the ratios of single tokens are noisy: exp of the mean difference of its tokens."""
+    """[N, T]: one ratio for the whole completion, exp of the mean difference of its tokens, because
+    the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     length = sampled.sum(1, keepdim=True).clamp(min=1)
     mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
-    return straight_through(mean, logps).exp()  # the value of mean, the gradient of logps
+    # The value of the mean, with the gradient of logps:
+    return (mean.detach() + (logps - logps.detach())).exp()
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """Per-token estimates of KL(policy || reference), from tokens that the old policy sampled: all
-    [N, T]. You need the others only if you leave wk3, the default. With d = log(policy / reference)
-    and w = policy / old policy, the ratio:
+    """[N, T]: estimates, for each token, of how far the policy is from the reference, in nats: of
+    KL(policy || reference). Skip the table unless you change --kl_estimator.
 
-        k1 = d                no gradient on average, only noise: holds nothing
-        k2 = d^2 / 2          the gradient of the KL, but in the first optimizer step only
-        k3 = exp(-d) - 1 + d  the gradient of another KL, KL(reference || policy)
-        k4 = w k1             the gradient of the KL, with the noise of k1
-        wk3 = w k3            the gradient of the KL
+    d = log(policy / reference): how much more than the reference the policy likes the token. w =
+    policy / old policy: the ratio. As a term of the loss, an estimate pushes a token down by its
+    derivative, and up if that is negative:
 
-    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
-    2512.02556). test_grpo.py proves these claims, studies/kl_estimators.py shows what they do.
+        estimate              derivative
+        k1 = d                1            all tokens alike: no push, as probabilities add up to 1
+        k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
+        k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak: at most 1, however large d is
+        k4 = w k1             w (1 + d)    right, with the noise of k1
+        wk3 = w k3            w d          right; the default
+
+    Right: on average the gradient of the KL. k1 to k3 are Schulman's
+    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
+    studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -529,14 +517,14 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(capped(-d)) + d
     if estimator == "k3":
         return k3
-    # The gradient of w k3 is w d, and is written out. Autograd would subtract large terms with
+    # The derivative w d is written out. Autograd would find it as a difference of large terms with
     # exp(-d): from d = -20 on, float32 would leave their rounding only.
-    return straight_through(w * k3, logps, slope=(w * d).detach())
+    return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
 
 
 def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward the KL is a cost. A token has an influence on its own k1 and on
-    that of the later tokens of its completion, so it pays their sum."""
+    """[N, T]: with --kl_in reward the KL is a cost, like a part of the reward, and has no gradient
+    of its own. A token pays for itself and for the later tokens, which follow from it."""
     k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
     return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
@@ -572,8 +560,10 @@ class HFSampler:
         completions = []
         for start in range(0, len(prompts), self.BATCH):
             batch = slice(start, start + self.BATCH)
-            rows = self.sample_batch(prompts[batch], seeds[batch], temperature, limits[batch])
-            for ids, logps, limit in zip(*rows, limits[batch], strict=True):
+            rows, row_logps = self.sample_batch(
+                prompts[batch], seeds[batch], temperature, limits[batch]
+            )
+            for ids, logps, limit in zip(rows, row_logps, limits[batch], strict=True):
                 stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
                 length = limit
                 if len(stops) > 0:
@@ -713,15 +703,10 @@ def mean_and_std(values) -> tuple:
     return x.nanmean().item(), nanstd(x, 0).item()
 
 
-def straight_through(value, x, slope=1.0):
-    """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
-    return value.detach() + slope * (x - x.detach())
-
-
 def capped(exponent):
     """At most 20, so that exp of it fits float32 in any product. The gradient is not capped: clamp
     would make it 0 beyond 20, where the KL has to pull most."""
-    return straight_through(exponent.clamp(max=20), exponent)
+    return exponent.clamp(max=20).detach() + (exponent - exponent.detach())
 
 
 # -- Batches: samples become tensors, and are dealt to the ranks
@@ -742,6 +727,23 @@ def padded_texts(samples: list[Sample]) -> dict:
     predicted_at = predicted_at.clamp(max=ids.shape[1] - 1)  # at padding any place will do
     first = int(last.min())  # the logits before this position are not needed
     return dict(ids=ids, completion_ids=completion_ids, predicted_at=predicted_at, first=first)
+
+
+def logits_of_completions(model, batch: dict):
+    """[N, T, V], at least in float32. batch["first"] is where the shortest prompt of the batch
+    ends. Logits before it are not needed."""
+    # The model is in eval mode while it learns, too: no dropout. But gradient checkpointing works
+    # in training mode only.
+    if model.is_gradient_checkpointing:
+        model.train(torch.is_grad_enabled())
+    options = dict(use_cache=False)
+    kept = batch["ids"].shape[1] - batch["first"]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = kept
+    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
+    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
+    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
@@ -779,7 +781,7 @@ Policy.micro_batches = staticmethod(micro_batches)
 
 
 def micro_batches_of_all_ranks(policy, samples, cfg):
-    """Small enough that each rank gets one. No split changes the gradient: the loss is a sum."""
+    """Small enough that each rank may get one. No split changes the gradient: the loss is a sum."""
     total = sum(s.total_length for s in samples)
     return policy.micro_batches(samples, min(cfg.micro_batch_tokens, total / WORLD_SIZE))
 

@@ -338,7 +338,7 @@ def exact_gradient(policy, reference, sampler):
 
 
 def test_kl_gradients_on_policy(toy, request):
-    """The expected gradient of each estimator against that of the KL; k3 has that of the other KL."""
+    """The expected gradient of each estimator against that of the KL. k3 has the other KL's."""
     policy, reference, _ = toy
     exact = exact_gradient(policy, reference, policy)
     expected = {name: expected_gradient(policy, reference, policy, name) for name in ESTIMATORS}
