@@ -29,17 +29,20 @@ the file samples all groups of the step before the first backward.)
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
-step on these answers. In this first step the difference is 0. exp(0) is 1, so the value is -A. The
-derivative of exp at 0 is 1, too, so the gradient is that of -A * logp. In a second step on the same
-answers the model has changed. exp(...) is then how many times as likely the token has become: with
-this weight the old answers stand in for answers of today's model, which would draw the token as
-many times as often. They do so as long as the model has not moved far. So a clip ends the push on a
-token when exp(...) is above 1.28 for A > 0, or below 0.8 for A < 0.
+step on these answers. In this step the difference is 0. exp(0) is 1, so the value is -A. The
+derivative of exp at 0 is 1, too, so the gradient is that of -A * logp.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
 which can be 0 in every step of a run that learns. Had all four the same reward, all A would be 0,
 and the group would teach nothing.
+
+You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
+exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
+as likely the token has become. If today's model would draw a token twice as often, the token counts
+twice: then the average is what new answers would give. This is good for small changes only. So a
+clip ends the push on a token of a good answer (A > 0) when the ratio is above 1.28, and on one of a
+bad answer when it is below 0.8.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -50,10 +53,12 @@ The nine lines, and where they stand with batches, ranks and options:
     the loss                   grpo_loss
     backward, step             accumulate_gradient, update
 
-Words: the policy is the model that is trained. A completion is an answer. A rollout is the samples
-of a step. An update is the optimizer steps on a rollout. The old policy is the policy as it was
-when it sampled. The reference is a frozen copy of the model that the run began with. A KL term, a
-penalty for the distance between two distributions, can hold the policy near it (--beta).
+Words: the policy is the model that is trained, a completion is an answer. A step samples once, the
+rollout, and learns from the samples, the update: by default in one optimizer step, else in one for
+each minibatch. A minibatch goes through the model in micro-batches, whose gradients add up. The old
+policy is the policy as it was when it sampled. The reference is a frozen copy of the model that the
+run began with. A KL term, a penalty for the distance between two distributions, can keep the policy
+from drifting far from it (--beta).
 
 Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
 the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
@@ -131,13 +136,13 @@ class Sample:
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
     # Log-probabilities of these tokens, up to three times:
-    sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
+    sampler_logps: np.ndarray  # by the sampler (vLLM, or the model itself) when it drew the tokens
     old_logps: np.ndarray | None = None  # by the trainer, if the update has several optimizer steps
     ref_logps: np.ndarray | None = None  # by the reference, if there is a KL term
     # Masks. In a plain run they are True for every token, and you can read over them.
-    sampled: np.ndarray | None = None  # False: not the policy but an environment wrote the token
-    loss_mask: np.ndarray | None = None  # False: the token is not in the loss ...
-    length_mask: np.ndarray | None = None  # ... and False here: n_tokens does not count it either
+    sampled: np.ndarray | None = None  # the policy wrote the token; False: an environment, a tool
+    loss_mask: np.ndarray | None = None  # the policy learns from the token
+    length_mask: np.ndarray | None = None  # the token counts in n_tokens
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
@@ -212,8 +217,8 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, which draw
-    other random numbers."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, each with
+    random numbers of its own."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
     # Each sample has a seed of its own, a pair of numbers, so that what is drawn for one does not
     # depend on which others are in its batch.
@@ -267,14 +272,14 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     """How much better than the mean of its group each sample is. rewards [N]: those of the first
     group, then those of the second, and so on. Returns [N].
 
-    scale: what r - mean is divided by. "group": the standard deviation of its group (DeepSeekMath,
-    arXiv 2402.03300). "batch": the standard deviation of all rewards. "none": nothing (Dr. GRPO,
-    arXiv 2503.20783).
+    scale: what r - mean is divided by. "group": the standard deviation of its group, so that small
+    differences teach as much as large ones (DeepSeekMath, arXiv 2402.03300). "batch": the standard
+    deviation of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
     A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)  # 0.1 + 0.2 - 0.3 is 6e-17, not 0
+    advantages = zero_where_nan_or_rounding(advantages, grouped)  # the mean of three 0.1 is not 0.1
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
@@ -283,9 +288,9 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
-    """Fills in `advantages`. samples: of all ranks, group after group. Another method puts
-    its code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state,
-    for what such a method remembers from step to step."""
+    """Fills in `advantages`. samples: of all ranks, group after group. Another algorithm puts its
+    code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state, for
+    what it remembers from step to step."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
@@ -368,16 +373,16 @@ def grpo_loss(
     if ref_logps is not None and cfg.kl_in == "reward":  # an option: the KL as a cost
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # The clip (PPO, arXiv 1707.06347, eq. 7). By default a token with A > 0 gets no further push
-    # above a ratio of 1.28, and one with A < 0 none below 0.8: clamp has no gradient there, and
-    # gives the larger loss. A token that moved the wrong way is still pushed.
+    # The clip (PPO, arXiv 1707.06347, eq. 7). With A > 0 and a ratio above 1.28, or A < 0 and one
+    # below 0.8, the clipped loss is the larger one. So maximum takes it, and it is flat: no further
+    # push. A token that moved the wrong way, such as to 0.5 with A > 0, is still pushed.
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Two corrections. The sampler's probabilities may differ a bit from the trainer's: each token
-    # is weighted by their quotient, about 1. And with --beta a KL term holds the policy near the
-    # reference.
+    # Two additions. vLLM computes the same model by other code, so its probabilities are a bit off:
+    # each token is weighted by p_trainer / p_sampler, about 1. And with --beta a KL term keeps the
+    # policy from drifting far from the reference.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
     if ref_logps is not None and cfg.kl_in == "loss":
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
@@ -388,7 +393,7 @@ def grpo_loss(
         length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
         losses = losses / length  # the mean over the completion (the original GRPO)
         losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant: in all steps a token has the same weight (Dr. GRPO)
+    else:  # a token counts the same in steps of long and of short completions (Dr. GRPO)
         losses = losses / (n_sequences * cfg.max_completion_length)
     loss = torch.where(mask, losses, 0).sum()
     return loss, token_stats(mask, is_clipped, logps, ref_logps)
@@ -456,8 +461,8 @@ def update(
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
-        # No step if the gradient is nan. And none if it is 0, as without a KL when each group has
-        # equal rewards: Adam's momentum would move the weights all the same.
+        # No step if the gradient is nan. And none if there is nothing to learn (equal rewards in
+        # each group, and no KL): the gradient is 0, but Adam's momentum would move the weights.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
@@ -470,8 +475,7 @@ def update(
 
 
 def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T] or 1, without gradient. The sampler has the policy's weights and other code, so its
-    probabilities differ a bit. Truncated importance sampling (TIS) weighs each token by
+    """[N, T] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
     p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
     if sampler_logps is None or cfg.tis_cap == 0:
         return 1.0
@@ -483,28 +487,28 @@ def sequence_ratio(logps, old_logps, sampled):
     the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     length = sampled.sum(1, keepdim=True).clamp(min=1)
     mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
-    # The value of the mean, with the gradient of logps:
+    # The value is exp(mean). But a token has the gradient of its own logp and not of the mean's,
+    # because advantages and masks may differ from token to token.
     return (mean.detach() + (logps - logps.detach())).exp()
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """[N, T]: estimates, for each token, of how far the policy is from the reference, in nats: of
-    KL(policy || reference). Skip the table unless you change --kl_estimator.
+    """[N, T]: for each token a number whose average over many samples is KL(policy || reference) or
+    near it, in nats. Skip the table unless you change --kl_estimator.
 
     d = log(policy / reference): how much more than the reference the policy likes the token. w =
-    policy / old policy: the ratio. As a term of the loss, an estimate pushes a token down by its
-    derivative, and up if that is negative:
+    policy / old policy: the ratio. In the loss, an estimate acts on logp by its derivative: the
+    token becomes less likely if that is positive, and more likely if it is negative.
 
         estimate              derivative
         k1 = d                1            all tokens alike: no push, as probabilities add up to 1
         k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
-        k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak: at most 1, however large d is
-        k4 = w k1             w (1 + d)    right, with the noise of k1
+        k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak where d > 0, too strong where d < 0
+        k4 = w k1             w (1 + d)    right on average, but the 1 is noise
         wk3 = w k3            w d          right; the default
 
-    Right: on average the gradient of the KL. k1 to k3 are Schulman's
-    (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
-    studies/kl_estimators.py measures these claims.
+    Right: the gradient of the KL. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
+    DeepSeek-V3.2's (arXiv 2512.02556). studies/kl_estimators.py measures these claims.
     """
     d = logps - ref_logps
     w = capped(logps - old_logps).exp()
@@ -523,8 +527,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
 
 
 def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward the KL is a cost, like a part of the reward, and has no gradient
-    of its own. A token pays for itself and for the later tokens, which follow from it."""
+    """[N, T]: with --kl_in reward the KL is a cost that is subtracted from the advantage. A token
+    pays for itself and for the later tokens, because they follow from it."""
     k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
     return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
@@ -574,7 +578,7 @@ class HFSampler:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
     def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
-        """Tokens and log-probabilities, [N, T], until every completion has stopped."""
+        """Tokens and log-probabilities, [N, T], until all have stopped or reached their limit."""
         device = self.model.device
         stop_ids = torch.tensor(self.stop_ids, device=device)
         randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
@@ -805,7 +809,8 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
 
 def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
     """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many: DDP
-    needs a backward of every rank, so a rank that is left over in the last round gets an empty one.
+    needs a backward of every rank, so a rank that is left over in the last round gets one without
+    a sampled token.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
     needed = [s for s in minibatch if has_gradient(s, cfg)]
@@ -852,21 +857,22 @@ def trained_advantages(s: Sample) -> np.ndarray:
     return s.advantages[s.sampled & s.loss_mask]
 
 
-def has_gradient(s: Sample, cfg: Config, kl_pulls: bool = True) -> bool:
+def has_gradient(s: Sample, cfg: Config) -> bool:
     """Whether the loss has a gradient at this sample. If you add a term to the loss that acts where
     the advantage is 0, say so here."""
-    if cfg.beta > 0 and kl_pulls:
+    if cfg.beta > 0:
         return True
     return trained_advantages(s).any()
 
 
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
-    the weights by its momentum even if the gradient is 0. And while the policy still is the
-    reference, the KL's gradient is rounding noise. Adam divides by the size of the gradient, so it
-    would move the weights by this noise as far as by a signal."""
-    has_left_the_reference = bool(cfg.reference or optimizer.state)  # Adam has no state at first
-    return any(has_gradient(s, cfg, has_left_the_reference) for s in minibatch)
+    the weights by its momentum even if the gradient is 0."""
+    # Before the first optimizer step the policy is the reference (unless that is a model of its
+    # own), and the KL's gradient is rounding. Adam would make a whole step of it.
+    if not optimizer.state and not cfg.reference:
+        cfg = replace(cfg, beta=0.0)
+    return any(has_gradient(s, cfg) for s in minibatch)
 
 
 def check_gap(gap: float, cfg: Config) -> None:
@@ -1610,7 +1616,7 @@ class VLLMSampler:
 
     def push(self, model) -> None:
         """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
-        next rollout (check_gap)."""
+        run (check_gap)."""
         if self.asleep:  # weights first, then the cache, so that their peaks do not add up
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -1961,6 +1967,7 @@ class Run:
             return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
 
     def forbid_saves(self, *_) -> None:
+        """From an optimizer step on, until the update is complete, the weights are of no step."""
         self.must_not_save = True
 
     def complete(self, step: int, **changes) -> None:
