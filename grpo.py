@@ -1309,10 +1309,10 @@ def fill_template(template: str, row: dict) -> str:
     \frac{1}{2}, but not those around what must be meant as a column."""
 
     def value_of(match):
-        command, column = match.groups()
+        command, column = match.groups("")
         if row.get(column) is not None:
-            return (command or "") + str(row[column])
-        if command is None and re.fullmatch(r"[^\W\d][\w.-]*", column):
+            return command + str(row[column])
+        if not command and re.fullmatch(r"[^\W\d][\w.-]*", column):
             raise ValueError(f"has no column '{column}'")
         return match[0]
 
