@@ -22,14 +22,15 @@ It is fine-tuning on the model's own answers: the cross-entropy of each answer, 
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
 and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
 token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
-ten times as much as a token of one of 100. And if memory asks for several batches, with a mean over
-each batch a token of a small one would weigh more than a token of a large one. (To know n_tokens,
-the file samples all groups of the step before the first backward.)
+ten times as much as a token of one of 100. And if you split the answers into several batches and
+take a mean in each, tokens in small batches weigh more. (To know n_tokens, the file samples all
+groups of the step before the first backward.)
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
-uses -A * exp(logp - old_logp), where old_logp is a constant: the logp before the first optimizer
-step on these answers. In this step the difference is 0. exp(0) is 1, so the value is -A. The
+uses -A * exp(logp - old_logp), which also serves a second optimizer step on the same answers.
+old_logp is the log-probability when they were sampled, as a constant. In the first optimizer step
+the model has not changed yet, so the difference is 0. exp(0) is 1, so the value is -A. The
 derivative of exp at 0 is 1, too, so the gradient is that of -A * logp.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
@@ -40,9 +41,9 @@ and the group would teach nothing.
 You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
 exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
 as likely the token has become. If today's model would draw a token twice as often, the token counts
-twice: then the average is what new answers would give. This is good for small changes only. So a
-clip ends the push on a token of a good answer (A > 0) when the ratio is above 1.28, and on one of a
-bad answer when it is below 0.8.
+twice: weighted so, the gradient of the old answers is on average about that of new ones. This is
+good for small changes only. So a clip ends the push on a token of a good answer (A > 0) when the
+ratio is above 1.28, and on one of a bad answer when it is below 0.8.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -57,15 +58,16 @@ Words: the policy is the model that is trained, a completion is an answer. A ste
 rollout, and learns from the samples, the update: by default in one optimizer step, else in one for
 each minibatch. A minibatch goes through the model in micro-batches, whose gradients add up. The old
 policy is the policy as it was when it sampled. The reference is a frozen copy of the model that the
-run began with. A KL term, a penalty for the distance between two distributions, can keep the policy
-from drifting far from it (--beta).
+run began with. With --beta a KL term, a penalty for the distance between two distributions, keeps
+the policy from drifting far from the reference.
 
 Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
 the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
 
 By default a rollout has one optimizer step, every token counts the same, and there is no KL (the
 bundled task has a little, --beta 0.001): see Config for the rest. Read from training_loop to
-update, and you have read GRPO. The options of the loss and a sampler follow, then PLUMBING.
+update, and you have read GRPO. A sampler follows, and then PLUMBING: first the options of the loss,
+for the day on which you change one.
 """
 
 from __future__ import annotations
@@ -135,13 +137,14 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens, up to three times:
-    sampler_logps: np.ndarray  # by the sampler (vLLM, or the model itself) when it drew the tokens
-    old_logps: np.ndarray | None = None  # by the trainer, if the update has several optimizer steps
+    # Log-probabilities of these tokens, by up to three models. By default only the first is there:
+    sampler_logps: np.ndarray  # by the sampler, when it drew the tokens (vLLM's are slightly off)
+    old_logps: np.ndarray | None = None  # by the policy before the first of several optimizer steps
     ref_logps: np.ndarray | None = None  # by the reference, if there is a KL term
-    # Masks. In a plain run they are True for every token, and you can read over them.
+    # Masks. In a plain run they are True for every token, and you can read over them. (The last two
+    # differ only if your algorithm leaves a token out of the loss, and counts it all the same.)
     sampled: np.ndarray | None = None  # the policy wrote the token; False: an environment, a tool
-    loss_mask: np.ndarray | None = None  # the policy learns from the token
+    loss_mask: np.ndarray | None = None  # the token is in the loss
     length_mask: np.ndarray | None = None  # the token counts in n_tokens
     advantages: np.ndarray | None = None  # by default 0
     finish_reason: str = "stop"  # or "length": cut off
@@ -190,11 +193,11 @@ def training_loop(run: Run) -> None:
         samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
-        if run.is_over():  # on Ctrl-C: no weight has changed since the last whole step
+        if run.is_over():  # Ctrl-C came. No weight has changed since the last step
             break
 
-        # If there will be several optimizer steps on these samples, keep today's log-probabilities:
-        # the loss compares with them. If there is a KL term, it compares with the reference's, too.
+        # The loss compares with today's log-probabilities, if there will be several optimizer steps
+        # on these samples, and with the reference's, if there is a KL term.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -260,7 +263,7 @@ def score(samples: list[Sample], run: Run) -> None:
         weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
         if not np.isnan(weighted).all():
             s.reward = float(np.nansum(weighted))
-            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
+            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:  # an option
                 s.reward = run.cfg.non_stop_reward
 
 
@@ -307,9 +310,9 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 
 
 class Policy(nn.Module):
-    """policy(collate(samples, device)) -> logps [N, T], the log-probability of each completion
-    token, and entropy [N, T], how uncertain the model was at each token (in nats, for the log).
-    The values at padding mean nothing. A row of the batch is a prompt, its completion and padding:
+    """policy(batch) -> logps [N, T], the log-probability of each completion token, and entropy
+    [N, T], how uncertain the model was at each token (in nats, for the log). The values at padding
+    mean nothing. collate makes a batch. A row of it is a prompt, its completion and padding:
 
     ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
     completion_ids    x y EOS
@@ -352,10 +355,15 @@ def grpo_loss(
     sampled=None,  # [N, T], the tokens that the policy sampled; None: the same as mask
     length_mask=None,  # [N, T], the tokens that n_tokens counts; None: the same as mask
 ):
-    """The loss of one micro-batch: the SUM over its tokens, divided by the number of tokens (or
-    completions) in the WHOLE optimizer step. So the losses of any micro-batches and ranks add up to
-    the loss of the step. (A mean over each micro-batch would give the tokens of a small one more
-    weight.) Returns (loss, stats); stats are sums over the tokens in the loss.
+    """The loss of one micro-batch. With the default flags, and A for the advantage:
+
+        ratio = (logps - old_logps).exp()
+        losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))
+        loss = losses[mask].sum() / n_tokens
+
+    The SUM over its tokens is divided by the number of tokens in the WHOLE optimizer step. So the
+    losses of all micro-batches and ranks add up to the loss of the step. All else is options.
+    Returns (loss, stats); stats are sums over the tokens in the loss.
     """
     # Padding, and tokens that the policy did not sample, become 0. You can read over these lines.
     mask, sampled, length_mask = complete_masks(mask, sampled, length_mask)
@@ -364,25 +372,22 @@ def grpo_loss(
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
 
     # The policy gradient. In the first optimizer step logps and old_logps are equal: the ratio is
-    # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1. In later steps the
-    # samples come from an older policy, and the ratio makes up for it: a token that today's policy
-    # would sample twice as often counts twice.
+    # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
         ratio = sequence_ratio(logps, old_logps, sampled)
-    if ref_logps is not None and cfg.kl_in == "reward":  # an option: the KL as a cost
+    if ref_logps is not None and cfg.kl_in == "reward":  # an option: less, where the KL is large
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
-    # The clip (PPO, arXiv 1707.06347, eq. 7). With A > 0 and a ratio above 1.28, or A < 0 and one
-    # below 0.8, the clipped loss is the larger one. So maximum takes it, and it is flat: no further
-    # push. A token that moved the wrong way, such as to 0.5 with A > 0, is still pushed.
+    # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
+    # clipped one -1.28. The maximum is -1.28, a constant without gradient: no further push. At a
+    # ratio of 0.5 the maximum is -0.5, and the push goes on.
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Two additions. vLLM computes the same model by other code, so its probabilities are a bit off:
-    # each token is weighted by p_trainer / p_sampler, about 1. And with --beta a KL term keeps the
-    # policy from drifting far from the reference.
+    # Two extras: a factor of about 1, because vLLM's probabilities are slightly off; and a KL term
+    # (--beta), which keeps the policy from drifting far from the reference.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
     if ref_logps is not None and cfg.kl_in == "loss":
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
@@ -393,7 +398,7 @@ def grpo_loss(
         length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
         losses = losses / length  # the mean over the completion (the original GRPO)
         losses = losses / n_sequences  # each completion counts the same
-    else:  # a token counts the same in steps of long and of short completions (Dr. GRPO)
+    else:  # by a constant: a token's weight depends on no length (Dr. GRPO)
         losses = losses / (n_sequences * cfg.max_completion_length)
     loss = torch.where(mask, losses, 0).sum()
     return loss, token_stats(mask, is_clipped, logps, ref_logps)
@@ -461,76 +466,13 @@ def update(
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
-        # No step if the gradient is nan. And none if there is nothing to learn (equal rewards in
-        # each group, and no KL): the gradient is 0, but Adam's momentum would move the weights.
+        # No step if the gradient is nan. And none if there is nothing to learn, as with equal
+        # rewards in each group and no KL: Adam's momentum would move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
     clear_gradients(optimizer)
     return dict(learning_rate=learning_rate, optimizer_steps=taken) | update_metrics(sums, norms)
-
-
-# ------------------------------------------------------------------------------------------------
-# The options of the loss
-
-
-def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
-    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
-    if sampler_logps is None or cfg.tis_cap == 0:
-        return 1.0
-    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
-
-
-def sequence_ratio(logps, old_logps, sampled):
-    """[N, T]: one ratio for the whole completion, exp of the mean difference of its tokens, because
-    the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
-    length = sampled.sum(1, keepdim=True).clamp(min=1)
-    mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
-    # The value is exp(mean). But a token has the gradient of its own logp and not of the mean's,
-    # because advantages and masks may differ from token to token.
-    return (mean.detach() + (logps - logps.detach())).exp()
-
-
-def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """[N, T]: for each token a number whose average over many samples is KL(policy || reference) or
-    near it, in nats. Skip the table unless you change --kl_estimator.
-
-    d = log(policy / reference): how much more than the reference the policy likes the token. w =
-    policy / old policy: the ratio. In the loss, an estimate acts on logp by its derivative: the
-    token becomes less likely if that is positive, and more likely if it is negative.
-
-        estimate              derivative
-        k1 = d                1            all tokens alike: no push, as probabilities add up to 1
-        k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
-        k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak where d > 0, too strong where d < 0
-        k4 = w k1             w (1 + d)    right on average, but the 1 is noise
-        wk3 = w k3            w d          right; the default
-
-    Right: the gradient of the KL. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
-    DeepSeek-V3.2's (arXiv 2512.02556). studies/kl_estimators.py measures these claims.
-    """
-    d = logps - ref_logps
-    w = capped(logps - old_logps).exp()
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k4":
-        return w * d
-    k3 = torch.expm1(capped(-d)) + d
-    if estimator == "k3":
-        return k3
-    # The derivative w d is written out. Autograd would find it as a difference of large terms with
-    # exp(-d): from d = -20 on, float32 would leave their rounding only.
-    return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
-
-
-def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward the KL is a cost that is subtracted from the advantage. A token
-    pays for itself and for the later tokens, because they follow from it."""
-    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
-    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
 
 
 # ------------------------------------------------------------------------------------------------
@@ -632,9 +574,71 @@ def decode(tokenizer, ids: np.ndarray) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# PLUMBING. First the helpers of the functions above; then flags, ranks, data, models, vLLM, the run
-# on disk
+# PLUMBING. First the options of the loss and the helpers of the functions above; then flags, ranks,
+# data, models, vLLM, the run on disk
 # ------------------------------------------------------------------------------------------------
+
+# -- The options of the loss
+
+
+def sampler_weights(old_logps, sampler_logps, cfg: Config):
+    """[N, T] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
+    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
+    if sampler_logps is None or cfg.tis_cap == 0:
+        return 1.0
+    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
+
+
+def sequence_ratio(logps, old_logps, sampled):
+    """[N, T]: one ratio for the whole completion, exp of the mean difference of its tokens, because
+    the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
+    length = sampled.sum(1, keepdim=True).clamp(min=1)
+    mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
+    # The value is exp(mean). But a token has the gradient of its own logp and not of the mean's,
+    # because advantages and masks may differ from token to token.
+    return (mean.detach() + (logps - logps.detach())).exp()
+
+
+def kl_estimate(logps, ref_logps, old_logps, estimator: str):
+    """[N, T]: for each token a number whose average over many samples is KL(policy || reference) or
+    near it, in nats. Skip the table unless you change --kl_estimator.
+
+    d = log(policy / reference): how much more than the reference the policy likes the token. w =
+    policy / old policy: the ratio. In the loss, an estimate acts on logp by its derivative: the
+    token becomes less likely if that is positive, and more likely if it is negative.
+
+        estimate              derivative
+        k1 = d                1            all tokens alike: no push, as probabilities add up to 1
+        k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
+        k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak where d > 0, too strong where d < 0
+        k4 = w k1             w (1 + d)    right on average, but the 1 is noise
+        wk3 = w k3            w d          right; the default
+
+    Right: the gradient of the KL. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
+    DeepSeek-V3.2's (arXiv 2512.02556). studies/kl_estimators.py measures these claims.
+    """
+    d = logps - ref_logps
+    w = capped(logps - old_logps).exp()
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    if estimator == "k4":
+        return w * d
+    k3 = torch.expm1(capped(-d)) + d
+    if estimator == "k3":
+        return k3
+    # The derivative w d is written out. Autograd would find it as a difference of large terms with
+    # exp(-d): from d = -20 on, float32 would leave their rounding only.
+    return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
+
+
+def kl_from_here_on(old_logps, ref_logps):
+    """[N, T]: with --kl_in reward the KL is a cost that is subtracted from the advantage. A token
+    pays for itself and for the later tokens, because they follow from it."""
+    k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
+    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
+
 
 # -- Random streams, the order of the data
 
