@@ -29,9 +29,9 @@ groups of the step before the first backward.)
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), which also serves a second optimizer step on the same answers.
-old_logp is the log-probability when they were sampled, as a constant. In the first optimizer step
-the model has not changed yet, so the difference is 0. exp(0) is 1, so the value is -A. The
-derivative of exp at 0 is 1, too, so the gradient is that of -A * logp.
+old_logp is the logp of the model as it was when it sampled, as a constant. In the first optimizer
+step after that the model has not changed yet, so the difference is 0. exp(0) is 1, so the value is
+-A. The derivative of exp at 0 is 1, too, so the gradient is that of -A * logp.
 
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
@@ -40,10 +40,10 @@ and the group would teach nothing.
 
 You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
 exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
-as likely the token has become. If today's model would draw a token twice as often, the token counts
-twice: weighted so, the gradient of the old answers is on average about that of new ones. This is
-good for small changes only. So a clip ends the push on a token of a good answer (A > 0) when the
-ratio is above 1.28, and on one of a bad answer when it is below 0.8.
+as likely the token has become. The new model would draw a token with the ratio 2 twice as often,
+but we have it only once in the old answers. So it counts twice, which gives on average about the
+gradient of new answers. This is good for small changes only. So a clip ends the push on a token of
+a good answer (A > 0) when the ratio is above 1.28, and on one of a bad answer when it is below 0.8.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -54,12 +54,12 @@ The nine lines, and where they stand with batches, ranks and options:
     the loss                   grpo_loss
     backward, step             accumulate_gradient, update
 
-Words: the policy is the model that is trained, a completion is an answer. A step samples once, the
-rollout, and learns from the samples, the update: by default in one optimizer step, else in one for
-each minibatch. A minibatch goes through the model in micro-batches, whose gradients add up. The old
-policy is the policy as it was when it sampled. The reference is a frozen copy of the model that the
-run began with. With --beta a KL term, a penalty for the distance between two distributions, keeps
-the policy from drifting far from the reference.
+Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
+rollout samples and scores. The update learns from the samples: by default in one optimizer step,
+with --num_minibatches in one for each minibatch. A minibatch goes through the model in
+micro-batches, whose gradients add up. The old policy is the policy as it was when it sampled. The
+reference is a frozen model, by default the one that the run began with. With --beta a KL term, a
+penalty for the distance between two distributions, keeps the policy from drifting far from it.
 
 Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
 the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
@@ -137,12 +137,12 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens, by up to three models. By default only the first is there:
+    # Log-probabilities of these tokens, by up to three models:
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens (vLLM's are slightly off)
-    old_logps: np.ndarray | None = None  # by the policy before the first of several optimizer steps
-    ref_logps: np.ndarray | None = None  # by the reference, if there is a KL term
-    # Masks. In a plain run they are True for every token, and you can read over them. (The last two
-    # differ only if your algorithm leaves a token out of the loss, and counts it all the same.)
+    old_logps: np.ndarray | None = None  # by the old policy; None: a single optimizer step
+    ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
+    # Masks. In a plain run they are True for every token, and you can read over them. The last two
+    # are equal, unless an algorithm of yours sets them apart.
     sampled: np.ndarray | None = None  # the policy wrote the token; False: an environment, a tool
     loss_mask: np.ndarray | None = None  # the token is in the loss
     length_mask: np.ndarray | None = None  # the token counts in n_tokens
@@ -196,8 +196,8 @@ def training_loop(run: Run) -> None:
         if run.is_over():  # Ctrl-C came. No weight has changed since the last step
             break
 
-        # The loss compares with today's log-probabilities, if there will be several optimizer steps
-        # on these samples, and with the reference's, if there is a KL term.
+        # What the loss compares with: the log-probabilities of the old policy, before the first of
+        # several optimizer steps changes it, and those of the reference, if there is a KL term.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -355,11 +355,11 @@ def grpo_loss(
     sampled=None,  # [N, T], the tokens that the policy sampled; None: the same as mask
     length_mask=None,  # [N, T], the tokens that n_tokens counts; None: the same as mask
 ):
-    """The loss of one micro-batch. With the default flags, and A for the advantage:
+    """The loss of one micro-batch. With the default flags, up to a factor of about 1 (see below):
 
         ratio = (logps - old_logps).exp()
         losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))
-        loss = losses[mask].sum() / n_tokens
+        loss = losses[mask].sum() / n_tokens  # A is the advantage
 
     The SUM over its tokens is divided by the number of tokens in the WHOLE optimizer step. So the
     losses of all micro-batches and ranks add up to the loss of the step. All else is options.
@@ -371,12 +371,12 @@ def grpo_loss(
     tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
     logps, old_logps, ref_logps, sampler_logps, advantages = tensors
 
-    # The policy gradient. In the first optimizer step logps and old_logps are equal: the ratio is
-    # 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1.
+    # The policy gradient. In the first optimizer step on a rollout logps and old_logps are equal:
+    # the ratio is 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1.
     ratio = (logps - old_logps).exp()  # [N, T]
     if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
         ratio = sequence_ratio(logps, old_logps, sampled)
-    if ref_logps is not None and cfg.kl_in == "reward":  # an option: less, where the KL is large
+    if ref_logps is not None and cfg.kl_in == "reward":  # an option: the KL is subtracted
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
     # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
@@ -386,8 +386,8 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Two extras: a factor of about 1, because vLLM's probabilities are slightly off; and a KL term
-    # (--beta), which keeps the policy from drifting far from the reference.
+    # Two extras. The weight of a token is p_trainer / p_sampler, about 1, because the sampler drew
+    # from slightly other probabilities. And with --beta a KL term is added, a number for a token.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
     if ref_logps is not None and cfg.kl_in == "loss":
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
@@ -398,7 +398,7 @@ def grpo_loss(
         length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
         losses = losses / length  # the mean over the completion (the original GRPO)
         losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant: a token's weight depends on no length (Dr. GRPO)
+    else:  # by a constant, so that a token's weight depends on no length (Dr. GRPO)
         losses = losses / (n_sequences * cfg.max_completion_length)
     loss = torch.where(mask, losses, 0).sum()
     return loss, token_stats(mask, is_clipped, logps, ref_logps)
@@ -461,7 +461,7 @@ def update(
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if not norms:  # the run ends here if the sampler's log-probabilities are not the trainer's
+        if not norms:  # No weight has changed: the sampler must agree, or the run ends here.
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
@@ -520,7 +520,7 @@ class HFSampler:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
     def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
-        """Tokens and log-probabilities, [N, T], until all have stopped or reached their limit."""
+        """Tokens and log-probabilities, [N, T], until all have stopped. generate cuts them."""
         device = self.model.device
         stop_ids = torch.tensor(self.stop_ids, device=device)
         randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
@@ -642,13 +642,13 @@ def kl_from_here_on(old_logps, ref_logps):
 
 # -- Random streams, the order of the data
 
-# Every random number of the trainer comes from a generator seeded with (--seed, stream, step,
+# Every random number of the trainer goes back to a generator seeded with (--seed, stream, step,
 # index). So nothing depends on the number of ranks, and a resumed run has no generator to restore.
-# The streams (the numbers mean nothing; ORDER takes step 0, where SAMPLING has nothing to sample):
+# The streams (SAMPLING and ORDER may both be 0: sampling begins with step 1, ORDER has step 0):
 SAMPLING = 0  # completions of a step; index: the prompt within the step
-ORDER = 0  # order of the data; index: the epoch
+ORDER = 0  # order of the data; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
-MINIBATCHES = 4  # order of a rollout's samples; index: the epoch
+MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
 def generator(cfg: Config, stream: int, step: int, index: int = 0) -> np.random.Generator:
@@ -712,8 +712,8 @@ def mean_and_std(values) -> tuple:
 
 
 def capped(exponent):
-    """At most 20, so that exp of it fits float32 in any product. The gradient is not capped: clamp
-    would make it 0 beyond 20, where the KL has to pull most."""
+    """The exponent, or 20 if it is larger, so that exp of it fits float32 in any product. The
+    gradient is not capped: that of clamp is 0 from 20 on, where the KL has to pull most."""
     return exponent.clamp(max=20).detach() + (exponent - exponent.detach())
 
 
@@ -812,9 +812,9 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
 
 
 def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
-    """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many: DDP
-    needs a backward of every rank, so a rank that is left over in the last round gets one without
-    a sampled token.
+    """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many,
+    because DDP needs a backward of every rank: if nothing is left for a rank in the last round, it
+    gets another rank's, of which no token counts.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
     needed = [s for s in minibatch if has_gradient(s, cfg)]
