@@ -40,10 +40,10 @@ and the group would teach nothing.
 
 You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
 exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
-as likely the token has become. The new model would draw a token with the ratio 2 twice as often,
-but we have it only once in the old answers. So it counts twice, which gives on average about the
-gradient of new answers. This is good for small changes only. So a clip ends the push on a token of
-a good answer (A > 0) when the ratio is above 1.28, and on one of a bad answer when it is below 0.8.
+as likely the token has become. A ratio of 2 means: new answers would have this token twice as
+often. We have only the old answers, so it counts twice. On average that gives about the gradient of
+new answers, as long as the model has not changed much. So a clip ends the push on a token of a good
+answer (A > 0) when the ratio is above 1.28, and on one of a bad answer when it is below 0.8.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -56,10 +56,11 @@ The nine lines, and where they stand with batches, ranks and options:
 
 Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
 rollout samples and scores. The update learns from the samples: by default in one optimizer step,
-with --num_minibatches in one for each minibatch. A minibatch goes through the model in
-micro-batches, whose gradients add up. The old policy is the policy as it was when it sampled. The
-reference is a frozen model, by default the one that the run began with. With --beta a KL term, a
-penalty for the distance between two distributions, keeps the policy from drifting far from it.
+else in several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes
+through the model in micro-batches, whose gradients add up. The old policy is the policy as it was
+when it sampled. The reference is a frozen model, by default the one that the run began with. With
+--beta a KL term, a penalty for the distance between two distributions, keeps the policy from
+drifting far from it.
 
 Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
 the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
@@ -137,9 +138,10 @@ class Sample:
     group: int  # index of the prompt in the step; samples of the same group are compared
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens, by up to three models:
-    sampler_logps: np.ndarray  # by the sampler, when it drew the tokens (vLLM's are slightly off)
-    old_logps: np.ndarray | None = None  # by the old policy; None: a single optimizer step
+    # Log-probabilities of these tokens. The first two are of the same weights, and equal but for
+    # rounding, unless the sampler is vLLM, which computes in another way.
+    sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
+    old_logps: np.ndarray | None = None  # by the trainer; None: not needed for one optimizer step
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
     # Masks. In a plain run they are True for every token, and you can read over them. The last two
     # are equal, unless an algorithm of yours sets them apart.
@@ -386,8 +388,8 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Two extras. The weight of a token is p_trainer / p_sampler, about 1, because the sampler drew
-    # from slightly other probabilities. And with --beta a KL term is added, a number for a token.
+    # Two extras: the weight p_trainer / p_sampler of a token, about 1, which makes up for slightly
+    # other probabilities in vLLM; and with --beta a KL term, a number for each token.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
     if ref_logps is not None and cfg.kl_in == "loss":
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
@@ -421,7 +423,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
         ddp.require_backward_grad_sync = is_last
         with autocast(cfg, policy.model.device):
             logps, entropy = ddp(batch)  # [N, T] both
-        # A rollout with one optimizer step has no old_logps: the policy is as it was when sampling.
+        # With one optimizer step nothing is stored: the policy still is the old policy.
         old_logps = batch.get("old_logps", logps.detach())
         loss, stats = grpo_loss(
             logps,
@@ -594,8 +596,8 @@ def sequence_ratio(logps, old_logps, sampled):
     the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     length = sampled.sum(1, keepdim=True).clamp(min=1)
     mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
-    # The value is exp(mean). But a token has the gradient of its own logp and not of the mean's,
-    # because advantages and masks may differ from token to token.
+    # The value of the mean, and for each token the gradient of its own logp, so that each token may
+    # have an advantage and a mask of its own:
     return (mean.detach() + (logps - logps.detach())).exp()
 
 
