@@ -540,6 +540,13 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
     assert math.isnan(samples[1].reward) and math.isnan(samples[3].reward)
 
 
+def test_a_column_of_the_data_wins_over_the_trainers():
+    [sample] = random_samples(1, 1)
+    sample.prompt.row = dict(finish_reason="mine")
+    row = grpo.reward_row(sample, fake_run(Config()))
+    assert row["finish_reason"] == "mine" and row["completion_length"] > 0
+
+
 def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(tmp_path):
     text = """
 def even(completion, row):
