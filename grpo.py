@@ -382,8 +382,8 @@ def grpo_loss(
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
     losses = -advantages * ratio  # [N, T]
     # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
-    # clipped one -1.28. The maximum is -1.28, a constant without gradient: no further push. At a
-    # ratio of 0.5 the maximum is -0.5, and the push goes on.
+    # clipped one -1.28. The maximum is -1.28, a constant without gradient: no further push. At 0.5
+    # it is -0.5, and the push goes on. With A = -1 there is no further push below 0.8 only.
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
@@ -1086,7 +1086,7 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
     eval_every=5,
 )
 
-LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # all others: 1 or 0
+LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # of numbers; others: 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
 
@@ -1866,7 +1866,7 @@ class Run:
         self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
         # For your changes: what stands here when run.complete(step) is called survives --resume.
-        # It may hold plain dicts, lists, numbers and arrays.
+        # It may hold plain dicts (by texts or ints), lists, numbers and arrays.
         self.state = checkpoint.get("state", {})
         model = load_model("model", cfg.model, cfg, device)
         self.identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
@@ -2173,7 +2173,7 @@ def main(argv: list[str] | None = None) -> int:
         message = f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0"
     if LOCAL_RANK > 0:
         time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 speak
-    print(f"grpo.py: error: {message}", file=sys.stderr, flush=True)
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     return code
 
 

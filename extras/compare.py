@@ -2,7 +2,7 @@
 
     python extras/compare.py out out.1 mine mine.1       # runs with the same flags are one side
     python extras/compare.py base=out,out.1 mine=mine,mine.1
-    python extras/compare.py --run grpo.py my_grpo.py --seeds 3 --jobs 2 [flags of both]
+    python extras/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
 --run makes what compare/ lacks: a run is known by its script, reward.py, flags and the files that
 flags name. One number is tested, since of ten one differs by chance: the mean reward of the steps
@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import json
 import re
+import shlex
 import sys
 import zlib
 from itertools import product
@@ -41,8 +42,11 @@ class Run:
         self.seed = flags["seed"]
 
 
-def make_run(seed, script, flags, bar):
-    """Makes a run, or the rest of it, and returns script=folder; nothing if it failed."""
+def make_run(seed, side, flags, bar):
+    """Makes a run, or the rest of it, and returns side=folder; nothing if it failed. side: the
+    script and, after blanks, flags of its own."""
+    script, *own = shlex.split(side)
+    flags = [*flags, *own]
     named = re.findall(r"[^,:=\s]+\.\w+", " ".join(flags))  # such as rewards.py:mine
     files = filter(Path.is_file, map(Path, [script, Path(script).with_name("reward.py"), *named]))
     content = b"".join(file.read_bytes() for file in files) + str(flags).encode()
@@ -54,7 +58,7 @@ def make_run(seed, script, flags, bar):
         fcntl.flock(ended, fcntl.LOCK_EX)  # its stdin: a run keeps the lock even if we are killed
         if ended.tell() > 0:
             bar.update(1000)
-            return f"{script}={folder}"
+            return f"{side}={folder}"
         if Path(folder).exists():
             command.append("--resume")
         line, done = "no output", 0
@@ -66,7 +70,7 @@ def make_run(seed, script, flags, bar):
         if process.wait() == 0 and done in (0, 1000):  # 0: only the end of it was missing
             bar.update(1000 - done)
             ended.write(line)
-            return f"{script}={folder}"
+            return f"{side}={folder}"
     bar.write(f"{folder} failed: {line}")
 
 

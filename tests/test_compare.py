@@ -163,12 +163,14 @@ def test_run_makes_what_is_missing_goes_on_and_leaves_out_what_fails(compare, tm
     Path("base.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", "0.1"))
     Path("mine.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", "0.2"))
     Path("bad.py").write_text("import sys\nsys.exit('no such thing')")
-    arguments = ["--run", "base.py", "mine.py", "bad.py", "--seeds", "2", "--jobs", "2"]
+    arguments = ["--run", "base.py", "mine.py --mine 1", "bad.py", "--seeds", "2", "--jobs", "2"]
     starts = Path("starts.txt")
     Path("stop").touch()
     code, out, _ = compare(*arguments, "--beta", "1")
     assert code == 2 and out.count("a last line") == 4 and out.count("no such thing") == 2
     Path("stop").unlink()
+    own = ["--mine 1" in line for line in starts.read_text().splitlines()]
+    assert own == ["mine.py" in line for line in starts.read_text().splitlines()]
     starts.unlink()
     code, out, _ = compare(*arguments, "--beta", "1")
     assert code == 0 and last_difference(out)[:2] == (0.25, pytest.approx(0, abs=1e-9))
