@@ -154,7 +154,8 @@ def stop_torchrun(tmp_path, seconds, ranks, number, whole_group, n_ranks=1):
     options = dict(num_prompts=3 * n_ranks, num_generations=4, save_every=0, max_steps=50)
     options |= dict(reward=f"{tmp_path / 'slow.py'}:slow", call_timeout=60.0)
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n_ranks}"]
-    launch += ["--standalone", f"{HERE}/grpo.py", *flags_of(small_config(out, **options))]
+    launch += ["--standalone", "--shutdown_timeout=10"]
+    launch += [f"{HERE}/grpo.py", *flags_of(small_config(out, **options))]
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(launch, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -172,7 +173,8 @@ def stop_torchrun(tmp_path, seconds, ranks, number, whole_group, n_ranks=1):
 
 @pytest.mark.slow
 def test_a_launcher_that_kills_in_a_long_rollout_loses_no_step(tmp_path):
-    """torchrun waits for 30 s and kills. In a step of 50 s the last one is saved at the signal."""
+    """torchrun waits for 30 s, here 10, and kills. In a step of 50 s the last one is saved at the
+    signal."""
     out = stop_torchrun(tmp_path, 5, "0", signal.SIGINT, whole_group=False)
     assert steps_of(out) == [2]
 
