@@ -383,7 +383,7 @@ def grpo_loss(
     losses = -advantages * ratio  # [N, T]
     # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
     # clipped one -1.28. The maximum is -1.28, a constant without gradient: no further push. At 0.5
-    # it is -0.5, and the push goes on. With A = -1 there is no further push below 0.8 only.
+    # it is -0.5, and the push goes on. With A = -1 the push ends below 0.8, and only there.
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
@@ -598,7 +598,7 @@ def sequence_ratio(logps, old_logps, sampled):
     mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
     # The value of the mean, and for each token the gradient of its own logp, so that each token may
     # have an advantage and a mask of its own:
-    return (mean.detach() + (logps - logps.detach())).exp()
+    return straight_through(mean, logps).exp()
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
@@ -632,7 +632,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
         return k3
     # The derivative w d is written out. Autograd would find it as a difference of large terms with
     # exp(-d): from d = -20 on, float32 would leave their rounding only.
-    return (w * k3).detach() + (w * d).detach() * (logps - logps.detach())
+    return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
 def kl_from_here_on(old_logps, ref_logps):
@@ -713,10 +713,15 @@ def mean_and_std(values) -> tuple:
     return x.nanmean().item(), nanstd(x, 0).item()
 
 
+def straight_through(value, x, slope=1.0):
+    """Forward: `value`. Backward: the gradient of slope * x, with slope as a constant."""
+    return value.detach() + slope * (x - x.detach())
+
+
 def capped(exponent):
     """The exponent, or 20 if it is larger, so that exp of it fits float32 in any product. The
     gradient is not capped: that of clamp is 0 from 20 on, where the KL has to pull most."""
-    return exponent.clamp(max=20).detach() + (exponent - exponent.detach())
+    return straight_through(exponent.clamp(max=20), exponent)
 
 
 # -- Batches: samples become tensors, and are dealt to the ranks
@@ -1086,7 +1091,7 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
     eval_every=5,
 )
 
-LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # of numbers; others: 0
+LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
 
@@ -1514,7 +1519,8 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
     require(not other, f"reference {cfg.reference}", why)
     # A reference may have more ids, such as those that pad its vocabulary to another size.
     n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
-    require(n_ids[0] >= n_ids[1], "reference", f"has {n_ids[0]} token ids, --model has {n_ids[1]}")
+    why = f"has {n_ids[0]} token ids, --model has {n_ids[1]}"
+    require(n_ids[0] >= n_ids[1], f"reference {cfg.reference}", why)
     return make_policy(model, prompts, cfg)
 
 
