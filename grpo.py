@@ -26,6 +26,11 @@ ten times as much as a token of one of 100. And if you split the answers into se
 take a mean in each, tokens in small batches weigh more. (To know n_tokens, the file samples all
 groups of the step before the first backward.)
 
+Why it works: over the model's own samples, the average of (reward - baseline) * grad log p is the
+gradient of the expected reward (REINFORCE, Williams 1992). A baseline that does not depend on the
+sample changes nothing on average, since grad log p averages to 0, and it lowers the noise. The mean
+of the other answers is one; the mean of the group is the same, up to a factor (G - 1) / G.
+
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
 uses -A * exp(logp - old_logp), which also serves a second optimizer step on the same answers.
@@ -36,7 +41,8 @@ step after that the model has not changed yet, so the difference is 0. exp(0) is
 If the four answers are equally long, the values add up to 0. The gradient does not: it makes the
 first and the last answer more likely and the others less. So watch the reward and not the loss,
 which can be 0 in every step of a run that learns. Had all four the same reward, all A would be 0,
-and the group would teach nothing.
+and the group would teach nothing. Its tokens still count in n_tokens: one such group beside one
+that teaches, with answers as long, halves the gradient of the latter.
 
 You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
 exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
@@ -50,8 +56,8 @@ The nine lines, and where they stand with batches, ranks and options:
     prompts, sample, decode    prompts_of_step; rollout (HFSampler, or VLLMSampler with vLLM)
     reward                     score (reward.py has the reward functions)
     advantages                 assign_advantages, group_advantages
-    logits, logps              Policy
-    the loss                   grpo_loss
+    logits, logps              collate (the batch), Policy
+    the loss                   grpo_loss, weigh (1 / n_tokens)
     backward, step             accumulate_gradient, update
 
 Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
@@ -62,13 +68,13 @@ when it sampled. The reference is a frozen model, by default the one that the ru
 --beta a KL term, a penalty for the distance between two distributions, keeps the policy from
 drifting far from it.
 
-Shapes: N samples, P prompt tokens, T completion tokens, L prompt and completion tokens, V tokens in
-the vocabulary, G samples of one prompt (a group). In a batch T and L count padding.
+Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T completion tokens, V tokens
+in the vocabulary. A micro-batch is one row of L tokens, of which the policy has sampled n.
 
-By default a rollout has one optimizer step, every token counts the same, and there is no KL (the
-bundled task has a little, --beta 0.001): see Config for the rest. Read from training_loop to
-update, and you have read GRPO. A sampler follows, and then PLUMBING: first the options of the loss,
-for the day on which you change one.
+By default a rollout has one optimizer step and every token counts the same. There is no KL with a
+--model of yours; the bundled task has a little, --beta 0.001. Config has the rest. Read from
+Records to update, and you have read GRPO. PLUMBING follows: first the options of the loss, for the
+day on which you change one. learn.ipynb is the longer way: it builds all of this up, in numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +98,7 @@ import signal
 import sys
 import time
 import typing
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -106,8 +112,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from reward import Reward, call_reward, load_function, load_rewards
@@ -133,35 +143,33 @@ class Prompt:
 
 @dataclass(eq=False)  # compared by identity, because == on arrays gives no single bool
 class Sample:
-    """One completion. Arrays are [T], without padding."""
+    """One completion. Arrays are [T]."""
 
-    group: int  # index of the prompt in the step; samples of the same group are compared
+    group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens. The first two are of the same weights, and equal but for
-    # rounding, unless the sampler is vLLM, which computes in another way.
+    # Log-probabilities of these tokens. The first two are of the same weights: only vLLM, which
+    # computes in another way, sets them apart.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     old_logps: np.ndarray | None = None  # by the trainer; None: not needed for one optimizer step
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
-    # Masks. In a plain run they are True for every token, and you can read over them. The last two
-    # are equal, unless an algorithm of yours sets them apart.
+    # In a plain run these two are True everywhere, and you can read over them.
     sampled: np.ndarray | None = None  # the policy wrote the token; False: an environment, a tool
-    loss_mask: np.ndarray | None = None  # the token is in the loss
-    length_mask: np.ndarray | None = None  # the token counts in n_tokens
+    loss_mask: np.ndarray | None = None  # the token is in the loss, and n_tokens counts it
     advantages: np.ndarray | None = None  # by default 0
+    weights: np.ndarray | None = None  # what weigh fills in, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
-    # For the logs:
     failure: str = ""  # why a reward function or the environment failed
-    logged: dict = field(default_factory=dict)  # metrics that a reward function logs
-    extra: dict = field(default_factory=dict)  # columns that a reward function logs
+    logged: dict = field(default_factory=dict)  # metrics of a reward function, for the log
+    extra: dict = field(default_factory=dict)  # columns of a reward function, for the log
     episode: typing.Any = None  # with --environment: its turns and replies
 
     def __post_init__(self):
         T = len(self.completion_ids)
-        for name in ("sampled", "loss_mask", "length_mask"):
+        for name in ("sampled", "loss_mask"):
             if getattr(self, name) is None:
                 setattr(self, name, np.ones(T, bool))
         if self.advantages is None:
@@ -180,26 +188,25 @@ def training_loop(run: Run) -> None:
     """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
     cfg = run.cfg
     while True:
-        run.sampler.push(run.policy.model)  # the sampler may have a copy of the model
-        run.record_time("push")
+        run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
+        run.record_time("load_weights")
         run.evaluate_if_due()
         run.save_if_due()  # weights and optimizer: see Run.save
         run.record_time("eval")
         if run.is_over():
             break
 
-        # Sample a group of completions for each prompt, and score them. Each rank samples some of
-        # the groups, and gets all of them.
+        # Sample a group of completions for each prompt, and score them.
         step = run.step + 1
         prompts = prompts_of_step(run.train_prompts, step, cfg)
         samples = rollout(run, prompts, SAMPLING, step, cfg.num_generations, cfg.temperature)
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
-        if run.is_over():  # Ctrl-C came. No weight has changed since the last step
+        if run.is_over():  # Ctrl-C came; no weight has changed since the last step
             break
 
-        # What the loss compares with: the log-probabilities of the old policy, before the first of
-        # several optimizer steps changes it, and those of the reference, if there is a KL term.
+        # What the loss compares with: the log-probabilities of the policy before the first of
+        # several optimizer steps, and those of the reference, if there is a KL term.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -222,11 +229,9 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, each with
-    random numbers of its own."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
-    # Each sample has a seed of its own, a pair of numbers, so that what is drawn for one does not
-    # depend on which others are in its batch.
+    # Each sample has a seed of its own, so that no other sample has a say in what is drawn for it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
@@ -241,7 +246,7 @@ def rollout(
             s.finish_reason = "length"  # cut off
         s.text = decode(run.tokenizer, without_eos)
         samples.append(s)
-    if run.player is not None:  # --environment: the turns after the first
+    if run.player is not None:  # an option, --environment: the turns after the first
         run.player.play(samples, seeds, run.sampler.generate, temperature)
     score(samples, run)
     return sorted(gather(samples), key=lambda s: s.group)
@@ -249,8 +254,8 @@ def rollout(
 
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
-    function gets the text and the row of the data. A call that fails gives 0, and the screen shows
-    why. A function that does not apply to a row gives nan, and is left out of the sum."""
+    function gets the text and the row of the data. A call that fails gives 0; nan means that a
+    function does not apply, and is left out of the sum."""
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     texts = [s.text for s in scored]
     rows = [reward_row(s, run) for s in scored]
@@ -274,13 +279,12 @@ def score(samples: list[Sample], run: Run) -> None:
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample is. rewards [N]: those of the first
-    group, then those of the second, and so on. Returns [N].
+    """How much better than the mean of its group each sample is: rewards [N], group after group,
+    -> [N]. Equal rewards give exactly 0. A reward that is nan is ignored, and gets 0.
 
-    scale: what r - mean is divided by. "group": the standard deviation of its group, so that small
-    differences teach as much as large ones (DeepSeekMath, arXiv 2402.03300). "batch": the standard
-    deviation of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
-    A group of equal rewards gets exactly 0. A reward that is nan is ignored, and gets 0.
+    scale: what r - mean is divided by. "group": the standard deviation of the group, so that small
+    differences teach as much as large ones (DeepSeekMath, arXiv 2402.03300). "batch": that of all
+    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
@@ -293,51 +297,69 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 
 def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
-    """Fills in `advantages`. samples: of all ranks, group after group. Another algorithm puts its
-    code here: it sets advantages, loss_mask and length_mask, token by token. state: run.state, for
-    what it remembers from step to step."""
+    """Fills in `advantages`. Another algorithm puts its code here: it sets advantages and
+    loss_mask, token by token. state: run.state, for what it remembers from step to step."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
         s.advantages[:] = advantage  # the same for all tokens
-        # --mask_truncated: a completion that is cut off counts in the mean, and is not trained on.
+        # An option: a completion that is cut off counts in the mean, and is not trained on.
         leave_out = cfg.mask_truncated and s.finish_reason == "length"
         if leave_out or math.isnan(s.reward):
             s.loss_mask[:] = False
-            s.length_mask[:] = False
 
 
 # ------------------------------------------------------------------------------------------------
-# Logits, logps
+# A batch, its logps
+
+
+def collate(samples: list[Sample], device: torch.device, one_row: bool = True) -> dict:
+    """The tensors of a micro-batch. Its texts stand in one row, without padding: each prompt once,
+    and its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
+
+        ids        a b c x y . z . d e w .    [L]
+        positions  0 1 2 3 4 5 3 4 0 1 2 3    [L], place of the token in its own text
+        targets    x y .   z .   w .          [n], the sampled tokens
+        read       2 3 4   2 6   9 10         [n], places whose logits predict the targets
+
+    The logits at c, place 2, predict both x and z. packed_attention lets a completion see its own
+    prompt and itself, and no other text. What the loss needs is [n], too, sample after sample.
+    """
+    if one_row:
+        batch = packed_row(samples, device)
+    else:  # for models that cannot do this: a padded row for each sample, and the same [n]
+        batch = padded_rows(samples)
+    batch["targets"] = [s.completion_ids[s.sampled] for s in samples]
+    # To give the loss another field of Sample, add its name here.
+    for name in ("advantages", "weights", "sampler_logps", "old_logps", "ref_logps"):
+        if any(getattr(s, name) is not None for s in samples):  # an error if only some have it
+            batch[name] = [getattr(s, name)[s.sampled] for s in samples]
+    for name, parts in batch.items():
+        if isinstance(parts, list):
+            parts = torch.from_numpy(np.concatenate(parts))
+            batch[name] = parts.to(device, non_blocking=True)  # beside what the GPU does
+    batch["lengths"] = [int(s.sampled.sum()) for s in samples]  # how many of the n each sample has
+    return batch
 
 
 class Policy(nn.Module):
-    """policy(batch) -> logps [N, T], the log-probability of each completion token, and entropy
-    [N, T], how uncertain the model was at each token (in nats, for the log). The values at padding
-    mean nothing. collate makes a batch. A row of it is a prompt, its completion and padding:
+    """policy(collate(samples, device)) -> logps [n], the log-probability of each sampled token, and
+    entropy [n], how uncertain the model was there (in nats, for the log)."""
 
-    ids               a b c x y EOS 0    the prompt a b c has the completion x y EOS
-    completion_ids    x y EOS
-    predicted_at      2 3 4              the logits at c, position 2, predict x
-
-    If extras/fast.py is there, its policy takes the place of this one for large models. It has the
-    same numbers, and is faster.
-    """
-
-    def __init__(self, model, temperature: float):
+    def __init__(self, model, temperature: float, one_row: bool = True):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.one_row = one_row
+        if one_row:
+            use_packed_attention(model)
 
     def forward(self, batch: dict):
-        # The logits one position before each completion token predict it: of one sample they are
-        # logits[len(prompt) - 1 : -1], as in the nine lines. Padding stands on the right, where
-        # causal attention lets no token see it.
-        logits = logits_of_completions(self.model, batch)  # [N, T, V]
-        logps = (logits / self.temperature).log_softmax(-1)  # [N, T, V], as the sampler drew
-        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # - sum of p log p
-        logps = logps.gather(-1, batch["completion_ids"][:, :, None])  # [N, T, 1]
-        return logps[:, :, 0], entropy
+        logits = logits_of(self.model, batch)  # [n, V]
+        logps = (logits / self.temperature).log_softmax(-1)  # [n, V], as the sampler drew
+        entropy = torch.special.entr(logps.detach().exp()).sum(-1)  # [n], - sum of p log p
+        logps = logps.gather(-1, batch["targets"][:, None])  # [n, 1]
+        return logps[:, 0], entropy
 
 
 # ------------------------------------------------------------------------------------------------
@@ -345,65 +367,62 @@ class Policy(nn.Module):
 
 
 def grpo_loss(
-    logps,  # [N, T]
-    old_logps,  # [N, T]
-    ref_logps,  # [N, T]; None: no KL term
-    sampler_logps,  # [N, T]; None: the sampler's probabilities are not corrected
-    advantages,  # [N] or [N, T]
-    mask,  # [N, T], the tokens in the loss
+    logps,  # [n], as are all tensors here: a value for each sampled token of a micro-batch
+    old_logps,
+    ref_logps,  # None: no KL term
+    sampler_logps,  # None: the sampler's probabilities are not corrected
+    advantages,
+    weights,  # the token's share of the loss of the whole optimizer step: see weigh
     cfg: Config,
-    n_tokens: int,  # in the whole optimizer step, over all micro-batches and ranks
-    n_sequences: int,  # likewise
-    sampled=None,  # [N, T], the tokens that the policy sampled; None: the same as mask
-    length_mask=None,  # [N, T], the tokens that n_tokens counts; None: the same as mask
+    lengths: list[int],  # how many of the n each sample has, for two of the options
 ):
-    """The loss of one micro-batch. With the default flags, up to a factor of about 1 (see below):
+    """The loss of one micro-batch, and sums for the log. With the default flags:
 
         ratio = (logps - old_logps).exp()
-        losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))
-        loss = losses[mask].sum() / n_tokens  # A is the advantage
+        losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))  # A is the advantage
+        loss = (losses * weights).sum()  # a weight is 1 / n_tokens
 
-    The SUM over its tokens is divided by the number of tokens in the WHOLE optimizer step. So the
-    losses of all micro-batches and ranks add up to the loss of the step. All else is options.
-    Returns (loss, stats); stats are sums over the tokens in the loss.
+    All else is options. It is a SUM, and n_tokens counts the WHOLE optimizer step: so the losses of
+    all micro-batches and ranks add up to the loss of the step.
     """
-    # Padding, and tokens that the policy did not sample, become 0. You can read over these lines.
-    mask, sampled, length_mask = complete_masks(mask, sampled, length_mask)
-    tensors = (logps, old_logps, ref_logps, sampler_logps, advantages)
-    tensors = [zero_where_not_sampled(x, sampled, logps) for x in tensors]  # [N, T] each, or None
-    logps, old_logps, ref_logps, sampler_logps, advantages = tensors
-
-    # The policy gradient. In the first optimizer step on a rollout logps and old_logps are equal:
-    # the ratio is 1, with the gradient of logps, because the derivative of exp(x) at 0 is 1.
-    ratio = (logps - old_logps).exp()  # [N, T]
+    # In the first optimizer step on a rollout the ratio is 1, with the gradient of logps.
+    ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
-        ratio = sequence_ratio(logps, old_logps, sampled)
+        ratio = sequence_ratio(logps, old_logps, lengths)
     if ref_logps is not None and cfg.kl_in == "reward":  # an option: the KL is subtracted
-        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps)
-    losses = -advantages * ratio  # [N, T]
+        advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps, lengths)
+    losses = -advantages * ratio  # [n]
     # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
-    # clipped one -1.28. The maximum is -1.28, a constant without gradient: no further push. At 0.5
-    # it is -0.5, and the push goes on. With A = -1 the push ends below 0.8, and only there.
-    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [N, T]
+    # clipped one -1.28. The maximum is -1.28, a constant: no further push. At 0.5 it is -0.5, and
+    # the push goes on. With A = -1 the push ends below 0.8, and only there.
+    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [n]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Two extras: the weight p_trainer / p_sampler of a token, about 1, which makes up for slightly
-    # other probabilities in vLLM; and with --beta a KL term, a number for each token.
+    # A factor of about 1, p_trainer / p_sampler, makes up for slightly other probabilities in vLLM.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
-    if ref_logps is not None and cfg.kl_in == "loss":
+    if ref_logps is not None and cfg.kl_in == "loss":  # an option: a KL term
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
 
-    if cfg.loss_reduction == "token":
-        losses = losses / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
-    elif cfg.loss_reduction == "sequence":
-        length = length_mask.sum(1, keepdim=True).clamp(min=1)  # [N, 1]
-        losses = losses / length  # the mean over the completion (the original GRPO)
-        losses = losses / n_sequences  # each completion counts the same
-    else:  # by a constant, so that a token's weight depends on no length (Dr. GRPO)
-        losses = losses / (n_sequences * cfg.max_completion_length)
-    loss = torch.where(mask, losses, 0).sum()
-    return loss, token_stats(mask, is_clipped, logps, ref_logps)
+    loss = (losses * weights).sum()
+    return loss, token_stats(weights > 0, is_clipped, logps, old_logps, ref_logps, sampler_logps)
+
+
+def weigh(minibatch: list[Sample], cfg: Config) -> None:
+    """Fills in `weights`: by what the loss of a token is divided. The counts are those of the whole
+    optimizer step, over all micro-batches and ranks."""
+    lengths = [int((s.sampled & s.loss_mask).sum()) for s in minibatch]
+    n_tokens = max(1, sum(lengths))
+    n_sequences = max(1, np.count_nonzero(lengths))
+    for s, length in zip(minibatch, lengths, strict=True):
+        if cfg.loss_reduction == "token":
+            weight = 1 / n_tokens  # each token counts the same (DAPO, arXiv 2503.14476)
+        elif cfg.loss_reduction == "sequence":
+            weight = 1 / max(1, length)  # the mean over the completion (the original GRPO)
+            weight = weight / n_sequences  # each completion counts the same
+        else:  # by a constant, so that a token's weight depends on no length (Dr. GRPO)
+            weight = 1 / (n_sequences * cfg.max_completion_length)
+        s.weights = np.where(s.loss_mask, weight, 0.0)  # [T]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -413,35 +432,29 @@ def grpo_loss(
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
     """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
     sums for the log, over all ranks."""
-    lengths = [int((s.sampled & s.length_mask).sum()) for s in minibatch]  # minibatch: of all ranks
-    n_tokens = max(1, sum(lengths))
-    n_sequences = max(1, np.count_nonzero(lengths))
+    weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
-    for batch, is_last in batches_of_rank(policy, minibatch, cfg):
-        # What DDP's no_sync() does: the ranks exchange gradients in the last backward only. (In a
-        # single process ddp is the policy, and this does nothing.)
-        ddp.require_backward_grad_sync = is_last
-        with autocast(cfg, policy.model.device):
-            logps, entropy = ddp(batch)  # [N, T] both
-        # With one optimizer step nothing is stored: the policy still is the old policy.
-        old_logps = batch.get("old_logps", logps.detach())
-        loss, stats = grpo_loss(
-            logps,
-            old_logps,
-            ref_logps=batch.get("ref_logps"),
-            sampler_logps=batch["sampler_logps"],
-            advantages=batch["advantages"],
-            mask=batch["loss_mask"],
-            cfg=cfg,
-            n_tokens=n_tokens,
-            n_sequences=n_sequences,
-            sampled=batch["sampled"],
-            length_mask=batch["length_mask"],
-        )
-        # DDP takes the mean of the ranks' gradients. We want their sum, because the loss is divided
-        # by the counts of all ranks already. The sum is the mean times the number of ranks.
-        (loss * WORLD_SIZE).backward()
-        sums.append(stats | sampler_stats(loss, entropy, old_logps, batch))
+    for batch, sync in batches_of_rank(policy, ddp, minibatch, cfg):
+        with sync:  # the ranks exchange gradients in the last backward only
+            with autocast(cfg, policy.model.device):
+                logps, entropy = ddp(batch)  # [n] both
+            # With one optimizer step nothing is stored: the policy still is the old policy.
+            old_logps = batch.get("old_logps", logps.detach())
+            loss, stats = grpo_loss(
+                logps,
+                old_logps,
+                ref_logps=batch.get("ref_logps"),
+                sampler_logps=batch["sampler_logps"],
+                advantages=batch["advantages"],
+                weights=batch["weights"],
+                cfg=cfg,
+                lengths=batch["lengths"],
+            )
+            # DDP takes the mean of the ranks' gradients. We want their sum, because the weights
+            # count all ranks already: the mean times the number of ranks.
+            (loss * WORLD_SIZE).backward()
+        entropy = entropy * (batch["weights"] > 0)  # [n]
+        sums.append(stats | dict(loss=loss.detach(), entropy=entropy.sum()))
     return sum_over_ranks(sums)
 
 
@@ -457,122 +470,25 @@ def update(
     sums = Counter()
     norms = []
     taken = 0
-    for index, minibatch in minibatches(samples, step, cfg):
-        learning_rate = learning_rate_at(index, cfg)
+    done = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # minibatches of earlier rollouts
+    for number, minibatch in enumerate(minibatches(samples, step, cfg)):
+        learning_rate = learning_rate_at(done + number, cfg)
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if not norms:  # No weight has changed: the sampler must agree, or the run ends here.
+        if number == 0:  # No weight has changed: the sampler must agree, or the run ends here.
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
-        # No step if the gradient is nan. And none if there is nothing to learn, as with equal
-        # rewards in each group and no KL: Adam's momentum would move the weights all the same.
+        # No step with a nan. And none if there is nothing to learn, as with equal rewards in each
+        # group: Adam's momentum would move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
     clear_gradients(optimizer)
     return dict(learning_rate=learning_rate, optimizer_steps=taken) | update_metrics(sums, norms)
-
-
-# ------------------------------------------------------------------------------------------------
-# The sampler that needs nothing else
-
-
-class HFSampler:
-    """Samples with the policy's own model: slow beside vLLM, but it needs nothing else. See
-    make_sampler for which one is taken."""
-
-    BATCH = 256  # completions that are sampled together
-
-    def __init__(self, model, stop_ids: list[int], cfg: Config):
-        self.model = model
-        self.stop_ids = stop_ids
-        self.cfg = cfg
-
-    def push(self, model) -> None:
-        """This and the next two do nothing: the model is the trainer's own."""
-
-    def sleep(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def generate(
-        self, prompts: list[np.ndarray], seeds: list[tuple], temperature: float, limits=None
-    ) -> list[tuple]:
-        """One completion of each prompt: its ids, and their log-probabilities after the
-        temperature, both [T]. Temperature 0 is greedy. limits: the most tokens of each."""
-        limits = limits or [self.cfg.max_completion_length] * len(prompts)
-        completions = []
-        for start in range(0, len(prompts), self.BATCH):
-            batch = slice(start, start + self.BATCH)
-            rows, row_logps = self.sample_batch(
-                prompts[batch], seeds[batch], temperature, limits[batch]
-            )
-            for ids, logps, limit in zip(rows, row_logps, limits[batch], strict=True):
-                stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
-                length = limit
-                if len(stops) > 0:
-                    length = stops[0] + 1  # with the token that stops
-                completions.append((ids[:length], logps[:length]))
-        return completions
-
-    @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
-    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
-        """Tokens and log-probabilities, [N, T], until all have stopped. generate cuts them."""
-        device = self.model.device
-        stop_ids = torch.tensor(self.stop_ids, device=device)
-        randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
-        randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
-        ids = padded(prompts, side="left").to(device)  # [N, P]
-        mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
-        has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
-        cache = None
-        tokens = []
-        logps = []
-        self.model.eval()
-        with autocast(self.cfg, device, cache=True):
-            while len(tokens) < max(limits) and not has_stopped.all():
-                positions = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for the first that is no padding
-                out = self.model(
-                    ids,
-                    attention_mask=mask,
-                    position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                cache = out.past_key_values
-                logits = out.logits[:, -1]  # [N, V], of the next token
-                ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
-                tokens.append(ids)
-                logps.append(logp)
-                has_stopped = has_stopped | torch.isin(ids[:, 0], stop_ids)
-                mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        return torch.cat(tokens, 1).cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
-
-
-def draw(logits, temperature: float, random) -> tuple:
-    """logits [N, V], random numbers in [0, 1) [N, 1] -> one token of each row and its
-    log-probability, [N, 1] both."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature == 0:
-        logps = logits.log_softmax(-1)
-        token = logps.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds the random number
-        logps = (logits / temperature).log_softmax(-1)  # [N, V]
-        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
-        point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
-        token = torch.searchsorted(cumulative, point, right=True)
-        token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
-    return token, logps.gather(-1, token)
-
-
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Ids beyond the vocabulary become ''."""
-    return tokenizer.decode(ids)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -584,25 +500,25 @@ def decode(tokenizer, ids: np.ndarray) -> str:
 
 
 def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[N, T] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
+    """[n] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
     p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
     if sampler_logps is None or cfg.tis_cap == 0:
         return 1.0
     return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
 
 
-def sequence_ratio(logps, old_logps, sampled):
-    """[N, T]: one ratio for the whole completion, exp of the mean difference of its tokens, because
+def sequence_ratio(logps, old_logps, lengths: list[int]):
+    """[n]: one ratio for the whole completion, exp of the mean difference of its tokens, because
     the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
-    length = sampled.sum(1, keepdim=True).clamp(min=1)
-    mean = (logps - old_logps).sum(1, keepdim=True) / length  # [N, 1]; / length: the mean
+    of_samples = (logps - old_logps).split(lengths)  # [T] each
+    mean = torch.cat([d.mean().expand_as(d) for d in of_samples])  # [n]
     # The value of the mean, and for each token the gradient of its own logp, so that each token may
     # have an advantage and a mask of its own:
     return straight_through(mean, logps).exp()
 
 
 def kl_estimate(logps, ref_logps, old_logps, estimator: str):
-    """[N, T]: for each token a number whose average over many samples is KL(policy || reference) or
+    """[n]: for each token a number whose average over many samples is KL(policy || reference) or
     near it, in nats. Skip the table unless you change --kl_estimator.
 
     d = log(policy / reference): how much more than the reference the policy likes the token. w =
@@ -635,11 +551,11 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     return straight_through(w * k3, logps, slope=(w * d).detach())
 
 
-def kl_from_here_on(old_logps, ref_logps):
-    """[N, T]: with --kl_in reward the KL is a cost that is subtracted from the advantage. A token
-    pays for itself and for the later tokens, because they follow from it."""
+def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
+    """[n]: with --kl_in reward the KL is a cost that is subtracted from the advantage. A token pays
+    for itself and for the later tokens of its completion, because they follow from it."""
     k1 = kl_estimate(old_logps, ref_logps, old_logps, "k1").detach()
-    return k1.flip(1).cumsum(1).flip(1)  # the sum from t on
+    return torch.cat([x.flip(0).cumsum(0).flip(0) for x in k1.split(lengths)])  # sums from t on
 
 
 # -- Random streams, the order of the data
@@ -676,22 +592,6 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 # -- Numbers
 
 
-def complete_masks(mask, sampled, length_mask) -> tuple:
-    """[N, T] each, and never True where nothing was sampled."""
-    sampled = (mask if sampled is None else sampled).bool()
-    length_mask = (mask if length_mask is None else length_mask).bool()
-    return mask.bool() & sampled, sampled, length_mask & sampled
-
-
-def zero_where_not_sampled(x, sampled, like):
-    """[N, T]. Padding, and tokens that an environment wrote, become 0, even if they hold nan."""
-    if x is None:
-        return None
-    if x.dim() == 1:  # advantages [N]
-        x = x[:, None].expand_as(like)
-    return torch.where(sampled, x.to(like.dtype), 0)
-
-
 def zero_where_nan_or_rounding(advantages, grouped):
     """0.1 + 0.2 and 0.3 are the same reward: their difference must teach nothing."""
     advantages = advantages.nan_to_num(0.0)
@@ -724,7 +624,126 @@ def capped(exponent):
     return straight_through(exponent.clamp(max=20), exponent)
 
 
-# -- Batches: samples become tensors, and are dealt to the ranks
+# -- Texts in one row
+
+
+def packed_row(samples: list[Sample], device: torch.device) -> dict:
+    """The texts of a batch: arrays that collate puts together, and what attention needs."""
+    row = defaultdict(list)
+
+    def append(ids, before):
+        """A text, which also sees the places `before`. Returns its own places."""
+        places = sum(map(len, row["ids"])) + np.arange(len(ids))
+        row["ids"].append(ids)
+        row["positions"].append(len(before) + np.arange(len(ids)))
+        row["seen"].append(np.append(before, places))
+        return places
+
+    prompts = {}  # ids of a prompt: its places
+    for s in samples:
+        key = s.prompt.ids.tobytes()
+        if key not in prompts:
+            prompts[key] = append(s.prompt.ids, before=np.arange(0))
+        places = append(s.completion_ids, before=prompts[key])
+        read = np.append(prompts[key][-1], places[:-1])  # a token is predicted one place earlier
+        row["read"].append(read[s.sampled])
+    row["texts"] = Texts(row["ids"], row.pop("seen"), device)
+    return row
+
+
+class Texts:
+    """Which texts a row holds, and which places each of them sees: its prompt's, then its own. (No
+    dict, because --compile would look into a dict in every layer.)"""
+
+    def __init__(self, texts: list[np.ndarray], seen: list[np.ndarray], device: torch.device):
+        self.lengths = [len(text) for text in texts]
+        self.seen_lengths = [len(places) for places in seen]
+        self.seen = torch.from_numpy(np.concatenate(seen)).to(device, non_blocking=True)
+        self.ends = []  # where each text begins and ends, in the row and in `seen`
+        for lengths in (self.lengths, self.seen_lengths):
+            ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            self.ends.append(ends.to(device, non_blocking=True))
+
+
+@torch.compiler.disable
+def packed_attention(
+    module, query, key, value, mask, texts=None, scaling=None, sliding_window=None, **rest
+):
+    """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
+    The keys of a prompt are gathered for each of its completions, so that what a text sees stands
+    together. Without texts, as while it samples, this is transformers' own attention."""
+    if texts is None:
+        rest |= dict(scaling=scaling, sliding_window=sliding_window)
+        return sdpa_attention_forward(module, query, key, value, mask, **rest)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, units]
+    key = key[texts.seen]
+    value = value[texts.seen]
+    options = dict(scale=scaling, enable_gqa=True)
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
+        options |= dict(max_q=max(texts.lengths), max_k=max(texts.seen_lengths))
+        options["window_size"] = ((sliding_window or 0) - 1, 0)  # -1: all before the token
+        return varlen_attn(query, key, value, *texts.ends, **options)[None], None
+    queries = query.split(texts.lengths)
+    keys = key.split(texts.seen_lengths)
+    values = value.split(texts.seen_lengths)
+    out = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        before = len(k) - len(q)  # tokens of the prompt
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+        mask = mask.tril(before)
+        if sliding_window:
+            mask = mask.triu(before + 1 - sliding_window)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, units]
+        out.append(nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)[0])
+    return torch.cat(out, 1).transpose(0, 1)[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)  # for sampling
+
+
+def use_packed_attention(model) -> None:
+    """Where attention alone mixes tokens, and by the plain formula. Elsewhere run_model refuses."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
+    if is_plain and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("packed")
+
+
+def run_model(model, batch: dict, **options):
+    """The output of a model, or of its body, for the texts of a batch."""
+    # The model is in eval mode while it learns, too: no dropout. But gradient checkpointing works
+    # in training mode only.
+    if model.is_gradient_checkpointing:
+        model.train(torch.is_grad_enabled())
+    ids = batch["ids"]
+    if "texts" in batch:
+        if model.config._attn_implementation != "packed":
+            raise ValueError("its attention takes one text a row: collate with one_row=False")
+        ids = ids[None]  # [1, L]
+        options |= dict(texts=batch["texts"], position_ids=batch["positions"][None])
+        # transformers makes no mask of its own if it gets one of four dimensions.
+        options["attention_mask"] = ids.new_empty(1, 1, 1, 1)
+    return model(ids, use_cache=False, **options)
+
+
+def logits_of(model, batch: dict):
+    """[n, V], at least in float32: the logits that predict the sampled tokens."""
+    if "texts" in batch:
+        logits = run_model(model, batch, logits_to_keep=batch["read"]).logits[0]
+    else:
+        logits = run_model(model, batch).logits.flatten(0, 1)[batch["read"]]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def hidden_of(model, batch: dict):
+    """[n, H]: what the head makes these logits of. For extras/fast.py."""
+    hidden = run_model(model.base_model, batch).last_hidden_state  # [1, L, H], or a row a sample
+    return hidden.flatten(0, 1)[batch["read"]]
+
+
+# -- Micro-batches, and the ranks to which they are dealt
 
 
 def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
@@ -733,118 +752,89 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
-def padded_texts(samples: list[Sample]) -> dict:
-    """The texts of a micro-batch. Policy says what is in it."""
-    completion_ids = padded([s.completion_ids for s in samples])  # [N, T]
+def padded_rows(samples: list[Sample]) -> dict:
+    """Like packed_row, with a row for each sample. Padding stands on the right, where causal layers
+    let no token see it. `read` counts places row after row."""
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
-    last = torch.tensor([len(s.prompt.ids) - 1 for s in samples])  # [N], end of the prompt
-    predicted_at = last[:, None] + torch.arange(completion_ids.shape[1])  # [N, T]
-    predicted_at = predicted_at.clamp(max=ids.shape[1] - 1)  # at padding any place will do
-    first = int(last.min())  # the logits before this position are not needed
-    return dict(ids=ids, completion_ids=completion_ids, predicted_at=predicted_at, first=first)
+    read = []
+    for row, s in enumerate(samples):
+        first = row * ids.shape[1] + len(s.prompt.ids) - 1
+        read.append(first + np.flatnonzero(s.sampled))
+    return dict(ids=[ids.numpy()], read=read)
 
 
-def logits_of_completions(model, batch: dict):
-    """[N, T, V], at least in float32. batch["first"] is where the shortest prompt of the batch
-    ends. Logits before it are not needed."""
-    # The model is in eval mode while it learns, too: no dropout. But gradient checkpointing works
-    # in training mode only.
-    if model.is_gradient_checkpointing:
-        model.train(torch.is_grad_enabled())
-    options = dict(use_cache=False)
-    kept = batch["ids"].shape[1] - batch["first"]
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = kept
-    logits = model(batch["ids"], **options).logits[:, -kept:]  # [N, L - first, V]
-    predicted_at = batch["predicted_at"] - batch["first"]  # [N, T], in these logits
-    logits = logits.take_along_dim(predicted_at[:, :, None], dim=1)  # [N, T, V]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def row_tokens(samples: list[Sample], one_row: bool) -> int:
+    """The tokens of a batch, as collate makes it."""
+    if not one_row:
+        return len(samples) * max(s.total_length for s in samples)
+    prompts = {s.prompt.ids.tobytes(): len(s.prompt.ids) for s in samples}
+    return sum(prompts.values()) + sum(len(s.completion_ids) for s in samples)
 
 
-def collate(samples: list[Sample], device: torch.device, layout=padded_texts) -> dict:
-    """The tensors of a micro-batch: its texts, and what the loss needs of their tokens. To give the
-    loss another field of Sample, add its name here."""
-    batch = layout(samples)
-    for name in ("sampled", "loss_mask", "length_mask", "advantages", "sampler_logps"):
-        batch[name] = padded([getattr(s, name) for s in samples])  # [N, T]
-    for name in ("old_logps", "ref_logps"):
-        if any(getattr(s, name) is not None for s in samples):
-            batch[name] = padded([getattr(s, name) for s in samples])  # an error if some lack it
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            batch[name] = value.to(device, non_blocking=True)  # beside what the GPU does
-    return batch
+def micro_batches(samples: list[Sample], cfg: Config, one_row: bool = True) -> list[list[Sample]]:
+    """Batches of at most micro_batch_tokens, or of one sample; so small that each rank may get one.
+    No split changes the gradient: the loss is a sum."""
 
+    def neighbours(s):  # samples of a prompt share it; without sharing, of similar length
+        return (s.prompt.ids.tobytes() if one_row else b"", -s.total_length)
 
-def batch_for(policy, samples):
-    return collate(samples, policy.model.device, policy.layout)
-
-
-def micro_batches(samples, budget):
-    """Samples of similar length together, at most `budget` tokens with padding, or one sample."""
+    budget = min(cfg.micro_batch_tokens, row_tokens(samples, one_row) / WORLD_SIZE)
     batches = []
-    for s in sorted(samples, key=lambda s: -s.total_length):
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].total_length > budget:
+    for s in sorted(samples, key=neighbours):
+        if not batches or row_tokens([*batches[-1], s], one_row) > budget:
             batches.append([])
-        batches[-1].append(s)  # the first sample of a batch is its longest
+        batches[-1].append(s)
     return batches
-
-
-# extras/fast.py has its own of these two.
-Policy.layout = staticmethod(padded_texts)
-Policy.micro_batches = staticmethod(micro_batches)
-
-
-def micro_batches_of_all_ranks(policy, samples, cfg):
-    """Small enough that each rank may get one. No split changes the gradient: the loss is a sum."""
-    total = sum(s.total_length for s in samples)
-    return policy.micro_batches(samples, min(cfg.micro_batch_tokens, total / WORLD_SIZE))
 
 
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+    place_of = {s: i for i, s in enumerate(samples)}
     computed = []
-    for micro_batch in micro_batches_of_all_ranks(policy, samples, cfg)[RANK::WORLD_SIZE]:
+    for micro_batch in micro_batches(samples, cfg, policy.one_row)[RANK::WORLD_SIZE]:
+        batch = collate(micro_batch, policy.model.device, policy.one_row)
         with autocast(cfg, policy.model.device):
-            logps, _ = policy(batch_for(policy, micro_batch))  # [N, T]
-        computed.append((micro_batch, logps))
-    index_of = {s: i for i, s in enumerate(samples)}
+            logps, _ = policy(batch)  # [n]
+        computed.append((micro_batch, logps, batch["lengths"]))
     rows = []
-    for micro_batch, logps in computed:
-        for s, row in zip(micro_batch, logps.cpu().numpy(), strict=True):
-            rows.append((index_of[s], row[: len(s.completion_ids)]))
+    for micro_batch, logps, lengths in computed:  # the GPU has all of its work by now
+        for s, values in zip(micro_batch, logps.cpu().split(lengths), strict=True):
+            row = np.zeros(len(s.sampled), values.numpy().dtype)  # [T]
+            row[s.sampled] = values
+            rows.append((place_of[s], row))
     for place, row in gather(rows):
         setattr(samples[place], name, row)
 
 
-def batches_of_rank(policy, minibatch: list[Sample], cfg: Config):
-    """Yields this rank's micro-batches, and whether it is the last. All ranks get equally many,
-    because DDP needs a backward of every rank: if nothing is left for a rank in the last round, it
-    gets another rank's, of which no token counts.
+def batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
+    """Yields this rank's micro-batches, and the context of their passes: DDP's no_sync, but for the
+    last. All ranks get equally many, because DDP needs a backward of every rank: if nothing is left
+    for a rank in the last round, it gets another rank's, in which nothing was sampled.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
     needed = [s for s in minibatch if has_gradient(s, cfg)]
     if not needed:
         needed = minibatch[:1]
-    batches = micro_batches_of_all_ranks(policy, needed, cfg)
+    batches = micro_batches(needed, cfg, policy.one_row)
     for start in range(0, len(batches), WORLD_SIZE):
         one_each = batches[start : start + WORLD_SIZE]
-        batch = batch_for(policy, one_each[RANK % len(one_each)])
+        samples = one_each[RANK % len(one_each)]
         if RANK >= len(one_each):
-            batch["sampled"].zero_()
-        yield batch, start + WORLD_SIZE >= len(batches)
+            samples = [replace(s, sampled=np.zeros_like(s.sampled)) for s in samples]
+        sync = contextlib.nullcontext()
+        if WORLD_SIZE > 1 and start + WORLD_SIZE < len(batches):
+            sync = ddp.no_sync()
+        yield collate(samples, policy.model.device, policy.one_row), sync
 
 
 def minibatches(samples: list[Sample], step: int, cfg: Config):
-    """Yields, for each optimizer step, its index in the run and its samples: num_epochs passes over
-    the samples, each in num_minibatches parts of nearly equal size."""
-    index = (step - 1) * cfg.num_minibatches * cfg.num_epochs
+    """Yields the samples of each optimizer step: num_epochs passes over all samples, each in
+    num_minibatches parts of nearly equal size."""
     for epoch in range(cfg.num_epochs):
         order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
         for chosen in np.array_split(order, cfg.num_minibatches):
-            yield index, [samples[i] for i in chosen]
-            index += 1
+            yield [samples[i] for i in chosen]
 
 
 # -- Which optimizer steps are taken, and how large
@@ -879,11 +869,17 @@ def has_gradient(s: Sample, cfg: Config) -> bool:
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
     the weights by its momentum even if the gradient is 0."""
+    if any(trained_advantages(s).any() for s in minibatch):
+        return True
     # Before the first optimizer step the policy is the reference (unless that is a model of its
     # own), and the KL's gradient is rounding. Adam would make a whole step of it.
-    if not optimizer.state and not cfg.reference:
-        cfg = replace(cfg, beta=0.0)
-    return any(has_gradient(s, cfg) for s in minibatch)
+    is_reference = steps_taken(optimizer) == 0 and not cfg.reference
+    return cfg.beta > 0 and not is_reference
+
+
+def steps_taken(optimizer) -> int:
+    """In the whole run. Adam counts them, and a checkpoint has its count."""
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def check_gap(gap: float, cfg: Config) -> None:
@@ -903,25 +899,17 @@ def check_gap(gap: float, cfg: Config) -> None:
 # -- Metrics
 
 
-def token_stats(mask, is_clipped, logps, ref_logps) -> dict:
-    """Sums over the tokens in the loss."""
-    stats = {"tokens": mask.sum(), "clip_ratio/region_mean": (is_clipped & mask).sum()}
+def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps) -> dict:
+    """Sums over the tokens in the loss, and of the sampler's gap over all tokens. in_loss [n]."""
+    stats = {"tokens": in_loss.sum(), "clip_ratio/region_mean": (is_clipped & in_loss).sum()}
+    if sampler_logps is not None:
+        stats["sampler_gap"] = (old_logps - sampler_logps).abs().sum()
+        stats["sampled_tokens"] = torch.ones_like(logps).sum()
     if ref_logps is not None:
         k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
-        stats["kl"] = torch.where(mask, k3, 0).sum()
-        stats["kl_k1"] = torch.where(mask, (logps - ref_logps).detach(), 0).sum()
+        stats["kl"] = (k3 * in_loss).sum()
+        stats["kl_k1"] = ((logps - ref_logps).detach() * in_loss).sum()
     return stats
-
-
-def sampler_stats(loss, entropy, old_logps, batch: dict) -> dict:
-    sampled = batch["sampled"]
-    gap = (old_logps - batch["sampler_logps"]).abs()
-    return dict(
-        loss=loss.detach(),
-        entropy=torch.where(batch["loss_mask"] & sampled, entropy, 0).sum(),
-        sampler_gap=torch.where(sampled, gap, 0).sum(),
-        sampled_tokens=sampled.sum(),
-    )
 
 
 def sum_over_ranks(stats: list[dict]) -> Counter:
@@ -1423,6 +1411,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         options = dict(config=without_randomness(config), dtype=torch.float32)
         if cfg.dtype == "float64":
             options["dtype"] = torch.float64
+            options["experts_implementation"] = "eager"  # the grouped product has no float64
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             options["attn_implementation"] = "eager"  # the others leave the cap out
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -1455,19 +1444,28 @@ def autocast(cfg: Config, device: torch.device, cache: bool = False):
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=cache)
 
 
-def resolve_auto(cfg: Config, model, device: torch.device) -> Config:
-    """The flags with a value in place of each `auto`."""
-    is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    tokens = 2048
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        tokens = tokens_that_fit(model, device)
-    if cfg.dtype == "auto":
-        is_worth_it = is_fast and model.num_parameters() >= SMALL
-        cfg = replace(cfg, dtype="bfloat16" if is_worth_it else "float32")
-    if cfg.micro_batch_tokens == 0:
-        cfg = replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
-    return cfg
+def resolve(cfg: Config, model, device: torch.device) -> Config:
+    """The flags with what the model and the machine decide: a value in place of each `auto`. It
+    happens before anything else takes cfg, and config.json says what was decided."""
+    is_small = model.num_parameters() < SMALL
+    if is_small:
+        torch.set_num_threads(1)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        if device.type == "cuda":
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if is_fast and not is_small else "float32"
+    rollout = cfg.rollout
+    if rollout == "auto":
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        rollout = "vllm" if has_vllm and not is_small and dtype != "float64" else "hf"
+    tokens = cfg.micro_batch_tokens
+    if tokens == 0:
+        tokens = tokens_that_fit(model, device) if device.type == "cuda" else 2048
+        tokens = min(gather([tokens]))  # the same on all ranks
+    fast = cfg.fast and not is_small and os.path.exists(f"{HERE}/extras/fast.py")
+    return replace(cfg, dtype=dtype, rollout=rollout, micro_batch_tokens=tokens, fast=fast)
 
 
 def tokens_that_fit(model, device: torch.device) -> int:
@@ -1481,21 +1479,51 @@ def tokens_that_fit(model, device: torch.device) -> int:
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
-    """The plain policy, or the one of extras/fast.py if it is there, right, and faster."""
-    plain = Policy(model, cfg.temperature)
-    if not cfg.fast or not os.path.exists(f"{HERE}/extras/fast.py"):
-        return plain
-    from extras import fast
-
-    samples = []  # made up, to compare the two
+    """The policy in the fastest form with the right numbers: texts in one row or in rows of their
+    own, with the head of extras/fast.py or the model's. A few made-up samples decide."""
+    samples = []
     for group, prompt in enumerate(prompts[:2]):
         for length in (1, 5, min(32, cfg.max_completion_length)):
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
-    policy, why = fast.choose(plain, samples, collate, cfg)
+    policy = Policy(model, cfg.temperature)
+    alone = Policy(model, cfg.temperature, one_row=False)
+    why = why_not(policy, samples, alone, cfg)
     if why:
-        print_rank_0(f"{type(policy).__name__} for {model.name_or_path}: {why}")
+        print_rank_0(f"{model.name_or_path}: a row for each text, because in one {why}")
+        policy = alone
+    if cfg.fast:
+        from extras import fast
+
+        faster = fast.FastPolicy(policy, hidden_of)
+        why = why_not(faster, samples, policy, cfg)
+        if not why:
+            return faster
+        print_rank_0(f"{model.name_or_path}: its own head, because with that of fast.py {why}")
     return policy
+
+
+@torch.no_grad()
+def why_not(policy, samples: list[Sample], plain, cfg: Config) -> str:
+    """Why a policy cannot take the place of the plain one, which gets one sample at a time; empty
+    if the log-probabilities are the same, up to rounding."""
+    device = plain.model.device
+    try:
+        batch = collate(samples, device, policy.one_row)
+        expected = [plain(collate([s], device, plain.one_row))[0] for s in samples]
+        expected = torch.cat(expected)  # [n], in float32
+        off = (policy(batch)[0] - expected).abs().max().item()
+        with autocast(cfg, device):
+            rounded = (policy(batch)[0] - expected).abs().mean().item()
+        why = f"log-probabilities are {max(off, rounded):.1g} off"
+        # In a model that knows nothing yet they vary little. Neither holds if one is nan.
+        if off <= 1e-4 * expected.std().item() and rounded <= 0.1:
+            why = ""
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model raises that cannot do this
+        why = one_line(error)
+    return max(gather([why]))  # the same on all ranks
 
 
 def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device: torch.device):
@@ -1583,7 +1611,101 @@ def stop_ids_of(model, tokenizer, cfg: Config) -> list[int]:
     return stop_ids
 
 
-# -- vLLM
+# -- Samplers
+
+
+class HFSampler:
+    """Samples with the policy's own model: slow beside vLLM, but it needs nothing else. See
+    make_sampler for which one is taken."""
+
+    BATCH = 256  # completions that are sampled together
+
+    def __init__(self, model, stop_ids: list[int], cfg: Config):
+        self.model = model
+        self.stop_ids = stop_ids
+        self.cfg = cfg
+
+    def load_weights(self, model) -> None:
+        """This and the next two do nothing: the model is the trainer's own."""
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def generate(
+        self, prompts: list[np.ndarray], seeds: list[tuple], temperature: float, limits=None
+    ) -> list[tuple]:
+        """One completion of each prompt: its ids, and their log-probabilities after the
+        temperature, both [T]. Temperature 0 is greedy. limits: the most tokens of each."""
+        limits = limits or [self.cfg.max_completion_length] * len(prompts)
+        completions = []
+        for start in range(0, len(prompts), self.BATCH):
+            batch = slice(start, start + self.BATCH)
+            rows, row_logps = self.sample_batch(
+                prompts[batch], seeds[batch], temperature, limits[batch]
+            )
+            for ids, logps, limit in zip(rows, row_logps, limits[batch], strict=True):
+                stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
+                length = limit
+                if len(stops) > 0:
+                    length = stops[0] + 1  # with the token that stops
+                completions.append((ids[:length], logps[:length]))
+        return completions
+
+    @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
+    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
+        """Tokens and log-probabilities, [N, T], until all have stopped. generate cuts them."""
+        device = self.model.device
+        stop_ids = torch.tensor(self.stop_ids, device=device)
+        randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
+        randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
+        ids = padded(prompts, side="left").to(device)  # [N, P]
+        mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
+        has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
+        cache = None
+        tokens = []
+        logps = []
+        self.model.eval()
+        with autocast(self.cfg, device, cache=True):
+            while len(tokens) < max(limits) and not has_stopped.all():
+                positions = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for the first that is no padding
+                out = self.model(
+                    ids,
+                    attention_mask=mask,
+                    position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                cache = out.past_key_values
+                logits = out.logits[:, -1]  # [N, V], of the next token
+                ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
+                tokens.append(ids)
+                logps.append(logp)
+                has_stopped = has_stopped | torch.isin(ids[:, 0], stop_ids)
+                mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        return torch.cat(tokens, 1).cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
+
+
+def draw(logits, temperature: float, random) -> tuple:
+    """logits [N, V], random numbers in [0, 1) [N, 1] -> one token of each row and its
+    log-probability, [N, 1] both."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        logps = logits.log_softmax(-1)
+        token = logps.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds the random number
+        logps = (logits / temperature).log_softmax(-1)  # [N, V]
+        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
+        point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
+        token = torch.searchsorted(cumulative, point, right=True)
+        token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
+    return token, logps.gather(-1, token)
+
+
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Ids beyond the vocabulary become ''."""
+    return tokenizer.decode(ids)
 
 
 class VLLMSampler:
@@ -1608,7 +1730,7 @@ class VLLMSampler:
             skip_tokenizer_init=True,
             generation_config="vllm",  # not the model's own, which may hold top-p
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
-            load_format="dummy",  # the first push brings the weights
+            load_format="dummy",  # load_weights brings them
         )
         if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
@@ -1626,7 +1748,7 @@ class VLLMSampler:
             module.do_not_compile = True
         self.SamplingParams = vllm.SamplingParams
 
-    def push(self, model) -> None:
+    def load_weights(self, model) -> None:
         """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
         run (check_gap)."""
         if self.asleep:  # weights first, then the cache, so that their peaks do not add up
@@ -1645,7 +1767,7 @@ class VLLMSampler:
             self.asleep = False
 
     def sleep(self) -> None:
-        """Frees the GPU for the update. Level 2 drops the weights: the next push brings them."""
+        """Frees the GPU for the update. Level 2 drops the weights: load_weights brings them."""
         if self.on_cuda and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True
@@ -1687,10 +1809,7 @@ def fill_with_nan(engine_model) -> None:
 
 
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
-    use_vllm = cfg.rollout == "vllm"
-    if cfg.rollout == "auto" and model.num_parameters() >= SMALL and cfg.dtype != "float64":
-        use_vllm = importlib.util.find_spec("vllm") is not None
-    if not use_vllm:
+    if cfg.rollout == "hf":
         return HFSampler(model, stop_ids, cfg)
     print_rank_0("vLLM starts, which takes a minute or more")
     with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
@@ -1883,10 +2002,8 @@ class Run:
             lora.add_adapters(model, checkpoint, cfg)
         elif checkpoint:
             model = load_model("model", checkpoint["path"], cfg, device)
-        if model.num_parameters() < SMALL:
-            torch.set_num_threads(1)
         self.longest = check_sizes("model", model, prompts, cfg)
-        self.cfg = cfg = resolve_auto(cfg, model, device)
+        self.cfg = cfg = resolve(cfg, model, device)
         self.model = model
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
@@ -2135,8 +2252,6 @@ def train(cfg: Config) -> list[dict]:
     check_flags(cfg)
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
-    # Rows hold one text each. transformers would look, and so wait for the GPU in every pass.
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     with contextlib.ExitStack() as cleanup:
         run = Run(cfg, join_ranks(cfg), cleanup)
         try:

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import grpo
-from grpo import Config, group_advantages, grpo_loss, kl_estimate
+from grpo import Config, group_advantages, kl_estimate
 from tests.common import (
     F64,
     REDUCTIONS,
+    grpo_loss,
     on_ranks,
     random_samples,
     relative,
@@ -146,7 +147,6 @@ def samples_of_ranks(dtype, reduction):
     samples = random_samples(15, 5, NUMPY_TYPE[dtype])
     if reduction == "sequence":
         samples[3].loss_mask[:] = False
-        samples[3].length_mask[:] = False
     return samples
 
 
@@ -592,24 +592,6 @@ def test_a_token_out_of_the_loss_still_counts_in_its_sequence():
     ratio = (logps - old)[0, :3].mean().exp()
     assert loss.item() == pytest.approx(-ratio.item())
     assert stats["tokens"] == 2
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_token_mask_leaves_the_divisors_alone(reduction):
-    """`mask` has the tokens in the loss, `counted` those by which the loss is divided."""
-    torch.manual_seed(0)
-    logps, old = (torch.randn(2, 3, 6, dtype=F64) * 0.1).unbind()
-    advantages = torch.randn(3, 6, dtype=F64)
-    counted = torch.arange(6) < torch.tensor([[6], [2], [4]])
-    mask = counted & (torch.arange(6) % 2 == 0)
-    cfg = Config(loss_reduction=reduction, beta=0)
-    some, _ = grpo_loss(
-        logps, old, None, None, advantages, mask, cfg, 12, 3, sampled=counted, length_mask=counted
-    )
-    # The same as with advantages of 0 for the tokens outside the mask.
-    advantages = torch.where(mask, advantages, 0)
-    every, _ = grpo_loss(logps, old, None, None, advantages, counted, cfg, 12, 3)
-    assert some.item() == pytest.approx(every.item(), rel=1e-12)
 
 
 def test_distillation_is_a_kl_to_a_teacher_without_a_reward():

@@ -156,7 +156,7 @@ def append(sample, ids, logps, sampled: bool):
     sample.completion_ids = np.append(sample.completion_ids, ids)
     sample.sampler_logps = np.append(sample.sampler_logps, logps)
     sample.sampled = np.append(sample.sampled, np.full(len(ids), sampled))
-    sample.loss_mask = sample.length_mask = sample.advantages = None
+    sample.loss_mask = sample.advantages = None
     sample.__post_init__()
 
 

@@ -41,8 +41,7 @@ class AdaptersOff:
     def __init__(self, policy):
         self.policy = policy
         self.model = policy.model
-        self.micro_batches = policy.micro_batches
-        self.layout = policy.layout
+        self.one_row = policy.one_row
 
     def __call__(self, batch: dict):
         layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
