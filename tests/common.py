@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 import types
+import unittest.mock
 from pathlib import Path
 
 # before torch is imported: on tiny matrices threads only wait for each other
@@ -186,7 +187,12 @@ def small_config(out_dir, **options):
 
 
 def small_run(out_dir, **options):
-    return grpo.train(small_config(out_dir, **options))
+    return train(small_config(out_dir, **options))
+
+
+@unittest.mock.patch("extras.view.draw", str)  # a picture takes twice as long as a small run
+def train(cfg):
+    return grpo.train(cfg)
 
 
 def flags_of(cfg):
@@ -262,6 +268,7 @@ def be_rank(environment, paths, folder, function, args):
     os._exit(code)
 
 
+@unittest.mock.patch("extras.view.draw", str)
 def main(*args):
     return grpo.main(list(args))
 

@@ -1,5 +1,6 @@
 """What people reported of other trainers and of the libraries below: it must not happen here."""
 
+import io
 import json
 import os
 
@@ -17,8 +18,10 @@ from tests.common import (
     HERE,
     flags_of,
     lines,
+    main,
     run,
     small_config,
+    small_rows,
     small_run,
     tiny_model,
     weights_of,
@@ -163,7 +166,7 @@ def test_an_eval_by_other_weights_ends_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "make_sampler", sampler_with_other_weights)
     with pytest.raises(TrainingError, match="off on average"):
-        small_run(tmp_path / "run", eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=0)
+        small_run(tmp_path / "run", eval_data=small_rows(tmp_path), max_steps=0)
 
 
 def rewards_in(folder, text):
@@ -195,20 +198,22 @@ def mine(completion, row):
     assert "no such thing" in capsys.readouterr().out
 
 
-def test_rewards_know_the_last_whole_step_and_the_epoch(tmp_path):
+def test_rewards_know_the_last_whole_step_and_the_epoch(tmp_path, capsys):
     text = """
-import json
 def mine(completion, row):
-    print("state", json.dumps(row["trainer_state"]))
+    state = row["trainer_state"]
+    print("state", state["global_step"], state["epoch"], state["max_steps"])
     return 0.0
 """
-    options = dict(reward=rewards_in(tmp_path, text), eval_data=f"{HERE}/sample_data/eval.jsonl")
-    done = run(*flags_of(small_config(tmp_path / "run", max_steps=2, eval_every=2, **options)))
-    states = [json.loads(x[6:]) for x in done.stdout.splitlines() if x.startswith("state ")]
-    seen = [(s["global_step"], s["epoch"]) for s in states]
+    options = dict(reward=rewards_in(tmp_path, text), eval_data=small_rows(tmp_path))
+    small_run(tmp_path / "run", max_steps=2, eval_every=2, **options)
+    states = [x for x in capsys.readouterr().out.splitlines() if x.startswith("state ")]
     # the eval before, steps 1 and 2 of three of five rows each, the eval after
-    assert sorted(set(seen), key=seen.index) == [(0, 0.0), (1, 0.6), (2, 1.2)]
-    assert {s["max_steps"] for s in states} == {2}
+    assert sorted(set(states), key=states.index) == [
+        "state 0 0.0 2",
+        "state 1 0.6 2",
+        "state 2 1.2 2",
+    ]
 
 
 @pytest.mark.parametrize("best, names", [(0.0, [1, 3, 4]), (0.5, [1, 3, 4])])
@@ -219,7 +224,7 @@ def test_an_accuracy_of_0_can_be_the_best(best, names, tmp_path, monkeypatch):
         return dict(eval_accuracy=next(values), eval_stderr=0.0, eval_length=1.0)
 
     monkeypatch.setattr(grpo, "evaluate", evaluate)
-    eval_data = f"{HERE}/sample_data/eval.jsonl"
+    eval_data = small_rows(tmp_path)
     small_run(tmp_path / "run", eval_data=eval_data, eval_every=1, keep=2)
     assert [int(path[-6:]) for path in grpo.checkpoints(str(tmp_path / "run"))] == names
 
@@ -237,23 +242,25 @@ def test_a_resume_has_the_flags_it_was_given_or_is_refused_untouched(tmp_path):
     assert len(decayed) == 2 and weights < 0.7  # norms and biases do not decay
 
 
-def test_what_a_screen_cannot_show_ends_no_run(tmp_path):
+def test_what_a_screen_cannot_show_ends_no_run(tmp_path, monkeypatch):
     (tmp_path / "été").mkdir()
     args = flags_of(small_config(tmp_path / "été" / "run", max_steps=1))
-    done = run(*args, env=dict(os.environ, PYTHONIOENCODING="ascii"))
-    assert done.returncode == 0, done.stderr
-    assert "\\xe9t\\xe9" in done.stdout
+    screen = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, "ascii"))
+    assert main(*args) == 0
+    assert b"\\xe9t\\xe9" in screen.getvalue()
 
 
-def test_what_only_a_launcher_or_another_version_writes_is_one_line(tmp_path):
+def test_what_only_a_launcher_or_another_version_writes_is_one_line(tmp_path, monkeypatch, capsys):
     args = flags_of(small_config(tmp_path / "run", max_steps=0))
-    torn = run(*args, env=dict(os.environ, RANK="0"))
-    assert run(*args).returncode == 0
+    assert main(*args) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(json.dumps(config | dict(old_flag=1)))
-    other = run("--resume", "--out_dir", tmp_path / "run")
-    for done, word in ((torn, "RANK"), (other, "old_flag")):
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and word in done.stderr
+    assert main("--resume", "--out_dir", str(tmp_path / "run")) == 2
+    monkeypatch.setenv("RANK", "0")
+    assert main(*args) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "old_flag" in first and "RANK" in second
 
 
 @pytest.mark.slow

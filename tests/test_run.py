@@ -32,8 +32,10 @@ from tests.common import (
     random_samples,
     run,
     small_config,
+    small_rows,
     small_run,
     tiny_model,
+    train,
     weights_of,
 )
 
@@ -94,15 +96,16 @@ def test_bad_input_is_one_line(args, named, tmp_path, monkeypatch, capfd):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_command_line_ends_with_the_exit_code(tmp_path):
+def test_the_command_line_ends_with_the_exit_code(tmp_path, capsys):
     done = run("--betas", "1", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "--betas" in done.stderr
     assert os.listdir(tmp_path) == []
-    done = run("--help", cwd=tmp_path)
-    assert done.returncode == 0
+    with pytest.raises(SystemExit, match="0"):
+        grpo.main(["--help"])
+    shown = capsys.readouterr().out
     for f in dataclasses.fields(Config):
-        assert f.name in done.stdout
+        assert f.name in shown
 
 
 def test_flags_reach_the_config_and_win_over_the_bundled_task():
@@ -143,7 +146,7 @@ def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("out", "out.1", "out.2"):
         cfg = small_config(tmp_path / "run", max_steps=0)
-        grpo.train(dataclasses.replace(cfg, out_dir="out"))
+        train(dataclasses.replace(cfg, out_dir="out"))
         assert json.loads(Path(name, "config.json").read_text())["out_dir"] == name
 
 
@@ -168,7 +171,7 @@ def test_two_runs_in_one_directory_are_refused(tmp_path):
 
 def test_what_a_run_leaves(tmp_path):
     out = tmp_path / "run"
-    history = small_run(out, eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=1)
+    history = grpo.train(small_config(out, eval_data=small_rows(tmp_path), max_steps=1))
     assert lines(out / "metrics.jsonl") == history
     eval_line, step_line, _ = history
     assert eval_line["step"] == 0 and -1 <= eval_line["eval_accuracy"] <= 0
@@ -196,7 +199,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo, "evaluate", evaluate)
     out = tmp_path / "run"
-    small_run(out, eval_data=f"{HERE}/sample_data/eval.jsonl", eval_every=1, keep=2)
+    small_run(out, eval_data=small_rows(tmp_path), eval_every=1, keep=2)
     names = [os.path.basename(path) for path in grpo.checkpoints(str(out))]
     assert names == ["step_000001", "step_000003", "step_000004"]
 
@@ -222,7 +225,7 @@ SLOW_OPTIONS = pytest.param(dict(num_epochs=2, weight_decay=0.1), marks=pytest.m
 @pytest.mark.parametrize("options", [{}, SLOW_OPTIONS, dict(lora_rank=2)])
 def test_resume_to_the_bit(options, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    evals = dict(eval_data=f"{HERE}/sample_data/eval.jsonl", eval_every=2)
+    evals = dict(eval_data=small_rows(tmp_path), eval_every=2)
     small_run(whole, **evals, **options)
     small_run(parts, max_steps=2, **evals, **options)
     small_run(parts, resume=True, **evals, **options)
@@ -256,12 +259,12 @@ def test_half_a_line_in_a_log_does_not_stop_a_resume(tmp_path):
 def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys):
     out = tmp_path / "run"
     cfg = small_config(out, max_steps=2, seed=7)
-    grpo.train(cfg)
+    train(cfg)
     resumed = grpo.parse_flags(["--resume", "--out_dir", str(out), "--max_steps", "3"])
     assert resumed == dataclasses.replace(grpo.replace(cfg, max_steps=3, resume=True), **{
         name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens")
     })  # fmt: skip
-    assert len(grpo.train(resumed)) == 3
+    assert len(train(resumed)) == 3
 
 
 def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
@@ -464,7 +467,7 @@ def differ(what, out):
 
         grpo.load_model = other
     try:
-        grpo.train(cfg)
+        train(cfg)
     except grpo.ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
@@ -553,7 +556,7 @@ def even(completion, row):
     return None if int(row["answer"]) % 2 else 1.0
 """
     path = write_rewards(tmp_path, text)
-    options = dict(reward=f"{path}:even", eval_data=f"{HERE}/sample_data/eval.jsonl")
+    options = dict(reward=f"{path}:even", eval_data=small_rows(tmp_path))
     history = small_run(tmp_path / "run", max_steps=0, eval_samples=2, **options)
     assert history[0]["eval_accuracy"] == history[0]["eval_pass@2"] == 1.0
 
@@ -600,7 +603,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
 
     fake.log = log
     monkeypatch.setitem(sys.modules, name, fake)
-    options = dict(report_to=name, eval_data=f"{HERE}/sample_data/eval.jsonl", max_steps=1)
+    options = dict(report_to=name, eval_data=small_rows(tmp_path), max_steps=1)
     small_run(tmp_path / "run", **options)
     small_run(tmp_path / "more", **options)  # in the same process: a run of its own there, too
     assert [step for step, _ in sent] == ["run", 0, 1, 1, None, "more", 0, 1, 1, None]
