@@ -82,6 +82,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import difflib
 import fcntl
 import functools
 import glob
@@ -89,6 +90,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -99,7 +101,7 @@ import sys
 import time
 import typing
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -1102,7 +1104,10 @@ def mistakes_in(what: str):
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name != "extras":
+        text += f" (pip install {error.name})"
+    return text
 
 
 def require(condition, flag: str, why: str) -> None:
@@ -1116,16 +1121,28 @@ def print_rank_0(text: str) -> None:
             print(text, flush=True)
 
 
+def refuse_flags(message: str) -> None:
+    """argparse's words, and the flags that may be meant: with these initials, or spelled alike."""
+    names = {f.name: "".join(word[0] for word in f.name.split("_")) for f in fields(Config)}
+    for unknown in re.findall("^unrecognized arguments: --([a-z_]+)", message):
+        meant = [name for name in names if names[name] == unknown]
+        meant = meant or difflib.get_close_matches(unknown, names)
+        if meant:
+            message += f"; is it --{' or --'.join(meant)}?"
+    require(False, "help lists the flags", message)
+
+
 def parse_flags(argv: list[str] | None) -> Config:
     """Given flags win over the flags of the run that --resume continues, and over BUNDLED. A first
     look at argv says which defaults these are."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False)
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
-    parser.error = lambda message: require(False, "help lists the flags", message)
+    parser.error = refuse_flags
     given = parser.parse_args(argv)
     if given.resume:
-        runs = glob.glob("out*/config.json")
-        path = max(runs, key=os.path.getmtime, default="out/config.json")  # the newest unnamed run
+        # The newest run without a name, which out_mine would be.
+        runs = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
+        path = max(runs, key=os.path.getmtime, default="out/config.json")
         if given.out_dir != Config.out_dir:
             path = f"{given.out_dir}/config.json"
         with mistakes_in(f"--resume: {path}"):
@@ -1212,41 +1229,43 @@ def digest(values) -> str:
 
 
 def read_rows(path: str):
-    """Yields the rows of a file, of a hub dataset name:config:split, or of a function."""
+    """An iterator over the rows of a file, of a hub dataset name:config:split, or of a function."""
     kind = Path(path).suffix.lower()
     if ".py:" in path:
-        yield from load_function(path)()
-    elif kind in (".json", ".jsonl", ".ndjson"):
-        text = Path(path).read_text("utf-8-sig")
-        if text.lstrip().startswith("["):
-            yield from json.loads(text)
-        else:
-            for line in filter(str.strip, text.split("\n")):
-                yield json.loads(line)
-    elif kind == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            for row in csv.DictReader(file, strict=True):
-                if None in row or None in row.values():
-                    raise ValueError("more or fewer fields than the header")
-                yield row
-    elif kind != ".parquet" and os.path.isfile(path):
-        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
-    elif path.startswith((".", "/")) and not os.path.exists(path):
-        raise FileNotFoundError("no such file or folder")
-    else:
-        from datasets import load_dataset
+        return iter(load_function(path)())
+    if kind == ".parquet":  # datasets would take [1] for a pattern, and old rows from its cache
+        from pyarrow.parquet import ParquetFile
 
-        if kind == ".parquet":
-            yield from load_dataset("parquet", data_files=path, split="train")
-        else:
-            name, config, split = f"{path}::".split(":", 2)
-            yield from load_dataset(name, config or None, split=split.rstrip(":") or "train")
+        return (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
+    if kind in (".json", ".jsonl", ".ndjson", ".csv"):
+        text = Path(path).read_text("utf-8-sig")
+        if kind == ".csv":
+            return rows_of_csv(text)
+        if text.lstrip().startswith("["):
+            return iter(json.loads(text))
+        return map(json.loads, filter(str.strip, text.split("\n")))
+    if os.path.isfile(path):
+        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
+    if path.startswith((".", "/")) and not os.path.exists(path):
+        raise FileNotFoundError("no such file or folder")
+    from datasets import load_dataset
+
+    name, config, split = f"{path}::".split(":", 2)
+    return iter(load_dataset(name, config or None, split=split.rstrip(":") or "train"))
+
+
+def rows_of_csv(text: str):
+    for row in csv.DictReader(io.StringIO(text), strict=True):
+        if None in row or None in row.values():
+            raise ValueError("more or fewer fields than the header")
+        yield row
 
 
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
     """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
     path = getattr(cfg, flag)
-    rows = iter(tqdm(read_rows(path), path, delay=10, disable=RANK > 0))  # a bar if it takes long
+    with mistakes_in(f"--{flag} {path}"):
+        rows = iter(tqdm(read_rows(path), path, delay=10, disable=RANK > 0))  # if it takes long
     prompts = []
     while True:
         with mistakes_in(f"--{flag} {path} row {len(prompts) + 1}"):
@@ -1282,11 +1301,15 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         text = fill_template(cfg.prompt_template, row)
     if not text or not isinstance(text, (str, list)):
         raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
+    if row.get("image") or row.get("images"):
+        raise ValueError("has an image, which the model would not see")
     messages = None
     if isinstance(text, list) or cfg.chat or cfg.system_prompt:
-        messages = text
-        if isinstance(text, str):
-            messages = [dict(role="user", content=text)]
+        messages = [dict(role="user", content=text)]
+        if isinstance(text, list):
+            messages = list(map(text_message, text))
+        if cfg.system_prompt and messages[0]["role"] == "system":
+            raise ValueError("has a system message, and --system_prompt would be a second one")
         if cfg.system_prompt:
             messages = [dict(role="system", content=cfg.system_prompt), *messages]
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
@@ -1303,21 +1326,35 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 
 
+def text_message(message: dict) -> dict:
+    """The message, with its parts joined if it has some."""
+    content = message.get("content")
+    if isinstance(content, str | None):  # None: a call of a tool
+        return message
+    others = {part["type"] for part in content} - {"text"}
+    if others:
+        raise ValueError(f"a message has a part of type {min(others)}, which no model would see")
+    return message | dict(content="".join(part["text"] for part in content))
+
+
 def fill_template(template: str, row: dict) -> str:
-    r"""Puts the values of the row in the place of {column}. Other braces stay, as in \boxed{} and
-    \frac{1}{2}, but not those around what must be meant as a column."""
+    r"""Puts the values of the row in the place of {column}. Other braces stay, but not those around
+    what must be meant as a column. Those of a LaTeX command stay always, as in \boxed{answer}; with
+    the value of the column it is \boxed{{answer}}."""
 
     def value_of(match):
-        command, column = match.groups("")
+        column = match[1]
+        if column is None:  # a command of LaTeX
+            return match[0]
         if row.get(column) is not None:
-            return command + str(row[column])
-        if not command and re.fullmatch(r"[^\W\d][\w.-]*", column):
+            return str(row[column])
+        if re.fullmatch(r"[^\W\d][\w.-]*", column):
             raise ValueError(f"has no column '{column}'")
         return match[0]
 
     # A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq
     template = re.sub(r"\\n(?![a-z])", "\n", template)
-    filled = re.sub(r"(\\[A-Za-z]+)?\{([^{}\n]+)\}", value_of, template)
+    filled = re.sub(r"\\[A-Za-z]+(?:\{[^{}\n]*\})+|\{([^{}\n]+)\}", value_of, template)
     if filled == template:
         raise ValueError("--prompt_template has no column in braces")
     return filled
@@ -1987,6 +2024,10 @@ class Run:
         self.train_prompts = load_prompts("train_data", *data)
         self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
         prompts = self.train_prompts + self.eval_prompts
+        trained = {p.text for p in self.train_prompts}
+        both = sum(p.text in trained for p in self.eval_prompts)
+        if both > 0:
+            print_rank_0(f"{both} of {len(self.eval_prompts)} eval prompts are trained on, too")
 
         self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
@@ -2284,8 +2325,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(parse_flags(argv))
         return 0
-    except (ConfigError, ModuleNotFoundError) as error:  # not installed, or not copied along
+    except ConfigError as error:
         message = str(error)
+        code = 2
+    except ModuleNotFoundError as error:  # of peft, or of extras/, which was not copied along
+        message = one_line(error)
         code = 2
     except TrainingError as error:
         message = str(error)

@@ -1,6 +1,7 @@
 """Rows and prompts, models of many families, and adapters."""
 
 import json
+import os
 import types
 
 import numpy as np
@@ -77,12 +78,14 @@ def test_files_of_rows(name, content, expected, tmp_path):
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": 7}', 2),
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": [{"role": "user"}]}', 2),
         ("x.jsonl", "\n\n", None),
-        ("x.jsonl", b"\xff\xfe\x00", 1),
+        ("x.jsonl", b"\xff\xfe\x00", 0),
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": "1\\ud800"}', 2),
-        ("x.jsonl.gz", b"\x1f\x8b", 1),
-        ("x.tsv", "prompt\n1+2=\n", 1),
+        ("x.jsonl.gz", b"\x1f\x8b", 0),
+        ("x.tsv", "prompt\n1+2=\n", 0),
         ("x.json", '[{"prompt": "1+2="}, 3]', 2),
         ("x.json", "{", 1),
+        ("x.json", "[", 0),
+        ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": "3+4=", "image": "a.png"}', 2),
         ("x.csv", "", None),
         ("x.csv", "prompt,b\n1+2=,2\n1,2,3\n", 2),
         ("x.csv", "prompt,b\n1+2=,2\n\n3\n", 2),
@@ -95,10 +98,10 @@ def test_bad_files_are_named_by_row(name, content, row, tmp_path):
         grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
     message = str(error.value)
     assert message.startswith(f"--train_data {path}") and "\n" not in message
-    assert row is None or f"row {row}:" in message
+    assert row is None or (f" row {row}:" in message if row else " row " not in message)
 
 
-def test_rows_from_python_the_hub_and_parquet(tmp_path, monkeypatch):
+def test_rows_from_python_and_the_hub(tmp_path, monkeypatch):
     path = write(tmp_path, "def rows():\n    yield dict(prompt='1+1=', x=(1, 2))\n", "mine.py")
     assert list(grpo.read_rows(f"{path}:rows")) == [dict(prompt="1+1=", x=(1, 2))]
     asked = []
@@ -111,14 +114,24 @@ def test_rows_from_python_the_hub_and_parquet(tmp_path, monkeypatch):
     monkeypatch.setitem(grpo.sys.modules, "datasets", module)
     assert list(grpo.read_rows("openai/gsm8k:main:test")) == AB
     assert list(grpo.read_rows("openai/gsm8k")) == AB
-    assert list(grpo.read_rows("x.parquet")) == AB
     assert list(grpo.read_rows("openai/gsm8k::train[:9]")) == AB
     assert asked == [
         (("openai/gsm8k", "main"), dict(split="test")),
         (("openai/gsm8k", None), dict(split="train")),
-        (("parquet",), dict(data_files="x.parquet", split="train")),
         (("openai/gsm8k", None), dict(split="train[:9]")),
     ]
+
+
+def test_a_parquet_file_is_the_one_that_was_named(tmp_path):
+    """And not run1/rows.parquet, which this name would match as a pattern."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for folder, rows in (("run[1]", AB), ("run1", AB[:1]), ("run[1]", AB[1:])):
+        path = tmp_path / folder / "rows.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        os.utime(path, (0, 0))  # a file that replaces another may have its time
+        assert list(grpo.read_rows(str(path))) == rows
 
 
 def test_rows_that_no_completion_can_earn_are_named(tmp_path):
@@ -142,9 +155,11 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
     [
         ("{a}+{b}=", "1+2="),
         (r"{a}\n{b}", "1\n2"),
-        (r"{a}\neq{b}", r"1\neq2"),
+        (r"{a}\neq {b}", r"1\neq 2"),
         ("{a}{}=", "1{}="),
-        (r"\boxed{{a}}", r"\boxed{1}"),
+        (r"\boxed{{a}} {b}", r"\boxed{1} 2"),
+        (r"{a} \boxed{b}", r"1 \boxed{b}"),
+        (r"{a} \frac{b}{x}", r"1 \frac{b}{x}"),
         (r"\frac{1}{2} {a}", r"\frac{1}{2} 1"),
         ("{问题}", "3"),
         ("{my-question} {a.b}", "4 5"),
@@ -214,6 +229,15 @@ def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
     [chat_prompt] = load(path, [dict(prompt="1+2?")], tmp_path, system_prompt="Add.")
     assert chat_prompt.messages == chat("*Add.", "1+2?")
     assert "Add.<|im_end|>" in chat_prompt.text and "Be kind" not in chat_prompt.text
+    parts = [dict(type="text", text="1+"), dict(type="text", text="2?", image=None)]
+    turn = dict(role="user", content=parts)
+    [joined] = load(path, [dict(prompt=[turn])], tmp_path, system_prompt="Add.")
+    assert joined.text == chat_prompt.text
+    parts.append(dict(type="image", text=None))
+    with pytest.raises(ConfigError, match="row 1: .*image"):
+        load(path, [dict(prompt=[turn])], tmp_path)
+    with pytest.raises(ConfigError, match="row 1: .*--system_prompt"):
+        load(path, [dict(prompt=chat("*Sum.", "1+2?"))], tmp_path, system_prompt="Add.")
     [plain] = load(path, [dict(prompt="1+2?")], tmp_path)
     assert plain.messages is None and plain.text == "1+2?"
     assert "--chat" in capsys.readouterr().out

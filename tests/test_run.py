@@ -59,7 +59,8 @@ def same_run(a, b):
 @pytest.mark.parametrize(
     "args, named",
     [
-        (["--learning_rat", "1"], ["--learning_rat"]),
+        (["--learning_rat", "1"], ["--learning_rat ", "--learning_rate"]),
+        (["--lr", "1"], ["--lr", "--learning_rate"]),
         (["--beta", "x"], ["--beta"]),
         (["--beta", "-1"], ["--beta"]),
         (["--beta", "inf"], ["--beta"]),
@@ -76,7 +77,7 @@ def same_run(a, b):
         (["--reward", "nothing"], ["--reward", "nothing"]),
         (["--reward", "missing.py:f"], ["--reward", "missing.py"]),
         (["--environment", "missing.py:f"], ["--environment", "missing.py"]),
-        (["--train_data", "missing.jsonl"], ["--train_data", "missing.jsonl"]),
+        (["--train_data", "missing.jsonl"], ["--train_data missing.jsonl: "]),
         (["--eval_data", "missing.jsonl"], ["--eval_data", "missing.jsonl"]),
         (["--max_completion_length", "9999"], ["--max_completion_length"]),
         (["--max_prompt_length", "2"], ["--train_data"]),
