@@ -18,10 +18,12 @@ import inspect
 import json
 import random
 import re
+from concurrent.futures import wait
+from contextlib import suppress
 
 import numpy as np
 
-from reward import FAILURES, begin, finish, load_function
+from reward import FAILURES, begin, finish, load_function, time_limit
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -37,6 +39,8 @@ class Episode:
     def __init__(self, seed):
         self.seed = seed  # for the policy's turns
         self.object = None  # the instance of the environment's class
+        self.opening = ""  # what its reset() said
+        self.goes_on = True
         self.turns = []  # the policy's texts
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
@@ -105,24 +109,27 @@ class Environment:
         functions that the chat template describes, or None. seed: (cfg.seed, number of the row),
         as in the row's episodes. ValueError"""
         tools = self.tools(row) or None
+        episode = Episode(seed)
         try:
-            words = harmless(tokenizer, self.start(row, seed)[1])
+            at_once([self.start(episode, row, seed)], self.seconds)
         except FAILURES as error:
             raise ValueError(f"no episode can begin: {error!r}") from None
+        words = harmless(tokenizer, episode.opening)
         last = messages[-1] | dict(content=messages[-1]["content"] + words)
         return [*messages[:-1], last], tools
 
-    def start(self, row, seed):  # -> a new object of the row's class, what its reset() says
+    def start(self, episode, row, seed):
+        """Makes the object of the row's class, and keeps what its reset() says."""
         if not self.classes:
-            return None, ""
+            return
         seed_random(*seed, 0)
-        instance = self.call(self.classes[row.get(self.column)])
         row = copy.deepcopy(row)  # which the class may change
+        episode.object = yield from self.call(self.classes[row.get(self.column)])
         columns = {key: row[key] for key in row if key != self.column}  # as in TRL
-        words = str(self.call(instance.reset, **columns) or "")
-        if words != self.openings.setdefault(hash((seed, str(row))), words):
+        episode.opening = str((yield from self.call(episode.object.reset, **columns)) or "")
+        said = self.openings.setdefault(hash((seed, str(row))), episode.opening)
+        if said != episode.opening:
             raise ValueError("reset() says two things to one row and seed")
-        return instance, words
 
     def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
         tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
@@ -134,7 +141,7 @@ class Environment:
                     raise ValueError(f"Tool {name} not found.")
                 if not isinstance(arguments, dict):
                     raise ValueError("The arguments must be an object.")
-                content = str(self.call(tools[name], **arguments))
+                content = str((yield from self.call(tools[name], **arguments)))
             except Exception as error:
                 content = str({"error": str(error)})
                 episode.failed_calls += 1
@@ -142,7 +149,32 @@ class Environment:
         return messages
 
     def call(self, function, /, *arguments, **named):
-        return finish(begin(self.seconds, function, *arguments, **named), self.seconds)
+        """The result of the user's function. A coroutine is yielded, and at_once begins it."""
+        with time_limit(self.seconds):
+            returned = function(*arguments, **named)
+        if inspect.iscoroutine(returned):
+            seed = random.random()  # of this episode; the coroutine and the others draw, too
+            returned = finish((yield returned, seed), 0)
+            seed_random(seed, "after")
+        return returned
+
+
+async def seeded(coroutine, seed):
+    seed_random(seed)
+    return await coroutine
+
+
+def at_once(generators, seconds):
+    """Runs generators to their ends. What they yield are coroutines, and those of all run at the
+    same time. Each generator gets the Future of its own back, for finish()."""
+    futures = dict.fromkeys(generators)
+    while futures:
+        waiting = {}
+        for generator, future in futures.items():
+            with suppress(StopIteration):
+                waiting[generator] = generator.send(future)
+        futures = {g: begin(seconds, seeded, *waiting[g]) for g in waiting}
+        wait(futures.values(), seconds)
 
 
 def methods_of(instance):
@@ -183,6 +215,8 @@ class Player:
         self.eos_ids = eos_ids
         self.cfg = cfg
         self.options = dict(tokenize=False, add_generation_prompt=True)
+        # A tokenizer may have a template of its own for chats with tools.
+        self.options["tools"] = sum(environment.tool_sets.values(), []) or None
         self.options |= json.loads(cfg.chat_template_kwargs or "{}")
         self.schema = getattr(tokenizer, "response_template", None) or HERMES
         self.stop_ids = [*eos_ids]
@@ -202,8 +236,8 @@ class Player:
 
     def check_template(self):
         # The policy has to see its tools and the replies, and its calls have to be read.
-        tools = sum(self.environment.tool_sets.values(), [])
-        shown = self.tokenizer.apply_chat_template([QUESTION], tools=tools, **self.options)
+        tools = self.options["tools"]
+        shown = self.tokenizer.apply_chat_template([QUESTION], **self.options)
         if tools and tools[0].__name__ not in shown:
             raise ValueError("the chat template leaves out the tools")
         role = "tool" if tools else "user"
@@ -222,7 +256,11 @@ class Player:
         generate(prompts, seeds, temperature, limits) samples a turn each: (ids [T], logps [T])"""
         for sample, seed in zip(samples, seeds, strict=True):
             sample.episode = Episode(seed)
-        while samples := [sample for sample in samples if self.goes_on(sample)]:
+        while True:
+            at_once(map(self.answer, samples), self.environment.seconds)
+            samples = [s for s in samples if s.episode.goes_on]
+            if not samples:
+                break
             prompts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
             seeds = [(*s.episode.seed, len(s.episode.turns)) for s in samples]
             limits = [self.cfg.max_completion_length - len(s.completion_ids) for s in samples]
@@ -232,28 +270,28 @@ class Player:
                 append(sample, ids, logps, sampled=True)
                 sample.finish_reason = "stop" if ids[-1] in self.stop_ids else "length"
 
-    def goes_on(self, sample):
+    def answer(self, sample):
         try:
-            return self.answer(sample)
+            sample.episode.goes_on = yield from self.reply(sample)
         except FAILURES as error:
             sample.failure = repr(error)
             sample.episode.failed = True
-            return False
+            sample.episode.goes_on = False
 
-    def answer(self, sample):  # False: the episode is over
+    def reply(self, sample):  # False: the episode is over
         environment, episode, prompt = self.environment, sample.episode, sample.prompt
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
         episode.turns.append(sample.text)
         episode.messages.append(dict(role="assistant", content=sample.text))
         if len(episode.turns) == 1:
-            episode.object, _ = environment.start(prompt.row, (self.cfg.seed, prompt.row_number))
+            yield from environment.start(episode, prompt.row, (self.cfg.seed, prompt.row_number))
         if sample.finish_reason == "length":
             return False
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
             row = copy.deepcopy(prompt.row)  # which the function may change
-            reply = environment.call(environment.function, [*episode.turns], row)
+            reply = yield from environment.call(environment.function, [*episode.turns], row)
             messages = [dict(role="user", content=reply)]
             if reply is None:
                 return False
@@ -265,7 +303,7 @@ class Player:
                 return False
             episode.messages[-1]["tool_calls"] = calls
             episode.calls += len(calls)
-            reply = messages = environment.run_tools(calls, episode, tools)
+            reply = messages = yield from environment.run_tools(calls, episode, tools)
         added = self.reply_ids(sample, messages)
         room = self.cfg.max_completion_length - len(sample.completion_ids) - len(added)
         if room < 1 or len(episode.turns) == self.cfg.max_turns:

@@ -98,6 +98,23 @@ class Guess:
         return "higher"
 
 
+class Meeting:  # whose tool ends when four have called it
+    barrier = asyncio.Barrier(4)
+
+    async def reset(self, **row):
+        self.drawn = []
+
+    @tool
+    async def meet(self) -> str:
+        self.drawn.append(random.random())
+        await self.barrier.wait()
+
+
+async def meets(turns, row):
+    await Meeting.barrier.wait()
+    return "so" * (len(turns) < 3) or None
+
+
 GAMES = {"count": Counter, "guess": Guess}
 NOT_ALL_CLASSES = {"count": Counter, "number": 3}
 
@@ -298,6 +315,14 @@ TURNS = [
 ]
 
 
+def test_a_template_by_the_name_of_tool_use():
+    """As Hermes and Command R have it, beside a default that writes no tools."""
+    tokenizer = tokenizer_of(template=dict(default=WORDS_ONLY, tool_use=CHAT))
+    player = make_player("TOOLS", [dict(prompt=QUESTION)], tokenizer)
+    [sample] = perform(player, [DRAFT], ["end"])
+    assert results_of(sample) == ["4"]
+
+
 @pytest.mark.parametrize("schema", [None, SCHEMA])
 @pytest.mark.parametrize("template, turn, results", TURNS)
 def test_which_calls_are_made(template, turn, results, schema):
@@ -351,6 +376,18 @@ def test_what_is_drawn_depends_on_seed_row_and_turn():
     assert len({text for run in runs for replies in run for text in replies}) == 2 * 2 * 2
     openings = [make_player("Guess", table).prompts[i].text for i in (0, 0, 1)]
     assert openings[0] == openings[1] != openings[2]
+
+
+def test_asynchronous_calls_of_all_samples_run_at_the_same_time():
+    """Four calls of a turn wait for each other, and draw what they drew alone."""
+    player = make_player("meets", [dict(prompt="Well?")])
+    samples = perform(player, *[["a"] * 4] * 3)
+    assert [(s.failure, s.episode.replies) for s in samples] == [("", ["so", "so"])] * 4
+    player = make_player("Meeting", [dict(prompt=QUESTION)])
+    samples = perform(player, [call_text("meet", {}) * 2] * 4, ["end"] * 4)
+    drawn = [s.episode.object.drawn for s in samples]
+    assert not any(s.failure for s in samples) and drawn == [drawn[0]] * 4
+    assert len(set(drawn[0])) == 2
 
 
 def test_each_misbehaviour_costs_its_own_episode():
