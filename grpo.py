@@ -264,6 +264,7 @@ def score(samples: list[Sample], run: Run) -> None:
     for function in run.rewards:
         for s in samples:
             s.rewards[function.name] = 0.0  # and stays 0 if the environment of s failed
+        transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
         values, failures, metrics, extra = call_reward(function, texts, rows, run.cfg.call_timeout)
         for s, value in zip(scored, values, strict=True):
             s.rewards[function.name] = value
@@ -568,6 +569,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 SAMPLING = 0  # completions of a step; index: the prompt within the step
 ORDER = 0  # order of the data; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
+REWARDS = 2  # what reward functions draw from `random` and NumPy; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
@@ -1915,11 +1917,13 @@ def without_nan(metrics: dict) -> dict:
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
-def completion_row(s: Sample, step: int, tokenizer, with_tokens: bool) -> dict:
+def completion_row(s: Sample, step: int, tokenizer, with_row: bool, with_tokens: bool) -> dict:
     """A line of completions.jsonl."""
     row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
     row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
-    row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason, row=s.prompt.row)
+    row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
+    if with_row:
+        row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
     optional = dict(failure=s.failure, extra=s.extra)
     row |= {name: value for name, value in optional.items() if value}
     if s.episode is not None:
@@ -1929,6 +1933,14 @@ def completion_row(s: Sample, step: int, tokenizer, with_tokens: bool) -> dict:
         row["tokens"] = {k: array.astype(float).round(3).tolist() for k, array in values.items()}
         row["tokens"]["text"] = tokenizer.batch_decode(s.completion_ids[:, None])
     return without_nan(row)
+
+
+def cut(value):
+    """A value of the data for the log: its beginning, if it is long, such as a file of tests."""
+    text = json.dumps(value, default=str)
+    if len(text) > 2000:
+        value = f"{text[:2000]}... {len(text)} characters"
+    return value
 
 
 def open_dashboard(cfg: Config, cleanup: contextlib.ExitStack):
@@ -1963,12 +1975,14 @@ def copy_processors(model: str, folder: str) -> None:
 
 SHOWN = {  # metric: its name in the line of a step
     "reward": "reward",
+    "turns/mean": "turns",
     "completions/mean_length": "length",
     "completions/clipped_ratio": "cut-off",
     "frac_reward_zero_std": "no-signal",
     "grad_norm": "grad",
     "kl_k1": "kl_k1",
     "sampler_gap": "gap",
+    "step_time": "seconds",
     "tokens_per_s": "tok/s",
 }
 
@@ -1996,8 +2010,11 @@ class Run:
     """All that a run holds. It is loaded and checked, on all ranks, before anything is written."""
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
+        self.is_unnamed = cfg.out_dir == Config.out_dir and not cfg.resume
+        cfg = replace(cfg, out_dir=os.path.abspath(cfg.out_dir))  # a reward may call os.chdir
         self.times = {}
         self.bad_steps = 0  # in a row
+        self.has_hinted = False  # that cut-off completions earn nothing
         self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
         self.must_not_save = False  # between optimizer steps, and while a save is going on
         self.save_failed = False
@@ -2102,8 +2119,9 @@ class Run:
         about = f"{model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
         about += f", {WORLD_SIZE} x {model.device}, {type(self.sampler).__name__}"
         print_rank_0(f"{cfg.model}: {about}")
+        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, cfg)[0]
         print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {out_dir}, first prompt:")
-        print_rank_0(repr(self.tokenizer.decode(self.train_prompts[0].ids)))
+        print_rank_0(repr(self.tokenizer.decode(self.shown_prompt.ids)))
         self.started = self.phase_started = time.perf_counter()
         self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -2117,24 +2135,43 @@ class Run:
         path and the lines of metrics.jsonl up to the checkpoint."""
         path = self.cfg.out_dir
         number = 0
-        is_unnamed = path == Config.out_dir and not self.cfg.resume
-        while is_unnamed and os.path.exists(path):
-            number += 1
-            path = f"{Config.out_dir}.{number}"
-        cfg = replace(self.cfg, out_dir=path)
-        is_free = cfg.resume or not os.path.exists(path) or not os.listdir(path)
-        require(is_free, f"out_dir {path}", "holds files already; name another, or take --resume")
-        self.dashboard = open_dashboard(cfg, cleanup)
         with mistakes_in(f"--out_dir {path}"):
+            while self.is_unnamed:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path)  # of runs that start together one gets it
+                    break
+                number += 1
+                path = f"{self.cfg.out_dir}.{number}"
             os.makedirs(path, exist_ok=True)
+            if os.listdir(path) and not self.cfg.resume:
+                raise ValueError("holds files already; name another, or take --resume")
+        cfg = replace(self.cfg, out_dir=path)
+        try:
+            self.dashboard = open_dashboard(cfg, cleanup)
+        except ConfigError:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # unless it holds files
+            raise
+        with mistakes_in(f"--out_dir {path}"):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
             source = f"{Path(__file__).name} {digest(Path(__file__).read_text())[:8]}"
             about = dict(script=source, eval_rows=digest([p.row for p in self.eval_prompts])[:8])
             config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
+            if cfg.resume and os.path.exists(f"{path}/config.json"):
+                self.print_changes(config, json.loads(Path(path, "config.json").read_text()))
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")
             cut_log(f"{path}/completions.jsonl", self.step)
             return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
+
+    def print_changes(self, config: dict, before: dict) -> None:
+        """Of a resume: where it goes on, and which flags are not what they were."""
+        print_rank_0(f"--resume goes on from step {self.step}")
+        for name in sorted(config.keys() - {"out_dir", "resume", "about"}):
+            if config[name] != before.get(name):
+                print_rank_0(f"--{name} was {before.get(name)!r} and is {config[name]!r}")
+        if self.step >= self.cfg.max_steps:
+            print_rank_0(f"--max_steps {self.cfg.max_steps} is reached already")
 
     def forbid_saves(self, *_) -> None:
         """From an optimizer step on, until the update is complete, the weights are of no step."""
@@ -2204,27 +2241,49 @@ class Run:
             metrics |= self.player.metrics(samples)
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
-        first = samples[: cfg.log_completions]
+        logged = samples[: cfg.log_completions]
+        first = {s.group: s for s in reversed(logged)}  # of each group
         signal = Counter()  # the two groups with the largest advantages have their tokens logged
-        for s in first:
+        for s in logged:
             signal[s.group] += np.abs(s.advantages[0])
         detailed = dict(signal.most_common(2))
-        rows = [completion_row(s, self.step, self.tokenizer, s.group in detailed) for s in first]
+        rows = []
+        for s in logged:
+            choices = dict(with_row=s is first[s.group], with_tokens=s.group in detailed)
+            rows.append(completion_row(s, self.step, self.tokenizer, **choices))
         self.log(metrics, rows)
 
-        shown = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN.items() if key in metrics]
+        names = dict(reward="reward")
+        if len(self.rewards) > 1:
+            names |= {f"rewards/{function.name}/mean": function.name for function in self.rewards}
+        names |= SHOWN
+        shown = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
         if metrics["optimizer_steps"] == 0:
             shown.append(f"NO OPTIMIZER STEP ({why_no_step(metrics)})")
         print_rank_0(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
         print_failures(samples)
         if self.step == 1:
-            s = samples[0]
-            print_rank_0(f"the first completion, with the reward {s.reward:.3g}:\n{s.text!r}")
+            for s in samples:
+                if s.prompt is self.shown_prompt:
+                    self.show("the prompt's first completion", s)
+                    break
             if all(s.failure or math.isnan(s.reward) for s in samples):
                 raise TrainingError("no sample of the first step has a reward")
+        cut_off = [s.reward for s in samples if s.finish_reason == "length"]
+        if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0 and not self.has_hinted:
+            print_rank_0("cut-off completions earn nothing: see --max_completion_length")
+            self.has_hinted = True
         self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0
         if self.bad_steps == 5:
             raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
+
+    def show(self, what: str, s: Sample) -> None:
+        print_rank_0(f"{what}, with the reward {s.reward:.3g}:\n{s.text!r}")
+
+    def show_last_answer(self) -> None:
+        """To the prompt that the first screen has."""
+        [s] = rollout(self, [self.shown_prompt], EVAL, self.step, 1, 0.0)
+        self.show(f"to {s.prompt.text!r} it now answers", s)
 
     def evaluate_if_due(self) -> None:
         is_done = any(m["step"] == self.step and "eval_length" in m for m in self.history)
@@ -2233,7 +2292,7 @@ class Run:
             return
         m = dict(step=self.step) | evaluate(self)
         shown = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}, length {m['eval_length']:.3g}"
-        print_rank_0(f"step {self.step}: eval accuracy {shown}")
+        print_rank_0(f"step {self.step}: eval accuracy ({self.rewards[0].name}) {shown}")
         self.log(m)
 
     def best_step(self) -> int:
@@ -2297,6 +2356,8 @@ def train(cfg: Config) -> list[dict]:
         run = Run(cfg, join_ranks(cfg), cleanup)
         try:
             training_loop(run)
+            if run.step >= cfg.max_steps and not run.stop_is_requested():
+                run.show_last_answer()
         finally:
             run.save()  # the last whole step, also if a signal or an error ended the loop
         if WORLD_SIZE > 1:
@@ -2313,6 +2374,9 @@ def train(cfg: Config) -> list[dict]:
     if accuracies:
         print_rank_0(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
     print_rank_0(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
+    best = run.path_of(run.best_step())
+    if os.path.exists(best):
+        print_rank_0(f"best checkpoint: {best}")
     print_rank_0(f"out_dir: {run.cfg.out_dir}")
     return run.history
 

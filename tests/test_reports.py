@@ -134,7 +134,7 @@ def test_rows_of_two_tasks_have_null_in_the_columns_of_the_other(tmp_path):
     reward = f"answer,{path}:tests"
     small_run(out, train_data=write(tmp_path, rows), reward=reward, max_steps=2)
     for row in lines(out / "completions.jsonl"):
-        assert list(row["rewards"]) == ["answer" if row["row"]["answer"] else "tests"]
+        assert list(row["rewards"]) == ["answer" if row["prompt"] == "1+2=" else "tests"]
     with pytest.raises(ConfigError, match="no column .*'answer'"):
         load(f"{HERE}/sample_data/model", [dict(prompt="a")], tmp_path, "answer")
 
@@ -176,11 +176,13 @@ def rewards_in(folder, text):
 
 def test_each_sample_has_a_row_of_its_own(tmp_path):
     text = "def mine(completion, row):\n    row['seen'].append(1)\n    return len(row['seen'])\n"
-    train_data = write(tmp_path, [dict(prompt="1+2=", seen=[]), dict(prompt="2+2=", seen=[1])])
+    rows = [dict(prompt="1+2=", seen=[], tests="x" * 10**6), dict(prompt="2+2=", seen=[1])]
+    train_data = write(tmp_path, rows)
     options = dict(reward=rewards_in(tmp_path, text), train_data=train_data)
     small_run(tmp_path / "run", **options)
     for row in lines(tmp_path / "run" / "completions.jsonl"):
-        assert row["reward"] == len(row["row"]["seen"]) + 1 == 1 + (row["prompt"] == "2+2=")
+        assert row["reward"] == 1 + (row["prompt"] == "2+2=")
+    assert (tmp_path / "run" / "completions.jsonl").stat().st_size < 10**5
 
 
 def test_failures_in_an_eval_are_said_and_left_out_of_its_mean(tmp_path, capsys):
@@ -286,9 +288,19 @@ def test_a_reward_that_ranks_a_group_sees_it_whole(tmp_path):
     assert all(sorted(rewards) == [0, 0.25, 0.5, 0.75, 1] for rewards in groups.values())
 
 
-def test_a_step_that_moves_nothing_says_so(tmp_path, capsys):
-    small_run(tmp_path / "run", reward="format", max_steps=1)  # no completion has the format
-    assert "NO OPTIMIZER STEP (all rewards are 0; " in capsys.readouterr().out
+def test_what_the_screen_says_of_a_step(tmp_path, capsys):
+    """The prompt that it shows has its completion there, and another after the last step."""
+    text = "def mine(completion, row):\n    return 0.0\n"
+    rewards = dict(reward=f"{rewards_in(tmp_path, text)},format", max_completion_length=2)
+    small_run(tmp_path / "run", eval_data=small_rows(tmp_path), max_steps=2, **rewards)
+    said = capsys.readouterr().out
+    first = lines(tmp_path / "run" / "completions.jsonl")[0]
+    assert f"first prompt:\n{first['prompt']!r}\n" in said
+    assert f"{first['completion']!r}\n" in said and f"{first['prompt']!r} it now" in said
+    assert "NO OPTIMIZER STEP (all rewards are 0; " in said  # no completion has the format
+    assert said.count("mine 0 format 0 length") == 2 and said.count("earn nothing") == 1
+    assert "accuracy (mine)" in said and "5 of 5 eval prompts are trained on" in said
+    assert f"best checkpoint: {tmp_path}/run/step_000002" in said
 
 
 def test_an_environment_with_reset_and_step_is_replayed_from_its_turns():

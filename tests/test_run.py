@@ -144,11 +144,28 @@ def test_what_ends_a_run_is_one_line_and_an_exit_code(error, code, monkeypatch, 
 
 
 def test_an_unnamed_directory_is_the_first_free_one(tmp_path, monkeypatch):
+    """And its newest is what --resume takes. out.mine has a name."""
     monkeypatch.chdir(tmp_path)
-    for name in ("out", "out.1", "out.2"):
+    for name in ("out", "out.1", "out.2", "out.mine"):
         cfg = small_config(tmp_path / "run", max_steps=0)
-        train(dataclasses.replace(cfg, out_dir="out"))
-        assert json.loads(Path(name, "config.json").read_text())["out_dir"] == name
+        train(dataclasses.replace(cfg, out_dir="out.mine" if name == "out.mine" else "out"))
+        assert json.loads(Path(name, "config.json").read_text())["out_dir"] == f"{tmp_path}/{name}"
+    assert grpo.parse_flags(["--resume"]).out_dir == "out.2"
+
+
+def test_runs_that_start_together_get_a_directory_each(tmp_path, monkeypatch):
+    """The first still waits for its dashboard when the second begins."""
+    monkeypatch.chdir(tmp_path)
+    cfg = dataclasses.replace(small_config(tmp_path / "run", max_steps=0), out_dir="out")
+
+    def init(**options):
+        fake.init = lambda **options: None
+        grpo.train(dataclasses.replace(cfg, report_to="none"))
+
+    fake = types.SimpleNamespace(init=init, finish=list, log=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    train(dataclasses.replace(cfg, report_to="trackio"))
+    assert Path("out/config.json").exists() and Path("out.1/config.json").exists()
 
 
 def test_a_named_directory_with_anything_in_it_is_refused(tmp_path):
@@ -158,6 +175,24 @@ def test_a_named_directory_with_anything_in_it_is_refused(tmp_path):
     with pytest.raises(grpo.ConfigError, match="run"):
         small_run(out, max_steps=1)
     assert sorted(os.listdir(out)) == before
+
+
+def test_a_reward_may_change_the_directory_and_draw(tmp_path, monkeypatch):
+    """Checkpoints go where the run began, and two runs of one seed draw the same."""
+    text = """
+import os, random
+import numpy as np
+
+def draws(completion, row):
+    os.chdir("/")
+    return random.random() + np.random.random()
+"""
+    path = write_rewards(tmp_path, text)
+    for name in ("one", "two"):
+        monkeypatch.chdir(tmp_path)
+        cfg = small_config(tmp_path / name, reward=f"{path}:draws", max_steps=2)
+        train(dataclasses.replace(cfg, out_dir=name))
+    same_run(tmp_path / "one", tmp_path / "two")
 
 
 def test_two_runs_in_one_directory_are_refused(tmp_path):
@@ -181,6 +216,7 @@ def test_what_a_run_leaves(tmp_path):
     rows = lines(out / "completions.jsonl")
     assert len(rows) == 15
     assert {"prompt", "completion", "reward", "advantage", "row"} <= set(rows[0])
+    assert [i for i, row in enumerate(rows) if "row" in row] == [0, 5, 10]  # once a group
     signal = dict.fromkeys(range(3), 0.0)
     for row in rows:
         signal[row["group"]] += abs(row["advantage"])
@@ -265,7 +301,12 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     assert resumed == dataclasses.replace(grpo.replace(cfg, max_steps=3, resume=True), **{
         name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens")
     })  # fmt: skip
+    capsys.readouterr()
     assert len(train(resumed)) == 3
+    said = capsys.readouterr().out
+    assert "step 2" in said and "--max_steps was 2 and is 3" in said and "--seed" not in said
+    assert len(train(dataclasses.replace(resumed, max_steps=1))) == 3
+    assert "--max_steps 1 is reached" in capsys.readouterr().out
 
 
 def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
