@@ -82,7 +82,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
-import difflib
 import fcntl
 import functools
 import glob
@@ -91,6 +90,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -1106,7 +1106,7 @@ def mistakes_in(what: str):
 
 
 def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name != "extras":
         text += f" (pip install {error.name})"
     return text
@@ -1124,13 +1124,11 @@ def print_rank_0(text: str) -> None:
 
 
 def refuse_flags(message: str) -> None:
-    """argparse's words, and the flags that may be meant: with these initials, or spelled alike."""
-    names = {f.name: "".join(word[0] for word in f.name.split("_")) for f in fields(Config)}
-    for unknown in re.findall("^unrecognized arguments: --([a-z_]+)", message):
-        meant = [name for name in names if names[name] == unknown]
-        meant = meant or difflib.get_close_matches(unknown, names)
-        if meant:
-            message += f"; is it --{' or --'.join(meant)}?"
+    """argparse's words, and the flags that may be meant: lr is short for learning_rate."""
+    for letters in re.findall("^unrecognized arguments: --([a-z_]+)", message):
+        pattern = "(^|_)" + ".*".join(letters)
+        meant = [f.name for f in fields(Config) if re.search(pattern, f.name)]
+        message = " or --".join([message, *meant])
     require(False, "help lists the flags", message)
 
 
@@ -1150,13 +1148,17 @@ def parse_flags(argv: list[str] | None) -> Config:
         with mistakes_in(f"--resume: {path}"):
             saved = json.loads(Path(path).read_text())
             saved.pop("about", None)
-            saved = Config(**saved)
-        parser.set_defaults(**asdict(saved) | dict(out_dir=os.path.dirname(path)))
+            saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
+        parser.set_defaults(**asdict(saved))
     elif not given.model:
         parser.set_defaults(**BUNDLED)
         if given.train_data:
             parser.set_defaults(eval_data="")  # the bundled eval is another task
-    return Config(**vars(parser.parse_args(argv)))
+    cfg = Config(**vars(parser.parse_args(argv)))
+    for name, value in asdict(cfg).items():
+        if given.resume and value != getattr(saved, name):
+            print_rank_0(f"--{name} was {getattr(saved, name)!r} and is {value!r}")
+    return cfg
 
 
 def check_flags(cfg: Config) -> None:
@@ -1333,9 +1335,9 @@ def text_message(message: dict) -> dict:
     content = message.get("content")
     if isinstance(content, str | None):  # None: a call of a tool
         return message
-    others = {part["type"] for part in content} - {"text"}
-    if others:
-        raise ValueError(f"a message has a part of type {min(others)}, which no model would see")
+    for part in content:
+        if part["type"] != "text":
+            raise ValueError(f"the model would not see a part of type {part['type']}")
     return message | dict(content="".join(part["text"] for part in content))
 
 
@@ -1917,13 +1919,12 @@ def without_nan(metrics: dict) -> dict:
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
-def completion_row(s: Sample, step: int, tokenizer, with_row: bool, with_tokens: bool) -> dict:
+def completion_row(s: Sample, step: int, tokenizer, with_tokens: bool) -> dict:
     """A line of completions.jsonl."""
     row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
     row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
     row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
-    if with_row:
-        row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
+    row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
     optional = dict(failure=s.failure, extra=s.extra)
     row |= {name: value for name, value in optional.items() if value}
     if s.episode is not None:
@@ -1936,10 +1937,10 @@ def completion_row(s: Sample, step: int, tokenizer, with_row: bool, with_tokens:
 
 
 def cut(value):
-    """A value of the data for the log: its beginning, if it is long, such as a file of tests."""
-    text = json.dumps(value, default=str)
+    """A value of the data for the log. A file of tests may have a megabyte."""
+    text = str(value)
     if len(text) > 2000:
-        value = f"{text[:2000]}... {len(text)} characters"
+        value = text[:2000] + "..."
     return value
 
 
@@ -1987,17 +1988,12 @@ SHOWN = {  # metric: its name in the line of a step
 }
 
 
-def why_no_step(metrics: dict) -> str:
-    """For the line of a step that moves nothing."""
-    cut_off = f"{metrics['completions/clipped_ratio']:.0%} cut off"
-    if metrics["skipped_steps"] > 0:
-        return "the gradient is not finite"
-    if metrics["reward_std"] == 0:
-        return f"all rewards are {metrics['reward']:.3g}; {cut_off}"
-    return f"in each group all rewards are equal; {cut_off}"
-
-
 # -- The run: set-up, log, eval, save
+
+
+def show(s: Sample) -> None:
+    answer = f"it answers {s.text!r}, and the reward is {s.reward:.3g}"
+    print_rank_0(f"to {s.prompt.text!r}\n{answer}")
 
 
 def print_failures(samples: list[Sample]) -> None:
@@ -2014,7 +2010,6 @@ class Run:
         cfg = replace(cfg, out_dir=os.path.abspath(cfg.out_dir))  # a reward may call os.chdir
         self.times = {}
         self.bad_steps = 0  # in a row
-        self.has_hinted = False  # that cut-off completions earn nothing
         self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
         self.must_not_save = False  # between optimizer steps, and while a save is going on
         self.save_failed = False
@@ -2041,10 +2036,9 @@ class Run:
         self.train_prompts = load_prompts("train_data", *data)
         self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
         prompts = self.train_prompts + self.eval_prompts
-        trained = {p.text for p in self.train_prompts}
-        both = sum(p.text in trained for p in self.eval_prompts)
-        if both > 0:
-            print_rank_0(f"{both} of {len(self.eval_prompts)} eval prompts are trained on, too")
+        both = {p.text for p in self.train_prompts} & {p.text for p in self.eval_prompts}
+        if both:
+            print_rank_0(f"{len(both)} prompts are in --train_data and in --eval_data")
 
         self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
@@ -2120,7 +2114,8 @@ class Run:
         about += f", {WORLD_SIZE} x {model.device}, {type(self.sampler).__name__}"
         print_rank_0(f"{cfg.model}: {about}")
         self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, cfg)[0]
-        print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {out_dir}, first prompt:")
+        print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {out_dir}")
+        print_rank_0(f"begins at step {self.step} of {cfg.max_steps}, first prompt:")
         print_rank_0(repr(self.tokenizer.decode(self.shown_prompt.ids)))
         self.started = self.phase_started = time.perf_counter()
         self.pid = os.getpid()
@@ -2157,21 +2152,10 @@ class Run:
             source = f"{Path(__file__).name} {digest(Path(__file__).read_text())[:8]}"
             about = dict(script=source, eval_rows=digest([p.row for p in self.eval_prompts])[:8])
             config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
-            if cfg.resume and os.path.exists(f"{path}/config.json"):
-                self.print_changes(config, json.loads(Path(path, "config.json").read_text()))
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")
             cut_log(f"{path}/completions.jsonl", self.step)
             return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
-
-    def print_changes(self, config: dict, before: dict) -> None:
-        """Of a resume: where it goes on, and which flags are not what they were."""
-        print_rank_0(f"--resume goes on from step {self.step}")
-        for name in sorted(config.keys() - {"out_dir", "resume", "about"}):
-            if config[name] != before.get(name):
-                print_rank_0(f"--{name} was {before.get(name)!r} and is {config[name]!r}")
-        if self.step >= self.cfg.max_steps:
-            print_rank_0(f"--max_steps {self.cfg.max_steps} is reached already")
 
     def forbid_saves(self, *_) -> None:
         """From an optimizer step on, until the update is complete, the weights are of no step."""
@@ -2242,48 +2226,36 @@ class Run:
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         logged = samples[: cfg.log_completions]
-        first = {s.group: s for s in reversed(logged)}  # of each group
         signal = Counter()  # the two groups with the largest advantages have their tokens logged
         for s in logged:
             signal[s.group] += np.abs(s.advantages[0])
         detailed = dict(signal.most_common(2))
-        rows = []
-        for s in logged:
-            choices = dict(with_row=s is first[s.group], with_tokens=s.group in detailed)
-            rows.append(completion_row(s, self.step, self.tokenizer, **choices))
+        rows = [completion_row(s, self.step, self.tokenizer, s.group in detailed) for s in logged]
+        for before, row in itertools.pairwise(rows):
+            if row["group"] == before["group"]:  # one of them has the row of the data
+                del row["row"]
         self.log(metrics, rows)
 
-        names = dict(reward="reward")
+        names = SHOWN
         if len(self.rewards) > 1:
-            names |= {f"rewards/{function.name}/mean": function.name for function in self.rewards}
-        names |= SHOWN
+            names = SHOWN | {f"rewards/{r.name}/mean": r.name for r in self.rewards}
         shown = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
-        if metrics["optimizer_steps"] == 0:
-            shown.append(f"NO OPTIMIZER STEP ({why_no_step(metrics)})")
+        if metrics["skipped_steps"] > 0:
+            shown.append("NO OPTIMIZER STEP (the gradient is not finite)")
+        elif metrics["optimizer_steps"] == 0:
+            shown.append("NO OPTIMIZER STEP (in each group all rewards are equal)")
         print_rank_0(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
         print_failures(samples)
+        cut_off = [s.reward for s in samples if s.finish_reason == "length"]
+        if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
+            print_rank_0("cut-off completions earn nothing: see --max_completion_length")
         if self.step == 1:
-            for s in samples:
-                if s.prompt is self.shown_prompt:
-                    self.show("the prompt's first completion", s)
-                    break
+            show(samples[0])
             if all(s.failure or math.isnan(s.reward) for s in samples):
                 raise TrainingError("no sample of the first step has a reward")
-        cut_off = [s.reward for s in samples if s.finish_reason == "length"]
-        if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0 and not self.has_hinted:
-            print_rank_0("cut-off completions earn nothing: see --max_completion_length")
-            self.has_hinted = True
         self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0
         if self.bad_steps == 5:
             raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
-
-    def show(self, what: str, s: Sample) -> None:
-        print_rank_0(f"{what}, with the reward {s.reward:.3g}:\n{s.text!r}")
-
-    def show_last_answer(self) -> None:
-        """To the prompt that the first screen has."""
-        [s] = rollout(self, [self.shown_prompt], EVAL, self.step, 1, 0.0)
-        self.show(f"to {s.prompt.text!r} it now answers", s)
 
     def evaluate_if_due(self) -> None:
         is_done = any(m["step"] == self.step and "eval_length" in m for m in self.history)
@@ -2356,8 +2328,8 @@ def train(cfg: Config) -> list[dict]:
         run = Run(cfg, join_ranks(cfg), cleanup)
         try:
             training_loop(run)
-            if run.step >= cfg.max_steps and not run.stop_is_requested():
-                run.show_last_answer()
+            if run.step >= cfg.max_steps:
+                show(*rollout(run, [run.shown_prompt], EVAL, run.step, 1, 0.0))
         finally:
             run.save()  # the last whole step, also if a signal or an error ended the loop
         if WORLD_SIZE > 1:
@@ -2371,12 +2343,10 @@ def train(cfg: Config) -> list[dict]:
         if RANK == 0:
             print_rank_0(f"curves: {view.draw(run.cfg.out_dir)}")
     accuracies = [m["eval_accuracy"] for m in run.history if "eval_accuracy" in m]
-    if accuracies:
+    if len(accuracies) > 1:
         print_rank_0(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
+        print_rank_0(f"best checkpoint: {run.path_of(run.best_step())}")
     print_rank_0(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
-    best = run.path_of(run.best_step())
-    if os.path.exists(best):
-        print_rank_0(f"best checkpoint: {best}")
     print_rank_0(f"out_dir: {run.cfg.out_dir}")
     return run.history
 
@@ -2389,10 +2359,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(parse_flags(argv))
         return 0
-    except ConfigError as error:
-        message = str(error)
-        code = 2
-    except ModuleNotFoundError as error:  # of peft, or of extras/, which was not copied along
+    except (ConfigError, ModuleNotFoundError) as error:  # not installed, or not copied along
         message = one_line(error)
         code = 2
     except TrainingError as error:
