@@ -19,7 +19,6 @@ import json
 import random
 import re
 from concurrent.futures import wait
-from contextlib import suppress
 
 import numpy as np
 
@@ -39,8 +38,6 @@ class Episode:
     def __init__(self, seed):
         self.seed = seed  # for the policy's turns
         self.object = None  # the instance of the environment's class
-        self.opening = ""  # what its reset() said
-        self.goes_on = True
         self.turns = []  # the policy's texts
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
@@ -64,11 +61,8 @@ class Episode:
 
 
 def load_environment(spec: str, seconds: float):
-    """The environment of `file.py:name`, whose calls may take so many seconds each. ValueError"""
-    try:
-        return Environment(load_function(spec), seconds)
-    except Exception as error:  # the user's code raises what it likes
-        raise ValueError(" ".join(str(error).split())) from None
+    """The environment of `file.py:name`, whose calls may take so many seconds each."""
+    return Environment(load_function(spec), seconds)
 
 
 class Environment:
@@ -84,8 +78,8 @@ class Environment:
             self.tool_sets = {None: list(target)}
         elif all(hasattr(cls, "reset") for cls in classes.values()):
             self.classes = classes
-            looked_at = {name: object.__new__(cls) for name, cls in classes.items()}  # not called
-            self.tool_sets = {name: methods_of(instance) for name, instance in looked_at.items()}
+            instances = {name: object.__new__(classes[name]) for name in classes}  # none is called
+            self.tool_sets = {name: methods_of(instances[name]) for name in classes}
         elif "turns" in inspect.signature(target).parameters:
             self.function = target
         else:
@@ -109,27 +103,23 @@ class Environment:
         functions that the chat template describes, or None. seed: (cfg.seed, number of the row),
         as in the row's episodes. ValueError"""
         tools = self.tools(row) or None
-        episode = Episode(seed)
-        try:
-            at_once([self.start(episode, row, seed)], self.seconds)
-        except FAILURES as error:
-            raise ValueError(f"no episode can begin: {error!r}") from None
-        words = harmless(tokenizer, episode.opening)
-        last = messages[-1] | dict(content=messages[-1]["content"] + words)
-        return [*messages[:-1], last], tools
+        [started] = at_once([self.start(row, seed)], self.seconds)
+        if isinstance(started, FAILURES):
+            raise ValueError(f"no episode can begin: {started!r}")
+        content = messages[-1]["content"] + harmless(tokenizer, started[1])
+        return [*messages[:-1], messages[-1] | dict(content=content)], tools
 
-    def start(self, episode, row, seed):
-        """Makes the object of the row's class, and keeps what its reset() says."""
+    def start(self, row, seed):  # -> a new object of the row's class, what its reset() says
         if not self.classes:
-            return
+            return None, ""
         seed_random(*seed, 0)
+        instance = yield from self.call(self.classes[row.get(self.column)])
         row = copy.deepcopy(row)  # which the class may change
-        episode.object = yield from self.call(self.classes[row.get(self.column)])
         columns = {key: row[key] for key in row if key != self.column}  # as in TRL
-        episode.opening = str((yield from self.call(episode.object.reset, **columns)) or "")
-        said = self.openings.setdefault(hash((seed, str(row))), episode.opening)
-        if said != episode.opening:
+        words = str((yield from self.call(instance.reset, **columns)) or "")
+        if words != self.openings.setdefault(hash((seed, str(row))), words):
             raise ValueError("reset() says two things to one row and seed")
+        return instance, words
 
     def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
         tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
@@ -149,14 +139,14 @@ class Environment:
         return messages
 
     def call(self, function, /, *arguments, **named):
-        """The result of the user's function. A coroutine is yielded, and at_once begins it."""
+        # The result of the user's code. A coroutine is yielded: at_once sends its Future.
         with time_limit(self.seconds):
-            returned = function(*arguments, **named)
-        if inspect.iscoroutine(returned):
-            seed = random.random()  # of this episode; the coroutine and the others draw, too
-            returned = finish((yield returned, seed), 0)
-            seed_random(seed, "after")
-        return returned
+            result = function(*arguments, **named)
+        if inspect.iscoroutine(result):
+            seed = random.random()  # for what it draws, and for what this episode draws after it
+            result = finish((yield result, seed), 0)
+            seed_random(seed, 1)
+        return result
 
 
 async def seeded(coroutine, seed):
@@ -165,16 +155,21 @@ async def seeded(coroutine, seed):
 
 
 def at_once(generators, seconds):
-    """Runs generators to their ends. What they yield are coroutines, and those of all run at the
-    same time. Each generator gets the Future of its own back, for finish()."""
+    """What each returns, or its error. The coroutines that they yield run at the same time."""
     futures = dict.fromkeys(generators)
+    ended = {**futures}
     while futures:
         waiting = {}
         for generator, future in futures.items():
-            with suppress(StopIteration):
+            try:
                 waiting[generator] = generator.send(future)
+            except StopIteration as end:
+                ended[generator] = end.value
+            except FAILURES as error:
+                ended[generator] = error
         futures = {g: begin(seconds, seeded, *waiting[g]) for g in waiting}
         wait(futures.values(), seconds)
+    return list(ended.values())
 
 
 def methods_of(instance):
@@ -257,8 +252,12 @@ class Player:
         for sample, seed in zip(samples, seeds, strict=True):
             sample.episode = Episode(seed)
         while True:
-            at_once(map(self.answer, samples), self.environment.seconds)
-            samples = [s for s in samples if s.episode.goes_on]
+            ends = at_once(map(self.answer, samples), self.environment.seconds)
+            for sample, end in zip(samples, ends, strict=True):
+                if isinstance(end, FAILURES):
+                    sample.failure = repr(end)
+                    sample.episode.failed = True
+            samples = [s for s, end in zip(samples, ends, strict=True) if end is None]
             if not samples:
                 break
             prompts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
@@ -270,37 +269,30 @@ class Player:
                 append(sample, ids, logps, sampled=True)
                 sample.finish_reason = "stop" if ids[-1] in self.stop_ids else "length"
 
-    def answer(self, sample):
-        try:
-            sample.episode.goes_on = yield from self.reply(sample)
-        except FAILURES as error:
-            sample.failure = repr(error)
-            sample.episode.failed = True
-            sample.episode.goes_on = False
-
-    def reply(self, sample):  # False: the episode is over
+    def answer(self, sample):  # None, or why the episode is over
         environment, episode, prompt = self.environment, sample.episode, sample.prompt
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
         episode.turns.append(sample.text)
         episode.messages.append(dict(role="assistant", content=sample.text))
         if len(episode.turns) == 1:
-            yield from environment.start(episode, prompt.row, (self.cfg.seed, prompt.row_number))
+            seed = (self.cfg.seed, prompt.row_number)
+            episode.object, _ = yield from environment.start(prompt.row, seed)
         if sample.finish_reason == "length":
-            return False
+            return "cut off"
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
             row = copy.deepcopy(prompt.row)  # which the function may change
             reply = yield from environment.call(environment.function, [*episode.turns], row)
             messages = [dict(role="user", content=reply)]
             if reply is None:
-                return False
+                return "it said nothing"
         else:
             before = np.append(prompt.ids, sample.completion_ids[: episode.turn_start])
             tools = environment.tools(prompt.row)
             calls = self.calls_in(turn, before, tools)
             if not calls:
-                return False
+                return "no call"
             episode.messages[-1]["tool_calls"] = calls
             episode.calls += len(calls)
             reply = messages = yield from environment.run_tools(calls, episode, tools)
@@ -308,11 +300,10 @@ class Player:
         room = self.cfg.max_completion_length - len(sample.completion_ids) - len(added)
         if room < 1 or len(episode.turns) == self.cfg.max_turns:
             sample.finish_reason = "length"  # a reply without room is left out whole
-            return False
+            return "no room"
         episode.replies.append(reply)
         episode.messages += messages
         append(sample, np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
-        return True
 
     def calls_in(self, turn, before, tools):
         # In TRL's form. A malformed call counts as text.
@@ -354,13 +345,10 @@ class Player:
     def metrics(self, samples):
         """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
         episodes = [sample.episode for sample in samples]
-        metrics = {
-            "turns/mean": np.mean([len(episode.turns) for episode in episodes]),
-            "environment/failed": sum(episode.failed for episode in episodes),
-        }
+        counts = [(len(e.turns), e.calls, e.failed_calls, e.failed) for e in episodes]
+        turns, calls, failed_calls, failed = np.sum(counts, 0).tolist()
+        metrics = {"turns/mean": turns / len(samples), "environment/failed": failed}
         if self.environment.function is None:  # the policy calls tools
-            calls = sum(episode.calls for episode in episodes)
-            failed_calls = sum(episode.failed_calls for episode in episodes)
-            metrics["tools/call_frequency"] = calls / len(episodes)
+            metrics["tools/call_frequency"] = calls / len(samples)
             metrics["tools/failure_frequency"] = failed_calls / max(1, calls)
         return metrics

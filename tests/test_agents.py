@@ -21,7 +21,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from extras import agents
-from grpo import Prompt, Sample
+from grpo import ConfigError, Prompt, Sample, mistakes_in
 
 SAMPLE_DATA = pathlib.Path(__file__).parent.parent / "sample_data"
 QUESTION = [dict(role="user", content="Well?")]
@@ -252,7 +252,8 @@ REFUSED = [
 @pytest.mark.parametrize("name, rows, flags, message", REFUSED)
 def test_what_cannot_be_played_is_refused_in_one_line(name, rows, flags, message):
     tokenizer = tokenizer_of(template=flags.pop("template", CHAT))
-    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
+    refused = pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$")
+    with refused, mistakes_in("--environment"):
         make_player(name, rows, tokenizer, seconds=0.2, **flags)
 
 
