@@ -1,270 +1,191 @@
-"""The fast policy has the numbers of the plain one: log-probabilities, entropy, gradients."""
+"""A policy in one row or in rows of their own, with the model's head or that of fast.py: for each
+kind of model the gradient is that of one text at a time."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import grpo
-from extras import fast
-from grpo import Config, Policy, Prompt, Sample, collate
+from extras import fast, lora
+from grpo import Config, Policy, Sample, collate
+from tests.common import CPU, on_ranks, random_samples, relative, update_gradient
 
-CPU = torch.device("cpu")
-V = 211  # tokens in the vocabulary
-SIZES = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
-SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64)
-MODELS = {
-    "llama, tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama, untied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen3": transformers.Qwen3Config(**SIZES),
-    "gpt2": transformers.GPT2Config(vocab_size=V, n_embd=16, n_layer=2, n_head=2, n_positions=64),
-    "mistral, a window": transformers.MistralConfig(**SIZES, sliding_window=6),
-}
-BOTH = pytest.mark.parametrize("share", [True, False])
+SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+SIZES |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+SIZES |= dict(eos_token_id=1, pad_token_id=0, state_size=4)
+SIZES |= dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+SIZES |= dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2)
+SIZES |= dict(
+    linear_num_value_heads=2, full_attention_interval=2, shared_expert_intermediate_size=16
+)
+WINDOW = dict(sliding_window=6)  # shorter than the texts
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=4, mamba_chunk_size=8)
+LATENT = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, head_dim=8)
+LATENT |= dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
+PACKED = dict(  # kinds whose texts stand in one row, and what they need beside SIZES
+    GPT2={},
+    Llama={},
+    Qwen2={},
+    Qwen3={},
+    Gemma3Text=WINDOW,
+    Mistral=WINDOW,
+    Phi={},  # its head has a bias
+    Phi3=WINDOW,
+    Olmo2={},
+    Cohere2=WINDOW,  # it scales its logits
+    OPT=dict(word_embed_proj_dim=32, ffn_dim=48),  # with dropout in its config
+    GPTNeoX={},
+    Qwen3Moe={},
+    DeepseekV3=LATENT | dict(v_head_dim=16, num_key_value_heads=2),
+)
+ALONE = dict(  # kinds whose texts have a row of their own
+    Gemma2=WINDOW | dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    GptOss=WINDOW,  # sinks
+    Bloom={},  # ALiBi
+    Mpt={},
+    Falcon=dict(head_dim=None),
+    GPTNeo=dict(attention_types=[[["global", "local"], 1]], window_size=6),
+    Llama4Text=dict(intermediate_size_mlp=48, attention_chunk_size=6),
+    Mamba={},
+    Mamba2=dict(num_heads=4, n_groups=1, chunk_size=8),
+    FalconH1=MAMBA,
+    Bamba=MAMBA | dict(mamba_d_head=16, attn_layer_indices=[1]),
+    Jamba=dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+    Qwen3Next={},  # linear attention
+    Qwen3_5Text={},
+    Lfm2=dict(layer_types=["conv", "full_attention"], conv_L_cache=3),
+    Rwkv=dict(attention_hidden_size=32),
+    xLSTM=dict(hidden_size=64, num_blocks=2, num_heads=2, chunk_size=16),
+    RecurrentGemma=dict(lru_width=32, attention_window_size=6, block_types=["recurrent"]),
+)
+KINDS = PACKED | ALONE
+OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
+CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
+CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
+CANNOT_SAMPLE = ("Mamba", "Mamba2", "Rwkv", "xLSTM", "RecurrentGemma")
 
 
-def tiny(config, dtype=torch.float64):
+def load(kind, path, cfg=CONFIG):
+    """A tiny model as the trainer loads it, with the initialization of transformers."""
+    sizes = {name: size for name, size in (SIZES | KINDS[kind]).items() if size is not None}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(0)
-    config = grpo.without_randomness(config)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(10)  # logits as large as those of a trained model
-    return model.to(dtype).eval()
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return grpo.load_model("model", str(path), cfg, CPU)
 
 
-def make_samples(prompts=(9, 5, 14), lengths=(1, 7, 3, 12)) -> list:
-    """A group for each length of a prompt, with a completion of each of the lengths."""
-    random = np.random.default_rng(0)
-    samples = []
-    for group, size in enumerate(prompts):
-        prompt = Prompt(random.integers(V, size=size), "", {})
-        for T in lengths:
-            ids = random.integers(V, size=T)
-            samples.append(Sample(group, prompt, ids, random.normal(size=T) - 5))
-            samples[-1].advantages = random.normal(size=T)
+def make_samples():
+    """Two groups, which have the same number, as in a replay; with tokens of an environment."""
+    samples = random_samples(6, 3, np.float64)
+    for s in samples:
+        s.group = 0
+        s.sampled[1::3] = False
     return samples
 
 
-def outputs(policy, samples, ddp=None) -> tuple:
-    """logps and entropy [all sampled tokens], and the gradients of the sum of advantage * logp."""
-    batch = collate(samples, CPU, policy.layout)
-    policy.model.zero_grad()
-    logps, entropy = (ddp or policy)(batch)
-    assert not entropy.requires_grad
-    (logps * batch["advantages"])[batch["sampled"]].sum().backward()
-    gradients = {name: p.grad for name, p in policy.model.named_parameters()}
-    return logps[batch["sampled"]].detach(), entropy[batch["sampled"]], gradients
+def choose(model, samples):
+    return grpo.make_policy(model, [samples[0].prompt, samples[-1].prompt], CONFIG)
 
 
-def assert_same(
-    policy, plain, samples, limit=1e-5
-):  # norms round to float32, and an update of 1e-15 flips a bit
-    ours = outputs(policy, samples)
-    expected = outputs(plain, samples)
-    torch.testing.assert_close(ours, expected, rtol=limit, atol=limit)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Several blocks of texts, and several tiles, some of them computed twice."""
-    monkeypatch.setattr(fast, "BLOCK", dict(cpu=20))
-    monkeypatch.setattr(fast, "TILE", dict(cpu=2000))
-    monkeypatch.setattr(fast, "KEPT", dict(cpu=3000))
-
-
-# -- The head
-
-
-@pytest.mark.parametrize("kept", [0, 100, 10**9])
-@pytest.mark.parametrize("tile", [1, 40, 10**9])
-def test_head_has_the_gradient_of_autograd(tile, kept, monkeypatch):
-    monkeypatch.setattr(fast, "TILE", dict(cpu=tile))
-    monkeypatch.setattr(fast, "KEPT", dict(cpu=kept))
-    torch.manual_seed(0)
-    n, H, V, temperature = 5, 4, 23, 0.7
-    hidden = torch.randn(n, H, dtype=torch.float64, requires_grad=True)
-    weight = (100 * torch.randn(V, H, dtype=torch.float64)).requires_grad_()  # exp overflows
-    targets = torch.tensor([0, 22, 7, 8, 8])
-    upstream = torch.randn(n, dtype=torch.float64)
-
-    table = (hidden @ weight.T / temperature).log_softmax(-1)  # [n, V]
-    expected = table.gather(-1, targets[:, None])[:, 0]
-    logps, entropy = fast.HeadLogps.apply(hidden, weight, targets, temperature)
-    torch.testing.assert_close(logps, expected)
-    torch.testing.assert_close(entropy, torch.special.entr(table.detach().exp()).sum(-1))
-    ours = torch.autograd.grad(logps, [hidden, weight], upstream, retain_graph=True)
-    again = torch.autograd.grad(logps, [hidden, weight], upstream)
-    theirs = torch.autograd.grad(expected, [hidden, weight], upstream)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(again, theirs)
-
-
-def test_frozen_head_and_no_tokens():
-    hidden = torch.randn(3, 4, requires_grad=True)
-    logps, _ = fast.HeadLogps.apply(hidden, torch.randn(9, 4), torch.tensor([1, 2, 3]), 1.0)
-    assert torch.autograd.grad(logps.sum(), hidden)[0].any()
-    none = fast.HeadLogps.apply(hidden[:0], torch.randn(9, 4), torch.zeros(0).long(), 1.0)
-    assert [len(v) for v in none] == [0, 0]
-
-
-def test_backward_has_the_dtype_of_forward(monkeypatch):
-    """Its products are in bfloat16 although backward runs outside of autocast."""
-    dtypes = []
-    tiles = fast.tiles
-
-    def spied(ctx, hidden, weight):
-        dtypes.append(hidden.dtype)
-        return tiles(ctx, hidden, weight)
-
-    monkeypatch.setattr(fast, "tiles", spied)
-    hidden = torch.randn(3, 4, requires_grad=True)
-    weight = torch.randn(9, 4, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        logps, entropy = fast.HeadLogps.apply(hidden, weight, torch.tensor([1, 2, 3]), 1.0)
-    logps.sum().backward()
-    assert dtypes == [torch.bfloat16] * 2
-    assert [x.dtype for x in (logps, entropy, hidden.grad, weight.grad)] == [torch.float32] * 4
-
-
-# -- The policy
-
-
-@BOTH
-@pytest.mark.parametrize("name", MODELS)
-def test_same_numbers(name, share, small_tiles):
-    plain = Policy(tiny(MODELS[name]), 0.8)
-    assert_same(fast.FastPolicy(plain, share), plain, make_samples())
-
-
-@BOTH
-def test_context_is_neither_read_nor_scored(share, small_tiles):
-    plain = Policy(tiny(MODELS["llama, tied"]), 1.0)
-    policy = fast.FastPolicy(plain, share)
-    samples = make_samples()
-    for s in samples[1:]:
-        s.sampled[1:6:2] = False
-    assert_same(policy, plain, samples)
-    batch = collate(samples, CPU, policy.layout)
-    n = sum(int(s.sampled.sum()) for s in samples)
-    assert len(batch["targets"]) == len(batch["read"]) == n
-    logps, entropy = policy(batch)
-    assert not logps[~batch["sampled"]].any() and not entropy[~batch["sampled"]].any()
+def one_text_at_a_time(model, samples):
+    """The gradient [P] of the loss, written out, with transformers' own attention and head."""
+    n_tokens = sum(int(s.sampled.sum()) for s in samples)
+    model.zero_grad()
     for s in samples:
-        s.sampled[:] = False
-    logps, _ = policy(collate(samples, CPU, policy.layout))
-    logps.sum().backward()
-    assert not logps.any()
+        text = torch.from_numpy(np.append(s.prompt.ids, s.completion_ids))
+        logits = model(text[None], use_cache=False).logits[0, :-1] / 0.8
+        logps = logits.log_softmax(-1).gather(1, text[1:, None])[-len(s.completion_ids) :, 0]
+        weighted = logps * torch.from_numpy(s.advantages)
+        (-weighted[torch.from_numpy(s.sampled)].sum() / n_tokens).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@BOTH
-def test_an_update_has_the_same_gradient(share):
-    cfg = Config(dtype="float64", micro_batch_tokens=60, max_sampler_gap=1e9)
-    gradients = []
-    for fast_one in (False, True):
-        policy = Policy(tiny(MODELS["llama, tied"]), 1.0)
-        if fast_one:
-            policy = fast.FastPolicy(policy, share)
-        samples = make_samples()
-        grpo.add_logps("old_logps", policy, samples, cfg)
-        grpo.accumulate_gradient(policy, policy, samples, cfg)
-        gradients.append({name: p.grad for name, p in policy.model.named_parameters()})
-        gradients[-1] |= {str(i): torch.tensor(s.old_logps) for i, s in enumerate(samples)}
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+def scale_weights(model, factor):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(factor)
 
 
-def test_gradient_checkpointing():
-    model = tiny(MODELS["llama, tied"])
-    plain = Policy(model, 1.0)
-    expected = outputs(plain, make_samples())
-    model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    calls = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    ours = outputs(fast.FastPolicy(plain, share=False), make_samples())
-    assert len(calls) == 2  # once more in backward
-    torch.testing.assert_close(ours, expected)
-
-
-@BOTH
-@pytest.mark.parametrize("budget", [1, 20, 45, 70, 10**6])
-def test_micro_batches(share, budget):
-    policy = fast.FastPolicy(Policy(tiny(MODELS["llama, tied"]), 1.0), share)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient(kind, tmp_path):
+    """With the small weights of an untrained model, whose distributions are nearly uniform, so that
+    tokens of other texts matter little, and with large ones."""
+    model = load(kind, tmp_path)
+    plain = copy.deepcopy(model)
     samples = make_samples()
-    batches = policy.micro_batches(samples, budget)
-    together = [s for batch in batches for s in batch]
-    assert len(together) == len(samples) and set(together) == set(samples)
-    assert together[0].total_length == max(s.total_length for s in samples)
-    for batch in batches:
-        tokens = sum(len(s.completion_ids) for s in batch)
-        prompts = {s.group: len(s.prompt.ids) for s in batch}
-        tokens += sum(prompts[g] for g in (prompts if share else [s.group for s in batch]))
-        assert tokens <= budget or len(batch) == 1
+    for factor in (1, 8):
+        scale_weights(model, factor)
+        scale_weights(plain, factor)
+        expected = one_text_at_a_time(plain, samples)
+        policy = choose(model, samples)
+        assert policy.one_row == (kind in PACKED)
+        assert isinstance(policy, fast.FastPolicy) == (kind not in OWN_HEAD)
+        for one in (policy, Policy(model, 0.8, policy.one_row)):
+            grad, _ = update_gradient(CONFIG, samples, policy=one)
+            assert relative(grad, expected) < 1e-6
 
-
-def test_groups_stay_whole():
-    """Each has 23 tokens and its prompt: 37, 32 and 28 tokens."""
-    policy = fast.FastPolicy(Policy(tiny(MODELS["llama, tied"]), 1.0), share=True)
-    for budget, expected in [(40, [{2}, {0}, {1}]), (60, [{2}, {0, 1}]), (70, [{2, 0}, {1}])]:
-        batches = policy.micro_batches(make_samples(), budget)
-        assert [{s.group for s in batch} for batch in batches] == expected
-
-
-# -- Which policy
-
-
-def chosen(config, monkeypatch, prompts=(40, 30), **flags) -> tuple:
-    monkeypatch.setattr(fast, "SMALL", 0)
-    plain = Policy(tiny(config, torch.float32), 1.0)
-    cfg = dataclasses.replace(Config(max_completion_length=12), **flags)
-    policy, why = fast.choose(plain, make_samples(prompts), collate, cfg)
-    return getattr(policy, "share", "plain"), why
-
-
-def test_choice(monkeypatch):
-    config = MODELS["llama, tied"]
-    assert chosen(config, monkeypatch)[0] is True
-    assert chosen(config, monkeypatch, prompts=(2, 3))[0] is False
-    assert chosen(config, monkeypatch, gradient_checkpointing=True)[0] is False
-    plain = Policy(tiny(config), 1.0)
-    monkeypatch.undo()
-    assert fast.choose(plain, make_samples(), collate, Config())[0] is plain  # it is small
-
-
-def test_models_that_change_logits_after_the_head_stay_plain(monkeypatch):
-    gemma = transformers.Gemma2Config(**SIZES, final_logit_softcapping=5.0)
-    policy, why = chosen(gemma, monkeypatch)
-    assert policy == "plain" and "off" in why
-    phi = transformers.PhiConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"})
-    policy, why = chosen(phi, monkeypatch)
-    assert policy == "plain" and "bias" in why
-
-
-@pytest.mark.parametrize("error", [TypeError("no cache"), torch.OutOfMemoryError("too large")])
-def test_a_model_that_cannot_share(error, monkeypatch):
-    def fails(*_):
-        raise error
-
-    monkeypatch.setattr(fast, "rows_of", fails)
-    if isinstance(error, torch.OutOfMemoryError):  # a slower policy would need more
-        with pytest.raises(torch.OutOfMemoryError):
-            chosen(MODELS["llama, tied"], monkeypatch)
+    model = model.float()
+    policy = choose(model, samples)
+    assert policy.one_row == (kind in PACKED)  # in float32, too
+    if kind in CANNOT_SAMPLE:
         return
-    assert chosen(MODELS["llama, tied"], monkeypatch)[0] is False
+    prompts = [s.prompt.ids for s in samples]
+    sampler = grpo.HFSampler(model, [1], CONFIG)
+    completions = sampler.generate(prompts, [(0, i) for i in range(6)], 0.8)
+    drawn = [Sample(0, s.prompt, *c) for s, c in zip(samples, completions, strict=True)]
+    grpo.add_logps("old_logps", policy, drawn, CONFIG)
+    for s in drawn:
+        assert np.abs(s.old_logps - s.sampler_logps).max() < 1e-4
 
 
-@BOTH
-def test_ddp(share, tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    try:
-        plain = Policy(tiny(MODELS["llama, tied"]), 1.0)
-        policy = fast.FastPolicy(plain, share)
-        ddp = nn.parallel.DistributedDataParallel(policy, find_unused_parameters=True)
-        samples = make_samples()
-        expected = outputs(plain, samples)
-        torch.testing.assert_close(outputs(policy, samples, ddp), expected, rtol=1e-5, atol=1e-5)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "GptOss", "Qwen3_5Text"])
+def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
+    model = load(kind, tmp_path, dataclasses.replace(CONFIG, gradient_checkpointing=True))
+    lora.add_adapters(model, {}, Config(lora_rank=2))
+    scale_weights(model, 8)
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(p, 0, 0.02)
+    plain = copy.deepcopy(model)
+    plain.gradient_checkpointing_disable()
+    calls = []
+    layers = [m for m in model.modules() if isinstance(m, grpo.GradientCheckpointingLayer)]
+    next(layers[0].children()).register_forward_hook(lambda *_: calls.append("layer"))
+    samples = make_samples()
+    policy = choose(model, samples)
+    policy.register_forward_hook(lambda *_: calls.append("pass"))
+    calls.clear()
+    grad, _ = update_gradient(CONFIG, samples, policy=policy)
+    assert calls.count("layer") == 2 * calls.count("pass")  # once more in backward
+    assert relative(grad, one_text_at_a_time(plain, samples)) < 1e-6
+
+
+def gradient_of_ranks(path, out):
+    grpo.join_ranks(Config(device="cpu"))
+    model = grpo.load_model("model", path, CONFIG, CPU)
+    samples = make_samples()
+    policy = choose(model, samples)
+    assert not policy.one_row
+    grad, _ = update_gradient(CONFIG, samples, policy=policy, ddp=grpo.wrap(policy))
+    if grpo.RANK == 0:
+        torch.save(grad, out)
+    torch.distributed.barrier()
+
+
+def test_gradient_on_two_ranks_in_rows_of_their_own(tmp_path):
+    model = load("FalconH1", tmp_path)
+    done = on_ranks(2, "tests.test_fast.gradient_of_ranks", tmp_path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = one_text_at_a_time(model, make_samples())
+    assert relative(torch.load(tmp_path / "out"), expected) < 1e-6
+
+
+def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_path):
+    model = load("GptOss", tmp_path)
+    with pytest.raises(ValueError, match="one_row"):
+        Policy(model, 1.0)(collate(make_samples(), CPU))
