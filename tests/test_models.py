@@ -327,8 +327,9 @@ def test_the_cap_of_gemma_2s_attention_is_applied(tmp_path):
     loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     samples = random_samples(4, 2)
-    ours, _ = grpo.Policy(loaded, 1.0)(grpo.collate(samples, CPU))
-    theirs, _ = grpo.Policy(eager, 1.0)(grpo.collate(samples, CPU))
+    batch = grpo.collate(samples, CPU, one_row=False)
+    ours, _ = grpo.Policy(loaded, 1.0, one_row=False)(batch)
+    theirs, _ = grpo.Policy(eager, 1.0, one_row=False)(batch)
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 

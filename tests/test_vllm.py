@@ -57,7 +57,7 @@ def gap_after_pushes(kind, tied, folder):
     prompts = [np.arange(5, 5 + n) for n in (3, 40, 40, 7)]
     gaps = []
     for model in (first, tiny_model(kind, seed=7, **options), first):
-        sampler.push(model)
+        sampler.load_weights(model)
         samples = []
         seeds = [(0, i) for i in range(len(prompts))]
         for prompt, (ids, logps) in zip(
@@ -233,10 +233,10 @@ def test_the_engine_sleeps_and_wakes_in_order(monkeypatch):
     sampler.llm, sampler.on_cuda, sampler.asleep, sampler.cfg = Engine(), True, False, Config()
     push = ["fill_with_nan", "reload_weights", "repack", "reset"]
     model = tiny_model()
-    sampler.push(model)
+    sampler.load_weights(model)
     assert sampler.llm.calls == push
     sampler.llm.calls.clear()
     sampler.sleep()
     sampler.sleep()
-    sampler.push(model)
+    sampler.load_weights(model)
     assert sampler.llm.calls == ["sleep 2", "wake weights", *push, "wake kv_cache"]
