@@ -1,9 +1,9 @@
 """What a run must not lose, by the real thing: a full disk, a launcher that kills, files that were
 cut off, a file system without locks."""
 
+import concurrent.futures
 import ctypes
 import errno
-import functools
 import os
 import resource
 import shutil
@@ -27,7 +27,6 @@ from tests.common import (
     lines,
     metrics_of,
     random_samples,
-    run,
     small_config,
     small_run,
 )
@@ -50,25 +49,26 @@ def cut(path):
 # Checkpoints that cannot be read
 
 
-def test_a_resume_without_a_readable_checkpoint_changes_nothing(tmp_path):
+def test_a_resume_without_a_readable_checkpoint_changes_nothing(tmp_path, capfd):
     out = tmp_path / "run"
     small_run(out, max_steps=2)
     for step in (1, 2):
         cut(out / f"step_00000{step}" / "trainer_state.pt")
     before = files_of(out)
-    done = run("--resume", "--out_dir", out, "--max_steps", 3)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    capfd.readouterr()
+    assert grpo.main(["--resume", "--out_dir", str(out), "--max_steps", "3"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
     assert files_of(out) == before
 
 
 def test_checkpoints_that_cannot_be_read_do_not_count_for_keep(tmp_path):
     out = tmp_path / "run"
-    small_run(out, max_steps=8, save_every=2)
-    for step in (6, 8):
+    small_run(out)
+    for step in (3, 4):
         cut(out / f"step_00000{step}" / "trainer_state.pt")
-    small_run(out, max_steps=6, save_every=1, keep=2, resume=True)
-    assert steps_of(out) == [5, 6, 8]  # 6 was made again; 8 is what it was
-    assert torch.load(out / "step_000006" / "trainer_state.pt")["step"] == 6
+    small_run(out, max_steps=3, keep=2, resume=True)
+    assert steps_of(out) == [2, 3, 4]  # 3 was made again; 4 is what it was
+    assert torch.load(out / "step_000003" / "trainer_state.pt")["step"] == 3
 
 
 def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, mo
 # A full disk
 
 
-def test_on_a_full_disk_the_run_goes_on_and_saves_when_there_is_room(tmp_path):
+def test_on_a_full_disk_the_run_goes_on_and_saves_when_there_is_room(tmp_path, capfd):
     """A tmpfs too small for a checkpoint, which grows in step 3."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -105,26 +105,28 @@ def grows(completion, row):
 """)
         out = disk / "run"
         rows = small_config(tmp_path / "x").train_data
-        done = run(*flags_of(small_config(out, reward=f"{reward}:grows", train_data=rows)))
-        assert done.returncode == 0, done.stderr
-        assert "step 2 is not saved" in done.stdout and "step 3 is not saved" not in done.stdout
+        small_run(out, reward=f"{reward}:grows", train_data=rows)
+        said = capfd.readouterr().out
+        assert "step 2 is not saved" in said and "step 3 is not saved" not in said
         assert steps_of(out) == [3, 4]
         assert [m["step"] for m in metrics_of(out)] == [1, 2, 3, 4]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_log_line_that_does_not_fit_comes_later_or_is_left_out_whole(tmp_path):
+def test_a_log_line_that_does_not_fit_comes_later_or_is_left_out_whole(tmp_path, capfd):
     """No file may grow over 6 kB: neither a checkpoint nor, after some steps, a log."""
     out = tmp_path / "run"
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (6000, 6000))
-    done = run(*flags_of(small_config(out, max_steps=12, log_completions=2)), preexec_fn=limit)
-    assert done.returncode == 0, done.stderr
-    assert "is not logged" in done.stdout and steps_of(out) == []
-    whole = small_run(tmp_path / "whole", max_steps=12)
-    logged = metrics_of(out)
-    assert 0 < len(logged) < 12 and logged == metrics_of(tmp_path / "whole")[: len(logged)]
-    assert len(whole) == 12 and lines(out / "completions.jsonl")  # no half line
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        history = small_run(out, max_steps=12, log_completions=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "is not logged" in capfd.readouterr().out and steps_of(out) == []
+    logged = lines(out / "metrics.jsonl")
+    assert 0 < len(logged) < len(history) == 12 and logged == history[: len(logged)]
+    assert lines(out / "completions.jsonl")  # no half line
 
 
 # ------------------------------------------------------------------------------------------------
@@ -226,12 +228,15 @@ def without_flock():
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filters, 0, 0) == 0
 
 
-def test_a_file_system_without_locks_is_no_other_run(tmp_path):
-    out = tmp_path / "run"
-    done = run(*flags_of(small_config(out, max_steps=1)), preexec_fn=without_flock)
-    assert done.returncode == 0, done.stderr
-    assert "lock" in done.stdout
-    assert steps_of(out) == [1]
+def test_a_file_system_without_locks_is_no_other_run(tmp_path, capsys):
+    def lock():
+        without_flock()  # in this thread only
+        with open(tmp_path / "log", "a") as log:
+            grpo.lock(log)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(lock).result()
+    assert "cannot be locked" in capsys.readouterr().out
 
 
 def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
@@ -241,7 +246,7 @@ def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
     for more in ([], ["--resume"]):
         with open(out / "metrics.jsonl") as log:
             grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
-            assert run(*flags_of(small_config(out, max_steps=2)), *more).returncode == 2
+            assert grpo.main([*flags_of(small_config(out, max_steps=2)), *more]) == 2
         assert files_of(out) == before
 
 
@@ -249,14 +254,15 @@ def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
 # Errors that were not said
 
 
-def test_a_reward_that_is_none_for_every_sample_ends_the_run(tmp_path):
+def test_a_reward_that_is_none_for_every_sample_ends_the_run(tmp_path, capfd):
     (tmp_path / "forgot.py").write_text("def forgot(completion, row):\n    len(completion)\n")
-    done = run(*flags_of(small_config(tmp_path / "run", reward=f"{tmp_path}/forgot.py:forgot")))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "reward" in done.stderr
+    cfg = small_config(tmp_path / "run", reward=f"{tmp_path}/forgot.py:forgot")
+    assert grpo.main(flags_of(cfg)) == 1
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "reward" in error
 
 
-def test_weights_that_do_not_load_loses_no_line(tmp_path, monkeypatch):
+def test_weights_that_do_not_load_cost_no_line(tmp_path, monkeypatch):
     loads = []
 
     def load_weights(self, model):
