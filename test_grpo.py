@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import grpo
+from extras import fast
 from grpo import Config, group_advantages, kl_estimate
 from tests.common import (
     F64,
@@ -156,7 +157,10 @@ def gradients_of_ranks(out):
     grpo.join_ranks(Config(device="cpu"))
     results = {}
     for dtype, reduction in itertools.product(TOLERANCE, REDUCTIONS):
-        policy = grpo.Policy(tiny_model(dtype=dtype), 0.8)
+        # A form of the policy for each reduction: one row, rows of their own, another head.
+        policy = grpo.Policy(tiny_model(dtype=dtype), 0.8, one_row=reduction != "sequence")
+        if reduction == "constant":
+            policy = fast.FastPolicy(policy, grpo.hidden_of)
         ddp = torch.nn.parallel.DistributedDataParallel(policy)
         cfg = Config(loss_reduction=reduction, micro_batch_tokens=40, **OPTIONS_OF_RANKS)
         samples = samples_of_ranks(dtype, reduction)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 
 import grpo
 from extras import fast, lora
-from grpo import Config, Policy, Sample, collate
-from tests.common import CPU, on_ranks, random_samples, relative, update_gradient
+from grpo import Config, Policy, Prompt, Sample, collate
+from tests.common import CPU, random_samples, relative, small_run, update_gradient
 
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
 SIZES |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -66,6 +67,7 @@ KINDS = PACKED | ALONE
 OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
 CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
 CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
+FEW = "GPT2 Llama Gemma3Text Phi OPT Qwen3Moe Gemma2 GptOss Bloom Mamba FalconH1 Qwen3_5Text Lfm2"
 CANNOT_SAMPLE = ("Mamba", "Mamba2", "Rwkv", "xLSTM", "RecurrentGemma")
 
 
@@ -111,7 +113,11 @@ def scale_weights(model, factor):
                 p.mul_(factor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def with_slow(kinds):
+    return [k if k in FEW else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
+
+
+@pytest.mark.parametrize("kind", with_slow(KINDS))
 def test_gradient(kind, tmp_path):
     """With the small weights of an untrained model, whose distributions are nearly uniform, so that
     tokens of other texts matter little, and with large ones."""
@@ -165,27 +171,106 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
     assert relative(grad, one_text_at_a_time(plain, samples)) < 1e-6
 
 
-def gradient_of_ranks(path, out):
-    grpo.join_ranks(Config(device="cpu"))
-    model = grpo.load_model("model", path, CONFIG, CPU)
-    samples = make_samples()
-    policy = choose(model, samples)
-    assert not policy.one_row
-    grad, _ = update_gradient(CONFIG, samples, policy=policy, ddp=grpo.wrap(policy))
-    if grpo.RANK == 0:
-        torch.save(grad, out)
-    torch.distributed.barrier()
-
-
-def test_gradient_on_two_ranks_in_rows_of_their_own(tmp_path):
-    model = load("FalconH1", tmp_path)
-    done = on_ranks(2, "tests.test_fast.gradient_of_ranks", tmp_path, tmp_path / "out")
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected = one_text_at_a_time(model, make_samples())
-    assert relative(torch.load(tmp_path / "out"), expected) < 1e-6
-
-
 def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_path):
     model = load("GptOss", tmp_path)
     with pytest.raises(ValueError, match="one_row"):
         Policy(model, 1.0)(collate(make_samples(), CPU))
+
+
+def test_the_picture_of_a_row():
+    """That of collate's docstring."""
+    texts = [("abc", "xy."), ("abc", "z."), ("de", "w.")]
+    samples = []
+    for prompt, completion in texts:
+        ids, words = (np.array(list(map(ord, text))) for text in (prompt, completion))
+        samples.append(Sample(0, Prompt(ids, "", {}), words, np.zeros(len(words))))
+    batch = collate(samples, CPU)
+    assert "".join(map(chr, batch["ids"])) == "abcxy.z.dew."
+    assert batch["positions"].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 0, 1, 2, 3]
+    assert "".join(map(chr, batch["targets"])) == "xy.z.w."
+    assert batch["read"].tolist() == [2, 3, 4, 2, 6, 9, 10]
+    assert batch["lengths"] == [3, 2, 2]
+
+
+def test_memory_that_runs_out_is_no_reason_for_another_layout(tmp_path):
+    model = load("Llama", tmp_path)
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("too large")
+
+    model.register_forward_pre_hook(fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(model, make_samples())
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_compiled_once(tmp_path, monkeypatch):
+    """Whatever the lengths of the texts are: from step 3 on there is no other graph."""
+    graphs = []
+    update = grpo.update
+
+    def counted(*args):
+        metrics = update(*args)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return metrics
+
+    monkeypatch.setattr(grpo, "update", counted)
+    compiled = small_run(tmp_path / "compiled", compile=True)
+    assert graphs[1] > 0 and graphs[1:] == graphs[1:2] * 3
+    plain = small_run(tmp_path / "plain")
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+# -- The head
+
+
+@pytest.mark.parametrize("kept", [0, 100, 10**9])
+@pytest.mark.parametrize("tile", [1, 40, 10**9])
+def test_head_has_the_gradient_of_autograd(tile, kept, monkeypatch):
+    monkeypatch.setattr(fast, "TILE", dict(cpu=tile))
+    monkeypatch.setattr(fast, "KEPT", dict(cpu=kept))
+    torch.manual_seed(0)
+    n, H, V, temperature = 5, 4, 23, 0.7
+    hidden = torch.randn(n, H, dtype=torch.float64, requires_grad=True)
+    weight = (100 * torch.randn(V, H, dtype=torch.float64)).requires_grad_()  # exp overflows
+    targets = torch.tensor([0, 22, 7, 8, 8])
+    upstream = torch.randn(n, dtype=torch.float64)
+
+    table = (hidden @ weight.T / temperature).log_softmax(-1)  # [n, V]
+    expected = table.gather(-1, targets[:, None])[:, 0]
+    logps, entropy = fast.HeadLogps.apply(hidden, weight, targets, temperature)
+    torch.testing.assert_close(logps, expected)
+    torch.testing.assert_close(entropy, torch.special.entr(table.detach().exp()).sum(-1))
+    ours = torch.autograd.grad(logps, [hidden, weight], upstream, retain_graph=True)
+    again = torch.autograd.grad(logps, [hidden, weight], upstream)
+    theirs = torch.autograd.grad(expected, [hidden, weight], upstream)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(again, theirs)
+
+
+def test_frozen_head_and_no_tokens():
+    hidden = torch.randn(3, 4, requires_grad=True)
+    logps, _ = fast.HeadLogps.apply(hidden, torch.randn(9, 4), torch.tensor([1, 2, 3]), 1.0)
+    assert torch.autograd.grad(logps.sum(), hidden)[0].any()
+    none = fast.HeadLogps.apply(hidden[:0], torch.randn(9, 4), torch.zeros(0).long(), 1.0)
+    assert [len(v) for v in none] == [0, 0]
+
+
+def test_backward_has_the_dtype_of_forward(monkeypatch):
+    """Its products are in bfloat16 although backward runs outside of autocast."""
+    dtypes = []
+    tiles = fast.tiles
+
+    def spied(ctx, hidden, weight):
+        dtypes.append(hidden.dtype)
+        return tiles(ctx, hidden, weight)
+
+    monkeypatch.setattr(fast, "tiles", spied)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(9, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        logps, entropy = fast.HeadLogps.apply(hidden, weight, torch.tensor([1, 2, 3]), 1.0)
+    logps.sum().backward()
+    assert dtypes == [torch.bfloat16] * 2
+    assert [x.dtype for x in (logps, entropy, hidden.grad, weight.grad)] == [torch.float32] * 4
