@@ -67,7 +67,9 @@ KINDS = PACKED | ALONE
 OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
 CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
 CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
-FEW = "GPT2 Llama Gemma3Text Phi OPT Qwen3Moe Gemma2 GptOss Bloom Mamba FalconH1 Qwen3_5Text Lfm2"
+FEW = (
+    "Llama Phi OPT Gemma3Text GptOss FalconH1 Mamba Lfm2 Qwen3_5Text".split()
+)  # the others are slow
 CANNOT_SAMPLE = ("Mamba", "Mamba2", "Rwkv", "xLSTM", "RecurrentGemma")
 
 
@@ -82,7 +84,7 @@ def load(kind, path, cfg=CONFIG):
 
 def make_samples():
     """Two groups, which have the same number, as in a replay; with tokens of an environment."""
-    samples = random_samples(6, 3, np.float64)
+    samples = random_samples(4, 2, np.float64)
     for s in samples:
         s.group = 0
         s.sampled[1::3] = False
@@ -142,14 +144,14 @@ def test_gradient(kind, tmp_path):
         return
     prompts = [s.prompt.ids for s in samples]
     sampler = grpo.HFSampler(model, [1], CONFIG)
-    completions = sampler.generate(prompts, [(0, i) for i in range(6)], 0.8)
+    completions = sampler.generate(prompts, [(0, i) for i in range(4)], 0.8)
     drawn = [Sample(0, s.prompt, *c) for s, c in zip(samples, completions, strict=True)]
     grpo.add_logps("old_logps", policy, drawn, CONFIG)
     for s in drawn:
         assert np.abs(s.old_logps - s.sampler_logps).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Qwen3", "GptOss", "Qwen3_5Text"])
+@pytest.mark.parametrize("kind", with_slow(["GPT2", "Qwen3", "GptOss", "Qwen3_5Text"]))
 def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
     model = load(kind, tmp_path, dataclasses.replace(CONFIG, gradient_checkpointing=True))
     lora.add_adapters(model, {}, Config(lora_rank=2))
