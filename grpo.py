@@ -1704,6 +1704,9 @@ class HFSampler:
         ids = padded(prompts, side="left").to(device)  # [N, P]
         mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
         has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
+        cache_name = "past_key_values"
+        if "cache_params" in inspect.signature(self.model.forward).parameters:
+            cache_name = "cache_params"  # a pure Mamba, which takes the mask of the new ids only
         cache = None
         tokens = []
         logps = []
@@ -1711,14 +1714,17 @@ class HFSampler:
         with autocast(self.cfg, device, cache=True):
             while len(tokens) < max(limits) and not has_stopped.all():
                 positions = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for the first that is no padding
+                known = mask
+                if cache_name == "cache_params":
+                    known = mask[:, -ids.shape[1] :]
                 out = self.model(
                     ids,
-                    attention_mask=mask,
+                    attention_mask=known,
                     position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
-                    past_key_values=cache,
                     use_cache=True,
+                    **{cache_name: cache},
                 )
-                cache = out.past_key_values
+                cache = out[cache_name]
                 logits = out.logits[:, -1]  # [N, V], of the next token
                 ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
                 tokens.append(ids)

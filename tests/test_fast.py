@@ -70,7 +70,7 @@ CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
 FEW = (
     "Llama Phi OPT Gemma3Text GptOss FalconH1 Mamba Lfm2 Qwen3_5Text".split()
 )  # the others are slow
-CANNOT_SAMPLE = ("Mamba", "Mamba2", "Rwkv", "xLSTM", "RecurrentGemma")
+CANNOT_SAMPLE = ("Rwkv", "xLSTM", "RecurrentGemma")
 
 
 def load(kind, path, cfg=CONFIG):
