@@ -873,12 +873,11 @@ def has_gradient(s: Sample, cfg: Config) -> bool:
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
     the weights by its momentum even if the gradient is 0."""
-    if any(trained_advantages(s).any() for s in minibatch):
-        return True
     # Before the first optimizer step the policy is the reference (unless that is a model of its
     # own), and the KL's gradient is rounding. Adam would make a whole step of it.
-    is_reference = steps_taken(optimizer) == 0 and not cfg.reference
-    return cfg.beta > 0 and not is_reference
+    if cfg.beta > 0 and not cfg.reference and steps_taken(optimizer) == 0:
+        cfg = replace(cfg, beta=0.0)
+    return any(has_gradient(s, cfg) for s in minibatch)
 
 
 def steps_taken(optimizer) -> int:
