@@ -72,9 +72,10 @@ Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T complet
 in the vocabulary. A micro-batch is one row of L tokens, of which the policy has sampled n.
 
 By default a rollout has one optimizer step and every token counts the same. There is no KL with a
---model of yours; the bundled task has a little, --beta 0.001. Config has the rest. Read from
-Records to update, and you have read GRPO. PLUMBING follows: first the options of the loss, for the
-day on which you change one. learn.ipynb is the longer way: it builds all of this up, in numbers.
+--model of yours; the bundled task has a little, --beta 0.001. Config has the rest. learn.ipynb is the
+longer way from here to the code: it builds all of this up, in numbers. Read from Records to update,
+and you have read GRPO. PLUMBING follows: first the options of the loss, for the day on which you
+change one.
 """
 
 from __future__ import annotations
@@ -583,12 +584,12 @@ def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts, in an order that is shuffled anew in every epoch."""
+    """The next num_prompts, in an order that is shuffled anew in each pass over the data."""
     chosen = []
     for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
-        epoch, place = divmod(i, len(prompts))
-        if not chosen or place == 0:  # the first prompt of the step, or of an epoch
-            order = generator(cfg, ORDER, 0, epoch).permutation(len(prompts))
+        data_pass, place = divmod(i, len(prompts))
+        if not chosen or place == 0:  # the first prompt of the step, or of a pass
+            order = generator(cfg, ORDER, 0, data_pass).permutation(len(prompts))
         chosen.append(prompts[order[place]])
     return chosen
 
@@ -1399,7 +1400,7 @@ def keep_logs(samples: list[Sample], failures: dict, metrics: dict, extra: dict)
 def reward_row(s: Sample, run: Run) -> dict:
     """What a reward function gets beside the completion: what the trainer knows, and the row of the
     data, whose columns win. reward.py says how functions in TRL's form get it."""
-    epoch = run.step * run.cfg.num_prompts / len(run.train_prompts)
+    passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
     known = dict(
         prompt_text=s.prompt.text,
         prompt_messages=s.prompt.messages,
@@ -1407,7 +1408,7 @@ def reward_row(s: Sample, run: Run) -> dict:
         completion_length=int(s.sampled.sum()),
         max_completion_length=run.cfg.max_completion_length,
         finish_reason=s.finish_reason,
-        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=epoch),
+        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
     )
     if s.episode is not None:
         known |= s.episode.reward_columns()
