@@ -15,8 +15,12 @@ from pathlib import Path
 
 SMALL = """--num_prompts 3 --num_generations 5 --max_completion_length 24 --eval_data= --rollout hf
 --fast false --max_steps 4 --save_every 2""".split()
-FAST = """import runpy, sys; from extras import fast; fast.SMALL = 0; sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name='__main__')"""  # also for a small model
+FAST = """import importlib, os, sys
+folder, name = os.path.split(os.path.splitext(os.path.realpath(sys.argv[1]))[0])
+sys.path.insert(0, folder)
+script = importlib.import_module(name)
+script.SMALL = 0  # the fast policy also for a small model
+sys.exit(script.main(sys.argv[2:]))"""
 
 
 def run(start, out_dir, *flags):

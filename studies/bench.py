@@ -267,7 +267,7 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
 
     def generate(prompt_ids, images, fields, num_generations, **_):
         calls.append(1)
-        engine.push(trainer.model)
+        engine.load_weights(trainer.model)
         with record.phase("rollout"):
             prompts = [np.array(ids) for ids in prompt_ids]
             seeds = [(len(calls), i) for i in range(len(prompts))]

@@ -167,13 +167,15 @@ def point_default():
 
 
 def point_vllm():
-    """vLLM has the trainer's weights after a sleep, an update and a push; the phases' seconds."""
+    """vLLM has the trainer's weights after a sleep and an update; the phases' seconds."""
     if not grpo.importlib.util.find_spec("vllm"):
         raise Skip("vllm is not installed")
     flags = ["--rollout", "vllm", "--learning_rate", "1e-3", "--max_steps", "3"]
     _, lines = run_500M(*flags, "--max_completion_length", "256", "--num_prompts", "8")
     last = lines[-1]
-    phases = [f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "push")]
+    phases = [
+        f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "load_weights")
+    ]
     shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: {', '.join(phases)}"
     return last["sampler_gap"] < 0.05, f"{shown}, {last['tokens_per_s']:.0f} tokens a second"
 

@@ -3,8 +3,8 @@
 (a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over the sequences, so
     bias and noise of each estimator's gradient are exact: on the policy's own samples, and on those
     of an older policy.
-(b) The bundled task with each estimator, beta and seed, and two updates per rollout. Does a larger
-    beta give a smaller KL to the reference? The KL is exact over the vocabulary.
+(b) The bundled task with each estimator, beta and seed, and two optimizer steps per rollout. Does a
+    larger beta give a smaller KL to the reference? The KL is exact over the vocabulary.
 (c) The same runs as a Pareto front: accuracy against KL.
 """
 
@@ -69,11 +69,10 @@ class Toy:
 
 def k1_in_reward(logps, old_logps, ref_logps):
     """[V^T]: the loss of each sequence with k1 in its reward, advantages 0 and no clipping."""
-    options = dict(loss_reduction="constant", max_completion_length=1, clip_low=1.0, clip_high=1e9)
-    cfg = Config(beta=1.0, kl_in="reward", kl_estimator="k1", **options)
+    cfg = Config(beta=1.0, kl_in="reward", kl_estimator="k1", clip_low=1.0, clip_high=1e9)
     losses = []
-    for row in zip(logps[:, None], old_logps[:, None], ref_logps[:, None], strict=True):
-        loss, _ = grpo_loss(*row, None, torch.zeros(1), torch.ones(1, T), cfg, T, 1)
+    for row in zip(logps, old_logps, ref_logps, strict=True):  # [T] each
+        loss, _ = grpo_loss(*row, None, torch.zeros(T), torch.ones(T), cfg, [T])
         losses.append(loss)
     return losses
 
@@ -152,10 +151,9 @@ def exact_kl(policy, reference, samples) -> float:
     """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL of
     the next-token distributions, summed over the samples' positions."""
     batch = grpo.collate(samples, policy.model.device)
-    logits = [grpo.logits_of_completions(x.model, batch) for x in (policy, reference)]
-    p, q = [x.double().log_softmax(-1) for x in logits]  # [N, T, V]
-    kl = (p.exp() * (p - q)).sum(-1)  # [N, T]
-    return (torch.where(batch["sampled"], kl, 0).sum() / len(samples)).item()
+    logits = [grpo.logits_of(x.model, batch) for x in (policy, reference)]
+    p, q = [x.double().log_softmax(-1) for x in logits]  # [n, V]
+    return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
 def draw_exact(figure, rows):

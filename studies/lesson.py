@@ -117,7 +117,7 @@ def colors_of(value: float, limit: float) -> tuple:
 
 
 def draw_time_line() -> None:
-    """Four policies during one step with two updates. The height is a sketch, not measured."""
+    """Four policies during one step with two optimizer steps. Heights are a sketch."""
     _, axis = plt.subplots(figsize=(10, 4.1))
     axis.set(xlim=(-0.2, 13.4), ylim=(-0.2, 5.5), xticks=[], yticks=[])
     axis.set_xlabel("time: one step, and the beginning of the next")
@@ -125,7 +125,7 @@ def draw_time_line() -> None:
     phases = [
         (0.0, 3.1, "rollout, rewards:\nsampler_logps"),
         (3.1, 5.3, "old_logps,\nref_logps"),
-        (5.3, 11.9, "updates: here two, by default one"),
+        (5.3, 11.9, "update: here two optimizer steps, by default one"),
         (11.9, 13.4, "next step"),
     ]
     for number, (begin, end, text) in enumerate(phases):
@@ -137,7 +137,7 @@ def draw_time_line() -> None:
     policies = [  # name, colour, where its name stands, and its line: times and heights
         ("reference: the model at the start of the run", "black", 0.45, [0, 13.4], [0.3, 0.3]),
         ("sampler: the same parameters, other code", GREY, 1.35, steps, [1.6, 1.6, 3.6, 3.6]),
-        ("old policy: before the updates of this step", ORANGE, 2.4, steps, [2.1, 2.1, 4.1, 4.1]),
+        ("old policy: before the update of this step", ORANGE, 2.4, steps, [2.1, 2.1, 4.1, 4.1]),
         ("", BLUE, 0, [0, 6, 6, 8, 8, 13.4], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
     ]
     for name, color, height, times, heights in policies:
@@ -168,8 +168,8 @@ def draw_surrogate(ratios, curves: dict) -> None:
         style = dict(color=GREY, lw=1, label="ratio * A, not clipped")
         axis.plot(ratios, advantage * ratios, "--", **style)
         axis.plot(ratios, values, color=BLUE, lw=2.5, label="clipped")
-        axis.plot(1, advantage, "o", color="black", label="first update: ratio 1")
-        axis.set_xlabel("ratio: policy now / policy before the updates")
+        axis.plot(1, advantage, "o", color="black", label="first optimizer step: ratio 1")
+        axis.set_xlabel("ratio: policy now / policy before the update")
         axis.set_title(f"A = {advantage:+.0f}")
         axis.legend()
     axes[0].set_ylabel("larger is better")

@@ -6,7 +6,8 @@ sample i the weight
     n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)
 
 instead of 1. So once the gradient of each single sample is known, the gradient of any split is a
-weighted sum. With one update per rollout, the same weights on the advantages train with that error.
+weighted sum. With one optimizer step per rollout, the same weights on the advantages train with
+that error.
 """
 
 from functools import partial

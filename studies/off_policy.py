@@ -21,26 +21,26 @@ CAPS = (0.0, 2.0)  # 0: no importance weights
 
 
 class BrainFloats(grpo.HFSampler):
-    """Samples in bfloat16, up to the last push: the last eval is the policy's own."""
+    """Samples in bfloat16 in all steps; the last eval, after them, is the policy's own."""
 
     def __init__(self, model, stop_ids, longest, cfg):
         super().__init__(model, stop_ids, cfg)
-        self.pushes = 0
+        self.loads = 0
 
-    def push(self, model):
-        self.pushes += 1
-        kind = "bfloat16" if self.pushes <= self.cfg.max_steps else "float32"
+    def load_weights(self, model):
+        self.loads += 1
+        kind = "bfloat16" if self.loads <= self.cfg.max_steps else "float32"
         self.cfg = dataclasses.replace(self.cfg, dtype=kind)
 
 
 class OldWeights(grpo.HFSampler):
-    """Samples with the weights of DELAY steps ago, up to the last push."""
+    """Samples with the weights of DELAY steps ago; not in the eval after the last step."""
 
     def __init__(self, model, stop_ids, longest, cfg):
         super().__init__(copy.deepcopy(model), stop_ids, cfg)
         self.weights = []  # before step 1, 2, ...
 
-    def push(self, model):
+    def load_weights(self, model):
         self.weights.append(copy.deepcopy(model.state_dict()))
         n = len(self.weights)
         age = DELAY if n <= self.cfg.max_steps else 0

@@ -1,8 +1,8 @@
 """Why is the loss 0, and does it learn?   python studies/why_loss_zero.py
 
-With one update per rollout the ratio is 1, and the advantages of a group sum to 0. So the VALUE of
-the loss follows from the samples alone. Under `sequence` reduction it is beta * KL. Under `token`
-reduction the covariance of advantage and length, over the mean length, is subtracted from that.
+With one optimizer step per rollout the ratio is 1, and the advantages of a group sum to 0. So the
+VALUE of the loss follows from the samples alone. Under `sequence` reduction it is beta * KL. Under
+`token` reduction the covariance of advantage and length, over the mean length, is subtracted.
 A planted bug, a reward that is always 1, shows for contrast how a true fault looks.
 """
 
