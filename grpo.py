@@ -72,10 +72,10 @@ Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T complet
 in the vocabulary. A micro-batch is one row of L tokens, of which the policy has sampled n.
 
 By default a rollout has one optimizer step and every token counts the same. There is no KL with a
---model of yours; the bundled task has a little, --beta 0.001. Config has the rest. learn.ipynb is the
-longer way from here to the code: it builds all of this up, in numbers. Read from Records to update,
-and you have read GRPO. PLUMBING follows: first the options of the loss, for the day on which you
-change one.
+--model of yours; the bundled task has a little, --beta 0.001. Config has the rest. learn.ipynb is
+the longer way from here to the code: it builds all of this up, in numbers. Read from Records to
+update, and you have read GRPO. PLUMBING follows: first the options of the loss, for the day on
+which you change one.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Recorder:
     def __init__(self, policy):
         self.policy = policy
         self.param_groups = [{"lr": 0.0}]
-        self.state = {"moments": {"step": 1}}  # as an optimizer has it after its first step
+        self.state = {"a parameter": {"step": 1}}  # as an optimizer has it after its first step
         self.grads = []
         self.rates = []
 
