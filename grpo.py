@@ -1455,8 +1455,10 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
             options["experts_implementation"] = "eager"  # the grouped product has no float64
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             options["attn_implementation"] = "eager"  # the others leave the cap out
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model, info = load(path, output_loading_info=True, **options)
+        kind = transformers.AutoModelForCausalLM
+        if config.get_text_config() is not config:  # a model that sees or hears keeps these parts
+            kind = transformers.AutoModelForMultimodalLM
+        model, info = kind.from_pretrained(path, output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
     try:
