@@ -1596,13 +1596,14 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
 
 
 def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
-    """By name; adapters are merged into the weights beside which they stand, in bfloat16 if
-    `rounded`."""
-    if cfg.lora_rank == 0:
-        return model.state_dict()
-    from extras import lora
+    """By name, a tied head once; adapters are merged into the weights beside which they stand, in
+    bfloat16 if `rounded`."""
+    weights = model.state_dict()
+    if cfg.lora_rank > 0:
+        from extras import lora
 
-    return lora.merged_weights(model, rounded)
+        weights = lora.merged_weights(model, rounded)
+    return {name: w for name, w in weights.items() if name not in model.all_tied_weights_keys}
 
 
 def wrap(policy):

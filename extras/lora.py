@@ -55,11 +55,9 @@ class AdaptersOff:
 
 
 def merged_weights(model, rounded: bool = False) -> dict:
-    """Parameters (a tied head once) and saved buffers by name, the adapters merged into the weights
-    beside which they stand. rounded: merged weights are in bfloat16."""
-    saved = model.state_dict()
-    weights = dict(model.named_parameters())
-    weights |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    """By name, the adapters merged into the weights beside which they stand. rounded: merged weights
+    are in bfloat16."""
+    weights = model.state_dict()
     for number, (name, module) in enumerate(model.named_modules()):
         if hasattr(module, "get_delta_weight"):
             base = f"{name}.base_layer.weight"
