@@ -1449,7 +1449,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         config = config_of(path)
         if getattr(config, "quantization_config", None):
             raise ValueError("is quantized: name the model that it is made of")
-        options = dict(config=without_randomness(config), dtype=torch.float32)
+        options = dict(config=without_randomness(copy.deepcopy(config)), dtype=torch.float32)
         if cfg.dtype == "float64":
             options["dtype"] = torch.float64
             options["experts_implementation"] = "eager"  # the grouped product has no float64
@@ -1461,11 +1461,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         model, info = kind.from_pretrained(path, output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError:  # transformers would refuse to save what it has loaded
-        ends = model.generation_config.eos_token_id
-        model.generation_config = transformers.GenerationConfig(eos_token_id=ends)
+    model.config = config  # for the checkpoints: with the dropouts that its layers do not have
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     return model.to(device).eval()
@@ -2057,6 +2053,9 @@ class Run:
         model = load_model("model", cfg.model, cfg, device)
         self.identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
         self.identity["model"] = digest_of_weights(model)
+        ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
+        if ignored:
+            print_rank_0(f"transformers ignores {ignored} in its files, so no checkpoint has them")
         if cfg.lora_rank > 0:
             from extras import lora
 
@@ -2069,6 +2068,7 @@ class Run:
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
+        model.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
         if environment is not None:
             with mistakes_in(f"--environment {cfg.environment}"):
                 self.player = agents.Player(
@@ -2319,7 +2319,11 @@ class Run:
         weights = weights_of(self.model, self.cfg)
         if not all(w.isfinite().all() for w in weights.values()):
             raise ValueError("the weights are not finite")
-        self.model.save_pretrained(folder, state_dict=weights)
+        saved = copy.copy(self.model)
+        saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
+        saved.save_pretrained(folder, state_dict=weights)
+        generation = self.model.generation_config.to_json_string()
+        Path(folder, "generation_config.json").write_text(generation)
         self.tokenizer.save_pretrained(folder)
         copy_processors(self.cfg.model, folder)
         state = dict(step=self.step, state=self.completed_state, identity=self.identity)
