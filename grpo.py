@@ -1449,7 +1449,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         config = config_of(path)
         if getattr(config, "quantization_config", None):
             raise ValueError("is quantized: name the model that it is made of")
-        options = dict(config=without_randomness(copy.deepcopy(config)), dtype=torch.float32)
+        options = dict(config=without_randomness(config), dtype=torch.float32)
         if cfg.dtype == "float64":
             options["dtype"] = torch.float64
             options["experts_implementation"] = "eager"  # the grouped product has no float64
@@ -1461,7 +1461,6 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         model, info = kind.from_pretrained(path, output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
-    model.config = config  # for the checkpoints: with the dropouts that its layers do not have
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     return model.to(device).eval()
@@ -2320,6 +2319,7 @@ class Run:
         if not all(w.isfinite().all() for w in weights.values()):
             raise ValueError("the weights are not finite")
         saved = copy.copy(self.model)
+        saved.config = config_of(self.cfg.model)  # with the model's own dropouts
         saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
         saved.save_pretrained(folder, state_dict=weights)
         generation = self.model.generation_config.to_json_string()

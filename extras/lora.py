@@ -55,8 +55,8 @@ class AdaptersOff:
 
 
 def merged_weights(model, rounded: bool = False) -> dict:
-    """By name, the adapters merged into the weights beside which they stand. rounded: merged weights
-    are in bfloat16."""
+    """By name, the adapters merged into the weights beside which they stand, these in bfloat16 if
+    `rounded`."""
     weights = model.state_dict()
     for number, (name, module) in enumerate(model.named_modules()):
         if hasattr(module, "get_delta_weight"):

@@ -1,6 +1,5 @@
 """Helpers of the tests: tiny models, made-up samples, runs of seconds, ranks as processes."""
 
-import contextlib
 import dataclasses
 import importlib
 import json
