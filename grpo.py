@@ -1229,6 +1229,14 @@ def digest(values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def digests(package: str, *paths: str) -> dict:
+    """{file: digest} of these, and of those that the loaded modules of a package come from."""
+    loaded = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
+    paths += tuple(getattr(module, "__file__", None) or "" for module in loaded)
+    files = filter(os.path.isfile, paths)
+    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] for file in files}
+
+
 # -- Data
 
 
@@ -2157,8 +2165,14 @@ class Run:
             raise
         with mistakes_in(f"--out_dir {path}"):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
-            source = f"{Path(__file__).name} {digest(Path(__file__).read_text())[:8]}"
-            about = dict(script=source, eval_rows=digest([p.row for p in self.eval_prompts])[:8])
+            rewards = digests("reward")  # and what --reward and --environment name
+            first = sys.modules[self.rewards[0].function.__module__]
+            about = dict(rewards=digest(sorted(rewards.values()))[:8])
+            about["eval_reward"] = rewards.get(first.__file__)
+            about["train_rows"] = digest([p.row for p in self.train_prompts])[:8]
+            about["eval_rows"] = digest([p.row for p in self.eval_prompts])[:8]
+            data = (cfg.train_data, cfg.eval_data)
+            about["files"] = rewards | digests("extras", __file__, *data)
             config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")

@@ -4,20 +4,27 @@
     python extras/compare.py base=out,out.1 mine=mine,mine.1
     python extras/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
---run makes what compare/ lacks: a run is known by its script, reward.py, flags and the files that
-flags name. One number is tested, since of ten one differs by chance: the mean reward of the steps
-that all runs have, which shows who learns sooner. The interval (95 %) is Student's for the
-differences by seed, else Welch's with the fewer degrees of freedom.
+--run makes the runs that compare/ lacks, and goes on with those that were stopped. If code or data
+that a run had read when it began says something else now, another run is made beside it.
+
+One number is tested, since of ten one differs by chance: the mean of `reward` over the steps that
+all runs have, which shows who learns sooner. If rewards are not the same quantity on all sides, it
+is `eval_accuracy`. --metric NAME tests any other. The interval (95 %) is Student's for the
+differences by seed, or Welch's with the fewer degrees of freedom if no seed is on both sides. The
+exit code is 1 if a run failed or was stopped before its last step.
 """
 
 import argparse
 import fcntl
+import hashlib
 import json
+import os
 import re
 import shlex
 import sys
 import zlib
-from itertools import product
+from contextlib import suppress
+from itertools import combinations, product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import fmean, variance
@@ -28,50 +35,106 @@ import view
 from tqdm import tqdm
 
 METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
-T = (12.706, 4.303, 3.182, 2.776)  # t distribution: 97.5 % quantiles for 2, 3, 4, 5 and more seeds
+# Other values of these do not change what is learned.
+NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
+vllm_gpu_memory_utilization""".split()
+# With other values of these the metric is another quantity.
+MEANING = dict(eval_accuracy=["eval_rows", "eval_reward"])
+MEANING["reward"] = "eval_rows train_rows reward rewards non_stop_reward temperature".split()
 COLUMN = "{:<20}".format
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
 
 class Run:
     def __init__(self, folder):
+        self.folder = folder
         self.log = view.read_log(folder, "metrics.jsonl")
         flags = json.loads(Path(folder, "config.json").read_text())
-        about = flags.pop("about", {})  # the script, and the rows of the eval
-        self.flags = flags | about | {"out_dir": "", "resume": "", "seed": ""}
         self.seed = flags["seed"]
+        about = flags.pop("about", {})  # digests of what it had read when it began
+        self.files = about.pop("files", {})
+        flags |= about | {Path(path).name: said for path, said in self.files.items()}
+        flags["eval_reward"] = f"{flags.get('reward', '').split(',')[0]} {flags.get('eval_reward')}"
+        self.flags = flags | dict.fromkeys(NEUTRAL, "")
+        self.last = self.log[-1]["step"]
+        evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
+        self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
+
+    def is_stale(self):
+        """Whether a file that it had read says something else now."""
+        return self.files != {path: digest(path) for path in self.files}
+
+
+def digest(path):
+    with suppress(OSError):
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+
+
+def check_flags(script, flags):
+    """ValueError if the script has a Config, and the Config no such flag."""
+    text = Path(script).read_text()
+    for name in re.findall(r"^--(\w+)", "\n".join(flags), re.M):
+        if "\nclass Config:" in text and f"\n    {name}: " not in text:
+            raise ValueError(f"{script} has no --{name}; flags of one side: 'my_grpo.py --mine 3'")
+        if name in ("seed", "out_dir", "resume"):
+            raise ValueError(f"compare.py sets --{name} itself")
+
+
+def run_in(folder):
+    """None: it has not begun."""
+    with suppress(OSError, ValueError):
+        return Run(folder)
 
 
 def make_run(seed, side, flags, bar):
-    """Makes a run, or the rest of it, and returns side=folder; nothing if it failed. side: the
-    script and, after blanks, flags of its own."""
-    script, *own = shlex.split(side)
-    flags = [*flags, *own]
-    named = re.findall(r"[^,:=\s]+\.\w+", " ".join(flags))  # such as rewards.py:mine
-    files = filter(Path.is_file, map(Path, [script, Path(script).with_name("reward.py"), *named]))
-    content = b"".join(file.read_bytes() for file in files) + str(flags).encode()
-    name = f"{Path(script).stem}_{zlib.crc32(content):08x}_seed{seed}"
-    folder = f"compare/{name}"
-    command = [sys.executable, script, "--keep", "1", *flags]
+    """Adds to the runs of a side the one of this seed, or says why it failed."""
+    name, runs = side  # the script and, after blanks, flags of its own
+    script, *own = shlex.split(name)
+    command = [sys.executable, os.path.abspath(script), "--keep", "1", *flags, *own]
+    folder = f"compare/{Path(script).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
+    while (run := run_in(folder)) and run.is_stale():
+        folder += ".edited"
     command += ["--seed", str(seed), "--out_dir", folder]
-    with open(f"compare/.{name}", "a+") as ended:
-        fcntl.flock(ended, fcntl.LOCK_EX)  # its stdin: a run keeps the lock even if we are killed
-        if ended.tell() > 0:
-            bar.update(1000)
-            return f"{side}={folder}"
-        if Path(folder).exists():
-            command.append("--resume")
-        line, done = "no output", 0
-        process = Popen(command, stdin=ended, stdout=PIPE, stderr=STDOUT, text=True)
-        for line in process.stdout:
-            for step, steps in re.findall(r"^step (\d+)/(\d+)", line):
-                before, done = done, 1000 * int(step) // int(steps)
-                bar.update(done - before)
-        if process.wait() == 0 and done in (0, 1000):  # 0: only the end of it was missing
-            bar.update(1000 - done)
-            ended.write(line)
-            return f"{side}={folder}"
-    bar.write(f"{folder} failed: {line}")
+    line = "no output"
+    with open(f"{folder}.log", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)  # its stdin: a run keeps the lock even if we are killed
+        run = run_in(folder)
+        if not run or not run.is_whole:
+            if Path(folder).exists():
+                command.append("--resume")
+            process = Popen(command, stdin=log, stdout=PIPE, stderr=STDOUT, text=True)
+            for line in process.stdout:
+                log.write(line)
+                if line.startswith("step"):
+                    bar.set_postfix_str(line[:20])
+            process.wait()
+            run = run_in(folder)
+    bar.update()
+    if run and run.is_whole:
+        runs.append(run)
+    else:
+        bar.write(f"{folder} failed: {line.strip()}")
+
+
+def read_sides(names):
+    """names: folders, or side=folder,folder. Returns {side: its runs}."""
+    sides, first_with = {}, {}  # first_with: of each set of flags the first folder
+    for name in names:
+        given, _, folders = name.partition("=")
+        if not folders or Path(name).exists():
+            given, folders = "", name
+        for folder in folders.split(","):
+            run = Run(folder)
+            side = given or first_with.setdefault(str(run.flags), folder)
+            sides.setdefault(side, []).append(run)
+    return sides
+
+
+def check_side(runs):
+    for a, b in combinations(runs, 2):
+        if a.flags != b.flags or a.seed == b.seed:
+            differ = dict(a.flags.items() ^ b.flags.items()) or "the same seed"
+            raise ValueError(f"{a.folder} and {b.folder} cannot be on one side: {differ}")
 
 
 def curves_of(runs, metric):
@@ -81,61 +144,84 @@ def curves_of(runs, metric):
     return steps, np.array([[p[step] for step in steps] for p in points])
 
 
-def report(names):
-    """names: folders, or side=folder,folder. Prints numbers; returns {side: its runs}."""
-    sides, first_with = {}, {}  # first_with: of each set of flags the first folder
-    for name in filter(None, names):
-        given, _, folders = name.rpartition("=")
-        for folder in folders.split(","):
-            run = Run(folder)
-            side = given or first_with.setdefault(str(run.flags), folder)
-            sides.setdefault(side, []).append(run)
+def metric_to_test(runs):
+    """ValueError if neither the reward nor the eval accuracy is the same quantity for all runs."""
+    for metric in ("reward", "eval_accuracy"):
+        others = [x for x in MEANING[metric] if len({run.flags.get(x) for run in runs}) > 1]
+        if not others:
+            return metric
+    raise ValueError(f"the sides differ in {others}; --metric NAME tests a metric all the same")
+
+
+def mean_and_error(values):
+    return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}"
+
+
+def report(sides, n_made, metric):
+    """Prints numbers and the test. n_made: so many runs a side were to be made; 0: none. Returns
+    whether a run is missing or incomplete."""
     runs = sum(sides.values(), [])
-    steps, values = curves_of(runs, "reward")
-    if not steps:
-        raise ValueError("name runs that have a step each")
-    if len({run.flags.get("eval_rows") for run in runs}) > 1:
-        raise ValueError("the runs have other eval data")
+    for side in sides.values():
+        check_side(side)
+    metric = metric or metric_to_test(runs)
+    last = min([run.last for run in runs], default=0)
+    for run in runs:  # all numbers are of the same steps
+        run.log = [line for line in run.log if line["step"] <= last]
+    steps, values = curves_of(runs, metric)
+    n = sum(step > 0 for step in steps)  # step 0 is an eval before the training
+    if n == 0:
+        raise ValueError(f"there is no step of which all runs have {metric}")
+    means = iter(values[:, -n:].mean(1))
     shared = set.intersection(*[set(run.flags.items()) for run in runs])
-    means = iter(values.mean(1))
-    rewards = {}
+    tested, failed = {}, ""
     for name, side in sides.items():
-        own = sorted(side[0].flags.items() - shared)
-        print(f"{name}: {len(side)} seeds", *[f"{flag} {value}" for flag, value in own], sep="; ")
+        tested[name] = {run.seed: next(means) for run in side}
+        missing = (n_made or len(side)) - sum(run.is_whole for run in side)
+        if missing:
+            failed += f"; {name}: {missing} of {n_made or len(side)} failed or stopped"
+        if not side:
+            continue
+        print(f"{name}: {len(side)} seeds", dict(sorted(side[0].flags.items() - shared)))
         print("+- standard error".ljust(24), *map(COLUMN, ("first", "last", "highest", "mean")))
-        for metric in METRICS:
-            at, curves = curves_of(side, metric)
+        for row in METRICS:
+            at, curves = curves_of(side, row)
             if at:
                 columns = curves.T[0], curves.T[-1], curves.max(1), curves.mean(1)
-                errors = np.std(columns, 1) / (len(side) - 1) ** 0.5
-                cells = zip(np.mean(columns, 1), errors, strict=True)
-                print(metric.ljust(24), *[COLUMN(f"{m:.3g} +- {e:.2g}") for m, e in cells])
-        rewards[name] = {run.seed: next(means) for run in side}
-    base, *others = rewards
+                print(row.ljust(24), *[COLUMN(mean_and_error(values)) for values in columns])
+    print(f"tested: the mean {metric} of {n} steps, up to step {steps[-1]}")
+    base, *others = tested
     for other in others:
-        verdict = difference(rewards[base], rewards[other])
-        print(f"mean reward, {other} - {base}: {verdict}")
-    return sides
+        print(f"{other} - {base}: {difference(tested[base], tested[other])}{failed}")
+    return bool(failed)
+
+
+def t_quantile(freedom):
+    """|t| of Student's distribution is below this in 95 %. With t = sqrt(freedom) * tan(x) the
+    density of x is cos(x) ** (freedom - 1)."""
+    x = np.arange(1e6) * np.pi / 2e6
+    inside = np.cumsum(np.cos(x) ** (freedom - 1))
+    return freedom**0.5 * np.tan(x[np.searchsorted(inside, 0.95 * inside[-1])])
 
 
 def half_interval(*groups):
-    """Half of the 95 % interval of a mean, or of the difference of two: a group each."""
-    n = min(map(len, groups))
-    return T[min(n, 5) - 2] * sum(variance(group) / len(group) for group in groups) ** 0.5
+    """Half of the 95 % interval of a mean, or of the sum of two: a group each."""
+    t = t_quantile(min(map(len, groups)) - 1)
+    return t * sum(variance(group) / len(group) for group in groups) ** 0.5
 
 
 def difference(a, b):
-    """b - a in words, with its 95 % interval. a, b: {seed: value}."""
-    groups = [b.values(), a.values()]
-    if a.keys() == b.keys():
-        groups = [[b[seed] - a[seed] for seed in a]]
+    """b - a in words, with its 95 % interval. a, b: {seed: value}. Seeds of both are pairs."""
+    groups = [[b[seed] - a[seed] for seed in a.keys() & b.keys()]]
+    if groups == [[]]:
+        groups = [[*b.values()], [-value for value in a.values()]]
     n = min(map(len, groups))
     if n < 2:
         return "one seed does not tell"
-    mean = fmean(b.values()) - fmean(a.values())
-    half = half_interval(*groups)
+    mean, half = sum(map(fmean, groups)), half_interval(*groups)
     verdict = "no difference seen"
-    if abs(mean) > half:
+    if half < 1e-12:
+        verdict = "the same in all seeds, so nothing to test with"
+    elif abs(mean) > half:
         verdict = "more than the seeds vary"
     return f"{mean:+.3g} +- {half:.2g}, {n} seeds: {verdict}"
 
@@ -158,16 +244,24 @@ def draw(sides):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.format_help = lambda: __doc__
-    parser.add_argument("--run", nargs="+")
+    parser.add_argument("--run", nargs="+", default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
-    args, names = parser.parse_known_args()
+    parser.add_argument("--metric")
+    args, rest = parser.parse_known_args()
+    sides = {side: [] for side in args.run}
     try:
-        if args.run:
+        for script, *own in map(shlex.split, sides):
+            check_flags(script, rest + own)
+        if sides:
             Path("compare").mkdir(exist_ok=True)
-            with tqdm(total=1000 * args.seeds * len(args.run), unit_scale=0.001) as bar:
-                jobs = product(range(args.seeds), args.run, [names], [bar])
-                names = ThreadPool(args.jobs).starmap(make_run, jobs, 1)
-        draw(report(names))
+            with tqdm(total=args.seeds * len(sides), unit="run") as bar:
+                jobs = product(range(args.seeds), sides.items(), [rest], [bar])
+                ThreadPool(args.jobs).starmap(make_run, jobs, 1)
+        else:
+            sides = read_sides(rest)
+        code = report(sides, len(args.run) and args.seeds, args.metric)
+        draw(sides)
     except (Exception, KeyboardInterrupt) as error:
         parser.error(str(error) or "stopped; the same command goes on")
+    sys.exit(code)

@@ -16,22 +16,24 @@ from tests.common import HERE, metrics_of
 
 SCRIPT = f"{HERE}/extras/compare.py"
 SCRIPT_OF_A_RUN = """
-import json, os, sys
+import hashlib, json, os, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 out = flags["--out_dir"]
 with open("starts.txt", "a") as file:
     file.write(" ".join(sys.argv) + "\\n")
 os.makedirs(out, exist_ok=True)
-config = dict(seed=int(flags["--seed"]), out_dir=out, resume=False, max_steps=4, eval_data="")
-config["about"] = dict(script=sys.argv[0])
+config = dict(seed=int(flags["--seed"]), out_dir=out, resume=False, max_steps=4, reward="r.py:f")
+read = [sys.argv[0], "r.py"]
+digests = [hashlib.sha256(open(path, "rb").read()).hexdigest()[:8] for path in read]
+config["about"] = dict(files=dict(zip(read, digests)))
 json.dump(config, open(f"{out}/config.json", "w"))
 with open(f"{out}/metrics.jsonl", "a") as file:
     done = len(open(file.name).readlines())
     for step in range(done + 1, 5):
         file.write(json.dumps(dict(step=step, reward=QUALITY * step)) + "\\n")
         print(f"step {step}/4 reward")
-        if step == 2 and os.path.exists("stop"):
-            sys.exit("a last line")
+        if step == 2 and os.path.exists(f"stop{flags['--seed']}"):
+            sys.exit(0)
 """
 
 
@@ -85,7 +87,7 @@ def last_difference(output):
 def test_runs_of_the_same_flags_are_a_side_and_other_flags_are_printed(tmp_path):
     for number in range(4):
         flags = dict(learning_rate=[0.5, 0.25][number // 2], beta=0.125, resume=number == 1)
-        write_run(tmp_path / f"out.{number}", [0.1, number], {0: 0.2}, seed=number % 2, **flags)
+        write_run(tmp_path / f"out.{number}", [0.1, number], {2: 0.2}, seed=number % 2, **flags)
     command = [sys.executable, SCRIPT, "out.0", "out.1", "out.2", "out.3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "compare.png").stat().st_size > 10_000
@@ -102,11 +104,16 @@ def test_pairs_have_students_interval_and_other_seeds_welchs(compare, tmp_path):
     variances = np.var([0.5, 0.6, 0.9], ddof=1) + np.var([0.6, 0.8, 1.2], ddof=1)
     half = 4.303 * (variances / 3) ** 0.5
     assert last_difference(compare(a, c)[1])[:2] == pytest.approx((0.2, half), rel=0.02)
+    half_interval = runpy.run_path(SCRIPT)["half_interval"]
+    for n, t in {2: 12.706, 5: 2.776, 11: 2.228, 31: 2.042, 1001: 1.962}.items():
+        values = np.random.default_rng(n).normal(size=n)
+        assert half_interval(values) == pytest.approx(t * np.std(values, ddof=1) / n**0.5, rel=1e-3)
 
 
 def test_the_verdict_is_honest(compare, tmp_path):
     """As often as 95 % says: runs of one distribution; and a difference of two deviations."""
-    out = compare(*[write_side(tmp_path, side, [1, 2, 3]) for side in "yz"])[1]
+    means = dict(y=[0.1, 0.2, 0.3], z=[0.2, 0.3, 0.1])
+    out = compare(*[write_side(tmp_path, side, means[side]) for side in "yz"])[1]
     same = last_difference(out)[2]
     difference = runpy.run_path(SCRIPT)["difference"]
     rng = np.random.default_rng(0)
@@ -120,13 +127,16 @@ def test_the_verdict_is_honest(compare, tmp_path):
 
 
 def test_only_steps_that_all_runs_have_count(compare, tmp_path):
-    write_run(tmp_path / "short", [0.5, 0.5], seed=0)
-    write_run(tmp_path / "long", [0.5, 0.5, 9.0, 9.0], seed=0)
-    write_run(tmp_path / "long.1", [0.5, 0.5, 9.0], seed=1)
-    with open(tmp_path / "short" / "metrics.jsonl", "a") as file:
+    """A run that goes on, or was stopped, is said."""
+    write_run(tmp_path / "a.0", [0.5, 0.5], seed=0, max_steps=3)
+    write_run(tmp_path / "b.0", [0.5, 0.5, 9.0], {0: 5.0}, seed=0)
+    write_run(tmp_path / "b.1", [0.5, 0.5, 9.0], {0: 5.0}, seed=1)
+    with open(tmp_path / "a.0" / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rew')  # it goes on
-    write_run(tmp_path / "short.1", [0.5, 0.5, 0.5], seed=1)
-    assert last_difference(compare("a=short,short.1", "b=long,long.1")[1])[:2] == (0, 0)
+    write_run(tmp_path / "a.1", [0.5, 0.5, 0.5], seed=1)
+    code, out, _ = compare("a=a.0,a.1", "b=b.0,b.1")
+    assert last_difference(out)[:2] == (0, 0)
+    assert code == 1 and " 2 steps" in out and "a: 1 of 2" in out and "b: " in out
 
 
 def test_one_run_and_runs_without_evals_have_numbers(compare, tmp_path):
@@ -145,11 +155,42 @@ def test_mistakes_are_one_line(names, compare, tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_other_eval_rows_are_refused(compare, tmp_path):
-    for name in "ab":
-        write_run(tmp_path / name, [0.1], {0: 0.5}, about=dict(eval_rows=f"digest {name}"))
-    code, out, err = compare("a", "b")
-    assert (code, out, err.count("\n")) == (2, "", 1) and not Path("compare.png").exists()
+@pytest.mark.parametrize(
+    "other, tested",
+    [
+        (dict(temperature=0.5), "eval_accuracy"),
+        (dict(reward="answer,format"), "eval_accuracy"),
+        (dict(about=dict(train_rows="2")), "eval_accuracy"),
+        (dict(about=dict(rewards="2")), "eval_accuracy"),
+        (dict(learning_rate=0.5), "reward"),
+        (dict(reward="format"), None),
+        (dict(about=dict(eval_rows="2")), None),
+        (dict(temperature=0.5, about=dict(eval_reward="2")), None),
+    ],
+)
+def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_path):
+    flags = dict(temperature=1.0, reward="answer", learning_rate=0.25)
+    about = dict(train_rows="1", rewards="1", eval_rows="1", eval_reward="1")
+    for seed in (0, 1):
+        write_run(tmp_path / f"a.{seed}", [9.0], {0: 0.5, 1: 0.5}, seed=seed, **flags, about=about)
+        more = flags | other | dict(about=about | other.get("about", {}))
+        write_run(tmp_path / f"b.{seed}", [9.5], {0: 0.5, 1: 0.75}, seed=seed, **more)
+    code, out, err = compare("a=a.0,a.1", "b=b.0,b.1")
+    if tested is None:
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        code, out, _ = compare("a=a.0,a.1", "b=b.0,b.1", "--metric", "eval_accuracy")
+    assert code == 0 and last_difference(out)[0] == (0.5 if tested == "reward" else 0.25)
+
+
+def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
+    """Folders may have any name."""
+    for name, flags in {"lr=1e-4": {}, "again": {}, "x=1": dict(seed=1), "y": dict(beta=1)}.items():
+        write_run(tmp_path / name, [0.5], **flags)
+    assert compare("lr=1e-4", "x=1")[0] == 0
+    assert compare("s=lr=1e-4,x=1", "y")[0] == 0
+    for names in (["lr=1e-4", "again"], ["s=again,y"], ["s=again,again"]):
+        code, out, err = compare(*names)
+        assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_without_matplotlib_the_numbers_are_printed(compare, tmp_path, monkeypatch):
@@ -159,35 +200,78 @@ def test_without_matplotlib_the_numbers_are_printed(compare, tmp_path, monkeypat
     assert "0.625" in out and err.count("\n") == 1
 
 
-def test_run_makes_what_is_missing_goes_on_and_leaves_out_what_fails(compare, tmp_path):
-    Path("base.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", "0.1"))
-    Path("mine.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", "0.2"))
-    Path("bad.py").write_text("import sys\nsys.exit('no such thing')")
-    arguments = ["--run", "base.py", "mine.py --mine 1", "bad.py", "--seeds", "2", "--jobs", "2"]
-    starts = Path("starts.txt")
-    Path("stop").touch()
-    code, out, _ = compare(*arguments, "--beta", "1")
-    assert code == 2 and out.count("a last line") == 4 and out.count("no such thing") == 2
-    Path("stop").unlink()
-    own = ["--mine 1" in line for line in starts.read_text().splitlines()]
-    assert own == ["mine.py" in line for line in starts.read_text().splitlines()]
-    starts.unlink()
-    code, out, _ = compare(*arguments, "--beta", "1")
+@pytest.fixture
+def scripts(compare):
+    """base.py, mine.py, r.py, and starts() -> the commands of all starts since the last call."""
+    Path("r.py").touch()
+    for name, quality in dict(base=0.1, mine=0.2).items():
+        Path(f"{name}.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", str(quality)))
+
+    def starts():
+        path = Path("starts.txt")
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+    return starts
+
+
+def test_run_makes_what_is_missing(compare, scripts):
+    arguments = ["--run", "base.py", "mine.py --mine 1", "--seeds", "2", "--jobs", "2", "--beta"]
+    code, out, _ = compare(*arguments, "1")
     assert code == 0 and last_difference(out)[:2] == (0.25, pytest.approx(0, abs=1e-9))
-    assert starts.read_text().count("--resume") == 4 and out.count("no such thing") == 2
-    before = starts.read_text()
-    compare(*arguments, "--beta", "1")
-    assert starts.read_text() == before  # they are all there
-    compare(*arguments, "--beta", "2")
-    Path("base.py").write_text(Path("base.py").read_text() + "# a comment\n")
-    compare(*arguments, "--beta", "2")
-    new = starts.read_text().removeprefix(before)
-    assert new.count("\n") == 6 and "--resume" not in new
-    starts.unlink()
-    for value in "112":  # another reward under the same name
-        Path("rewards.py").write_text(value)
-        compare("--run", "base.py", "--seeds", "1", "--reward", "rewards.py:f,format")
-    assert starts.read_text().count("\n") == 2
+    started = scripts()
+    assert [len(started), *["--mine 1" in line for line in started]].count(True) == 2
+    assert all("--mine 1" not in line or "mine.py" in line for line in started)
+    compare(*arguments, "1")
+    assert scripts() == []  # they are all there
+    compare(*arguments, "2")
+    assert len(scripts()) == 4
+    rewards = Path("r.py").read_text()
+    Path("r.py").write_text("other")
+    compare(*arguments, "2")
+    Path("r.py").write_text(rewards)
+    compare(*arguments, "2")
+    started = scripts()
+    assert len(started) == 4 and not any("--resume" in line for line in started)
+    assert len(list(Path("compare").glob("*/config.json"))) == 12  # nothing was replaced
+
+
+def test_a_script_that_is_edited_between_its_runs_is_not_one_side(compare, scripts):
+    text = Path("mine.py").read_text()
+    Path("mine.py").write_text(text + "open(sys.argv[0], 'a').write('# edited\\n')\n")
+    code, out, err = compare("--run", "base.py", "mine.py", "--seeds", "2")
+    assert (code, out.count("tested"), err.splitlines()[-1].count("mine")) == (2, 0, 3)
+    Path("mine.py").write_text(text)
+    assert compare("--run", "base.py", "mine.py", "--seeds", "2")[0] == 0
+
+
+def test_what_fails_or_stops_is_said_and_pairs_stay_pairs(compare, scripts):
+    Path("bad.py").write_text("import sys\nsys.exit('no such thing')")
+    arguments = ["--run", "base.py", "mine.py", "--seeds", "3"]
+    Path("stop0").touch()
+    code, out, _ = compare(*arguments)
+    assert code == 1 and last_difference(out)[0] == 0.25
+    assert re.search("2 seeds.*base.py: 1 of 3.*mine.py: 1 of 3", out.splitlines()[-1])
+    Path("stop0").unlink()
+    scripts()
+    code, out, _ = compare(*arguments)
+    assert code == 0 and " 3 seeds" in out.splitlines()[-1]
+    assert [("--resume" in line) for line in scripts()] == [True, True]
+    code, out, _ = compare("--run", "base.py", "bad.py", "--seeds", "2")
+    assert code == 1 and out.count("no such thing") == 2 and "bad.py: 2 of 2" in out
+
+
+def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scripts):
+    for name in ("base", "mine"):
+        config = "class Config:\n    beta: float = 0.0\n" + "    mine: int = 0\n" * (name == "mine")
+        Path(f"{name}.py").write_text(f"{SCRIPT_OF_A_RUN.replace('QUALITY', '1')}\n{config}")
+    sides = ["--run", "base.py", "mine.py --mine 3"]
+    for arguments in (["--mine", "3"], ["--mine=3"], ["--seed", "3"], ["--out_dir", "x"]):
+        code, out, err = compare(*sides, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    assert scripts() == []
+    assert compare(*sides, "--beta", "1")[0] == 0
 
 
 @pytest.mark.slow
