@@ -14,9 +14,11 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
+import time
 import zlib
 from itertools import cycle, zip_longest
 from pathlib import Path
@@ -33,6 +35,12 @@ PANELS = [  # title, unit, names in metrics.jsonl; * stands for what only the ru
     ("Entropy", "nats a token", ["entropy"]),
     ("Loss", "its value says nothing about learning", ["loss"]),
 ]
+OWN_PANELS = dict(  # for each metric of such a name one, if there are any: their units differ
+    logged="logged by a reward function",
+    turns="turns of an episode",
+    tools="calls a sample; share that failed",
+)
+PAGE_BYTES = 40e6  # of samples: a browser opens no page of several hundred megabytes
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's
 STYLE = {
     "text.usetex": False,  # a matplotlibrc may ask for LaTeX where there is none
@@ -88,14 +96,29 @@ def visible(text) -> str:
 def make_panels(lines) -> list[dict]:
     """What the picture and the page draw."""
     logged = sorted({name for line in lines for name in line})
+    rewards = fnmatch.filter(logged, "rewards/*/mean")
+    if len(rewards) == 1:  # it is the reward
+        logged.remove(rewards[0])
+    kinds = {name: name.partition("/")[0] for name in logged}
+    own = [(name, OWN_PANELS[kinds[name]], [name]) for name in logged if kinds[name] in OWN_PANELS]
     panels = []
-    for title, unit, patterns in PANELS:
+    for title, unit, patterns in PANELS + own:
         names = [name for pattern in patterns for name in fnmatch.filter(logged, pattern)]
         curves = [make_curve(lines, name) for name in names]
         curves = [curve for curve in curves if curve["steps"]]
         low, high = range_of(curves)
         panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
     return panels
+
+
+def about(out_dir) -> str:
+    """Which run it is."""
+    date = time.localtime(os.path.getmtime(f"{out_dir}/metrics.jsonl"))
+    facts = []
+    with contextlib.suppress(OSError):
+        flags = json.loads(Path(out_dir, "config.json").read_text())
+        facts = [f"{name} {flags[name]}" for name in ("model", "reward", "seed")]
+    return ", ".join([*facts, time.strftime("%Y-%m-%d %H:%M", date)])
 
 
 def make_curve(lines, name: str) -> dict:
@@ -117,11 +140,8 @@ def points_of(lines, name: str) -> dict[int, float]:
 def smooth(values: list) -> list:
     """The mean of about 5 % of the run around each value, at most 101 values."""
     half = min(len(values) // 40, 50)
-    if half == 0:
-        return values
-    window = np.full(2 * half + 1, 1 / (2 * half + 1))
-    padded = np.pad(values, half, mode="reflect")
-    return np.convolve(padded, window, mode="valid").tolist()
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def range_of(curves) -> tuple[float, float]:
@@ -142,11 +162,12 @@ def draw(out_dir) -> str:
 
     panels = make_panels(read_log(out_dir, "metrics.jsonl"))
     path = os.path.join(out_dir, "curves.png")
+    rows = math.ceil(len(panels) / 4)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(18, 9), dpi=100, layout="constrained")
-        for ax, panel in zip(figure.subplots(2, 4).flat, panels, strict=True):
-            draw_panel(ax, **panel)
-        figure.suptitle(visible(out_dir))
+        figure = Figure(figsize=(18, 4.5 * rows), dpi=100, layout="constrained")
+        for number, panel in enumerate(panels, 1):
+            draw_panel(figure.add_subplot(rows, 4, number), **panel)
+        figure.suptitle(f"{visible(out_dir)}: {visible(about(out_dir))}")
         figure.supxlabel("step; dots: every step, line: mean over 5 % of the run", fontsize=12)
         figure.savefig(path)
     return path
@@ -160,7 +181,7 @@ def draw_panel(ax, title: str, unit: str, low: float, high: float, curves: list)
         ax.errorbar(steps, curve["values"], curve["errors"], **look)
         lines += ax.plot(steps, curve["smooth"], color=color, lw=2.5)
     ax.legend(lines, [visible(curve["name"]) for curve in curves], fontsize=10)
-    ax.set(title=title, ylabel=unit, ylim=(1.05 * low, 1.05 * high))
+    ax.set(title=visible(title), ylabel=unit, ylim=(1.05 * low, 1.05 * high))
     ax.locator_params("x", integer=True)
 
 
@@ -178,19 +199,22 @@ def print_summary(out_dir) -> None:
 # -- a step: its groups, their samples
 
 
-def read_steps(out_dir) -> dict[int, list[dict]]:
-    """The samples of each step."""
+def read_steps(out_dir) -> dict[int, list[bytes]]:
+    """The lines of each step, as they are: parsed, those of a long run take tens of gigabytes."""
     steps = {}
-    for sample in read_log(out_dir, "completions.jsonl"):
-        steps.setdefault(sample["step"], []).append(sample)
+    with open(f"{out_dir}/completions.jsonl", "rb") as file:
+        for line in file:
+            step = re.match(rb'{"step": (\d+),.*}\n', line)
+            if step:  # not half a line, of a run that was killed
+                steps.setdefault(int(step[1]), []).append(line)
     return steps
 
 
-def make_groups(samples, by_token: bool) -> list[dict]:
+def make_groups(lines, by_token: bool) -> list[dict]:
     """The groups of a step, those with the most signal first. by_token: a sample whose tokens were
     logged has a piece a token, instead of a piece a turn."""
     groups = {}
-    for sample in samples:
+    for sample in map(json.loads, lines):
         groups.setdefault(sample["group"], []).append(sample)
     made = [make_group(group, by_token) for group in groups.values()]
     return sorted(made, key=lambda group: -group["signal"])
@@ -258,9 +282,9 @@ def tokens_of(sample) -> dict:
     )
 
 
-def print_step(samples, step: int) -> None:
-    print(f"step {step}, {len(samples)} samples, groups with the most signal first")
-    for group in make_groups(samples, by_token=False):
+def print_step(lines, step: int) -> None:
+    print(f"step {step}, {len(lines)} samples, groups with the most signal first")
+    for group in make_groups(lines, by_token=False):
         print(f"\n== {group['title']}\n{shorten(group['prompt'])}")
         for sample in group["samples"]:
             print("\n" + shorten(f"{sample['count']} x {sample['facts']}"))
@@ -279,9 +303,13 @@ def shorten(text: str) -> str:
 
 def write_page(out_dir, steps: dict, step: int) -> str:
     """Writes page.html, which opens at `step` and loads nothing from outside. Returns its path."""
-    groups = {number: make_groups(samples, by_token=True) for number, samples in steps.items()}
+    numbers = sorted(steps)
+    size = sum(len(line) for lines in steps.values() for line in lines)
+    shown = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
+    groups = {number: make_groups(steps[number], by_token=True) for number in sorted(shown)}
     panels = make_panels(read_log(out_dir, "metrics.jsonl"))
-    text = json.dumps(dict(name=str(out_dir), step=step, groups=groups, panels=panels))
+    data = dict(name=str(out_dir), about=about(out_dir), n_steps=len(steps), step=step)
+    text = json.dumps(data | dict(groups=groups, panels=panels))
     # In this form no text of a completion can be HTML.
     data = base64.b64encode(zlib.compress(text.encode())).decode()
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -303,9 +331,9 @@ def show(args) -> None:
         print(draw(out_dir))
         return
     steps = read_steps(out_dir)
-    step = max(steps) if args.step in (None, -1) else args.step
+    step = max(steps, default=0) if args.step in (None, -1) else args.step
     if step not in steps:
-        raise ValueError(f"no completions of step {step}, but of {min(steps)} to {max(steps)}")
+        raise ValueError(f"no samples of step {step}, but of {len(steps)} others")
     if args.html:
         print(write_page(out_dir, steps, step))
     else:
