@@ -198,7 +198,7 @@ def report(sides, n_made, metric):
 def t_quantile(freedom):
     """|t| of Student's distribution is below this in 95 %. With t = sqrt(freedom) * tan(x) the
     density of x is cos(x) ** (freedom - 1)."""
-    x = np.arange(1e6) * np.pi / 2e6
+    x = np.arange(1e5) * np.pi / 2e5
     inside = np.cumsum(np.cos(x) ** (freedom - 1))
     return freedom**0.5 * np.tan(x[np.searchsorted(inside, 0.95 * inside[-1])])
 

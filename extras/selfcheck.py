@@ -7,6 +7,7 @@ steps of three prompts: take flags with which your change acts in these.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,9 +30,16 @@ def run(start, out_dir, *flags):
     path = os.environ | dict(PYTHONPATH=str(Path(__file__).parents[1]))  # for FAST
     done = subprocess.run(command, capture_output=True, text=True, env=path)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{own_error(done.stderr)}")
     lines = map(json.loads, Path(out_dir, "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in m.items() if "time" not in k and "per_s" not in k} for m in lines]
+
+
+def own_error(text):
+    """Of the rank that failed first the error and the exit code: not what followed from them."""
+    traceback = r"^(\[rank\d+\]: |)Traceback .*\n(?:\1 .*\n)+.*"
+    found = re.search(rf"{traceback}|^\S+: error: .*|\Z", text, re.M)
+    return "\n".join([found[0], *re.findall(r"^  (?:rank|exitcode) .*", text, re.M)[-2:]])
 
 
 def same(whole, other):

@@ -35,11 +35,7 @@ PANELS = [  # title, unit, names in metrics.jsonl; * stands for what only the ru
     ("Entropy", "nats a token", ["entropy"]),
     ("Loss", "its value says nothing about learning", ["loss"]),
 ]
-OWN_PANELS = dict(  # for each metric of such a name one, if there are any: their units differ
-    logged="logged by a reward function",
-    turns="turns of an episode",
-    tools="calls a sample; share that failed",
-)
+OWN_PANEL = "logged/|turns/|tools/"  # metrics whose names begin so have a panel each
 PAGE_BYTES = 40e6  # of samples: a browser opens no page of several hundred megabytes
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's
 STYLE = {
@@ -99,8 +95,7 @@ def make_panels(lines) -> list[dict]:
     rewards = fnmatch.filter(logged, "rewards/*/mean")
     if len(rewards) == 1:  # it is the reward
         logged.remove(rewards[0])
-    kinds = {name: name.partition("/")[0] for name in logged}
-    own = [(name, OWN_PANELS[kinds[name]], [name]) for name in logged if kinds[name] in OWN_PANELS]
+    own = [(name, "", [name]) for name in logged if re.match(OWN_PANEL, name)]
     panels = []
     for title, unit, patterns in PANELS + own:
         names = [name for pattern in patterns for name in fnmatch.filter(logged, pattern)]
@@ -113,12 +108,12 @@ def make_panels(lines) -> list[dict]:
 
 def about(out_dir) -> str:
     """Which run it is."""
-    date = time.localtime(os.path.getmtime(f"{out_dir}/metrics.jsonl"))
-    facts = []
-    with contextlib.suppress(OSError):
-        flags = json.loads(Path(out_dir, "config.json").read_text())
-        facts = [f"{name} {flags[name]}" for name in ("model", "reward", "seed")]
-    return ", ".join([*facts, time.strftime("%Y-%m-%d %H:%M", date)])
+    path = f"{out_dir}/config.json"
+    if not os.path.exists(path):
+        return ""
+    flags = json.loads(Path(path).read_text())
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(path)))
+    return "model {model}, reward {reward}, seed {seed}, ".format(**flags) + date
 
 
 def make_curve(lines, name: str) -> dict:
@@ -174,13 +169,13 @@ def draw(out_dir) -> str:
 
 
 def draw_panel(ax, title: str, unit: str, low: float, high: float, curves: list) -> None:
-    lines = []
     for curve, color in zip(curves, cycle(COLORS)):
         steps = curve["steps"]
         look = dict(color=color, fmt="o", ms=3, alpha=0.4, capsize=4)
         ax.errorbar(steps, curve["values"], curve["errors"], **look)
-        lines += ax.plot(steps, curve["smooth"], color=color, lw=2.5)
-    ax.legend(lines, [visible(curve["name"]) for curve in curves], fontsize=10)
+        ax.plot(steps, curve["smooth"], color=color, lw=2.5, label=visible(curve["name"]))
+    if curves:
+        ax.legend(fontsize=10)
     ax.set(title=visible(title), ylabel=unit, ylim=(1.05 * low, 1.05 * high))
     ax.locator_params("x", integer=True)
 
@@ -304,7 +299,7 @@ def shorten(text: str) -> str:
 def write_page(out_dir, steps: dict, step: int) -> str:
     """Writes page.html, which opens at `step` and loads nothing from outside. Returns its path."""
     numbers = sorted(steps)
-    size = sum(len(line) for lines in steps.values() for line in lines)
+    size = os.path.getsize(f"{out_dir}/completions.jsonl")
     shown = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
     groups = {number: make_groups(steps[number], by_token=True) for number in sorted(shown)}
     panels = make_panels(read_log(out_dir, "metrics.jsonl"))

@@ -1,4 +1,5 @@
-"""extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes."""
+"""extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
+extras/selfcheck.py: what it says if a run fails."""
 
 import json
 import re
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from extras import selfcheck
 from tests.common import HERE, metrics_of
 
 SCRIPT = f"{HERE}/extras/compare.py"
@@ -272,6 +274,17 @@ def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scr
         assert (code, out, err.count("\n")) == (2, "", 1)
     assert scripts() == []
     assert compare(*sides, "--beta", "1")[0] == 0
+
+
+def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(60)\n1 / 0\n")
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
+    with pytest.raises(SystemExit) as stop:
+        selfcheck.run(torchrun, str(tmp_path / "out"))
+    error = str(stop.value).splitlines()[1:]
+    assert "ZeroDivisionError: division by zero" in error and len(error) < 10
+    assert any(re.search("rank *: 1 ", line) for line in error)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """extras/view.py: curves, the samples of a step, the page; and links and commands of documents."""
 
+import base64
 import dataclasses
 import json
 import math
 import re
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,37 @@ def test_any_numbers_are_drawn(metrics, tmp_path):
     assert Path(view.draw(out)).stat().st_size > 1000
 
 
+def test_what_a_run_logs_of_its_own_has_curves(tmp_path):
+    """And a single reward has one curve."""
+    metrics = {"reward": 0.5, "rewards/a/mean": 0.5, "logged/b": 9.0, "turns/mean": 2.0}
+    lines = [dict(step=1) | metrics | {"tools/call_frequency": 1.0}]
+    curves = [curve["name"] for panel in view.make_panels(lines) for curve in panel["curves"]]
+    assert sorted(curves) == ["logged/b", "reward", "tools/call_frequency", "turns/mean"]
+    assert Path(view.draw(write_run(tmp_path / "run", metrics=lines))).stat().st_size > 1000
+    curves = view.make_panels([lines[0] | {"rewards/c/mean": 0.5}])[0]["curves"]
+    assert len(curves) == 3
+
+
+def read_page(out):
+    """What the page unpacks."""
+    packed = re.search(r'const packed = "(.*)"', Path(out, "page.html").read_text())[1]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def test_a_page_of_a_long_run_leaves_steps_out_and_says_which_run_it_is(tmp_path, monkeypatch):
+    rows = [sample(0, "long " * 1000, 1.0, 1.0) | dict(step=step) for step in range(1, 31)]
+    out = write_run(tmp_path / "run", rows, METRICS)
+    Path(out, "config.json").write_text(json.dumps(dict(model="my/model", reward="r", seed=7)))
+    view.main([out, "--html"])
+    assert len(read_page(out)["groups"]) == 30
+    monkeypatch.setattr(view, "PAGE_BYTES", 50_000)
+    view.main([out, "--html", "--step", "12"])
+    page = read_page(out)
+    assert len(json.dumps(page)) < 80_000 and page["n_steps"] == 30 and page["step"] == 12
+    assert {"1", "12", "30"} < page["groups"].keys()
+    assert "my/model" in page["about"] and "7" in page["about"]
+
+
 def test_groups_by_signal_samples_by_reward_equal_ones_once(tmp_path, capsys):
     rows = [
         sample(0, "zero", 0.0, 0.0),
@@ -112,7 +145,7 @@ def test_hostile_text_is_text_in_a_browser(tmp_path):
     if shutil.which("chromium") is None:
         pytest.skip("chromium is not installed")
     tokens = dict(text=[HOSTILE, "x"], logp=[-1.0, -2.0], advantage=[1.0, 1.0], sampled=[1, 0])
-    rows = [sample(0, HOSTILE, 1.0, 1.0, tokens=tokens), sample(0, "other", 0.0, -1.0)]
+    rows = [sample(0, HOSTILE, 1.0, 1.0, tokens=tokens), sample(1, "other", 0.0, -1.0)]
     out = write_run(tmp_path / "run", rows, METRICS)
     view.main([out, "--html"])
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]
@@ -121,6 +154,7 @@ def test_hostile_text_is_text_in_a_browser(tmp_path):
     assert "<title>A run of grpo.py</title>" in dom  # no script of the text has run
     assert "&lt;img src=x onerror=" in dom and "<img" not in dom
     assert "question 0" in dom and "\\u001b[2J" in dom
+    assert dom.count("<small>No colours") == 1  # the tokens of group 1 were not logged
 
 
 @pytest.mark.parametrize(
