@@ -109,6 +109,7 @@ from typing import Literal
 # Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+STARTED = time.time()
 
 import numpy as np
 import torch
@@ -1233,8 +1234,12 @@ def digests(package: str, *paths: str) -> dict:
     """{file: digest} of these, and of those that the loaded modules of a package come from."""
     loaded = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
     paths += tuple(getattr(module, "__file__", None) or "" for module in loaded)
-    files = filter(os.path.isfile, paths)
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] for file in files}
+    found = {}
+    for path in filter(os.path.isfile, paths):
+        found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+        if os.path.getmtime(path) > STARTED:
+            found[path] = "edited"  # after it was read, or before: nobody knows
+    return found
 
 
 # -- Data
@@ -2168,6 +2173,7 @@ class Run:
             rewards = digests("reward")  # and what --reward and --environment name
             first = sys.modules[self.rewards[0].function.__module__]
             about = dict(rewards=digest(sorted(rewards.values()))[:8])
+            about["weights"] = digest(self.identity["model"])[:8]
             about["eval_reward"] = rewards.get(first.__file__)
             about["train_rows"] = digest([p.row for p in self.train_prompts])[:8]
             about["eval_rows"] = digest([p.row for p in self.eval_prompts])[:8]

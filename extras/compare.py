@@ -5,7 +5,8 @@
     python extras/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
 --run makes the runs that compare/ lacks, and goes on with those that were stopped. If code or data
-that a run had read when it began says something else now, another run is made beside it.
+that a run had read when it began says something else now, another run is made beside it. (What a
+reward opens by itself, and the files of --model, are not looked at.)
 
 One number is tested, since of ten one differs by chance: the mean of `reward` over the steps that
 all runs have, which shows who learns sooner. If rewards are not the same quantity on all sides, it
@@ -92,28 +93,35 @@ def make_run(seed, side, flags, bar):
     script, *own = shlex.split(name)
     command = [sys.executable, os.path.abspath(script), "--keep", "1", *flags, *own]
     folder = f"compare/{Path(script).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
+    log = claim(folder)
     while (run := run_in(folder)) and run.is_stale():
         folder += ".edited"
+        log = claim(folder)
     command += ["--seed", str(seed), "--out_dir", folder]
     line = "no output"
-    with open(f"{folder}.log", "a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)  # its stdin: a run keeps the lock even if we are killed
+    if not run or not run.is_whole:
+        if Path(folder).exists():
+            command.append("--resume")
+        output = dict(stdout=PIPE, stderr=STDOUT, text=True, errors="replace")
+        process = Popen(command, stdin=log, **output)
+        for line in process.stdout:
+            log.write(line)
+            if line.startswith("step"):
+                bar.set_postfix_str(line[:20])
+        process.wait()
         run = run_in(folder)
-        if not run or not run.is_whole:
-            if Path(folder).exists():
-                command.append("--resume")
-            process = Popen(command, stdin=log, stdout=PIPE, stderr=STDOUT, text=True)
-            for line in process.stdout:
-                log.write(line)
-                if line.startswith("step"):
-                    bar.set_postfix_str(line[:20])
-            process.wait()
-            run = run_in(folder)
     bar.update()
     if run and run.is_whole:
         runs.append(run)
     else:
-        bar.write(f"{folder} failed: {line.strip()}")
+        bar.write(f"{folder} failed: {line.strip()} ({log.name} has all of it)")
+
+
+def claim(folder):
+    """Waits until nobody makes a run there. The log is its stdin: it keeps the lock if we die."""
+    log = open(f"{folder}.log", "a", 1)
+    fcntl.flock(log, fcntl.LOCK_EX)
+    return log
 
 
 def read_sides(names):
@@ -178,7 +186,7 @@ def report(sides, n_made, metric):
         tested[name] = {run.seed: next(means) for run in side}
         missing = (n_made or len(side)) - sum(run.is_whole for run in side)
         if missing:
-            failed += f"; {name}: {missing} of {n_made or len(side)} failed or stopped"
+            failed += f"; {name}: {missing} of {n_made or len(side)} failed or unfinished"
         if not side:
             continue
         print(f"{name}: {len(side)} seeds", dict(sorted(side[0].flags.items() - shared)))
@@ -251,6 +259,8 @@ if __name__ == "__main__":
     args, rest = parser.parse_known_args()
     sides = {side: [] for side in args.run}
     try:
+        if len(sides) < len(args.run):
+            raise ValueError("two sides are the same")
         for script, *own in map(shlex.split, sides):
             check_flags(script, rest + own)
         if sides:

@@ -190,6 +190,7 @@ def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
         write_run(tmp_path / name, [0.5], **flags)
     assert compare("lr=1e-4", "x=1")[0] == 0
     assert compare("s=lr=1e-4,x=1", "y")[0] == 0
+    assert compare("--run", "y", "y")[0] == 2
     for names in (["lr=1e-4", "again"], ["s=again,y"], ["s=again,again"]):
         code, out, err = compare(*names)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -301,5 +302,5 @@ def test_real_runs_killed_and_started_again(tmp_path):
     first.kill()  # its runs go on
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert last_difference(done.stdout)[:2] == (0, 0), done.stderr
-    base, base_1, mine, _ = [metrics_of(run) for run in sorted(tmp_path.glob("compare/[gm]*"))]
+    base, base_1, mine, _ = [metrics_of(run) for run in sorted(tmp_path.glob("compare/*[01]"))]
     assert base == mine != base_1 and [line["step"] for line in base] == [1, 2, 3, 4]
