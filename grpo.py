@@ -20,16 +20,18 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it. n_tokens counts the tokens of all answers of the step, so that each
-token has the same say. With a mean over each answer, a token of an answer of 10 tokens would count
-ten times as much as a token of one of 100. And if you split the answers into several batches and
-take a mean in each, tokens in small batches weigh more. (To know n_tokens, the file samples all
-groups of the step before the first backward.)
+and no gradient goes through it. n_tokens counts the tokens of all answers that the optimizer step
+learns from, so that each token has the same say. With a mean over each answer, a token of an answer
+of 10 tokens would count ten times as much as a token of one of 100. And if you split the answers
+into several batches and take a mean in each (a usual mistake of gradient accumulation), tokens in
+small batches weigh more. To know n_tokens, the file samples all groups before the first backward.
 
 Why it works: over the model's own samples, the average of (reward - baseline) * grad log p is the
-gradient of the expected reward (REINFORCE, Williams 1992). A baseline that does not depend on the
-sample changes nothing on average, since grad log p averages to 0, and it lowers the noise. The mean
-of the other answers is one; the mean of the group is the same, up to a factor (G - 1) / G.
+gradient of the expected reward (the policy gradient: REINFORCE, Williams 1992). A baseline that
+does not depend on the sample changes nothing on average, since grad log p averages to 0, and it
+lowers the noise. The mean of the other answers is one, and the mean of the group is the same up to
+a factor (G - 1) / G. To divide by the standard deviation is a choice, by which groups of small
+differences teach as much as others.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
@@ -44,12 +46,20 @@ which can be 0 in every step of a run that learns. Had all four the same reward,
 and the group would teach nothing. Its tokens still count in n_tokens: one such group beside one
 that teaches, with answers as long, halves the gradient of the latter.
 
-You can skip this at first: by default there is one optimizer step on the answers, and the ratio,
-exp(logp - old_logp), is 1. In a second step the model has changed, and the ratio is how many times
-as likely the token has become. A ratio of 2 means: new answers would have this token twice as
-often. We have only the old answers, so it counts twice. On average that gives about the gradient of
-new answers, as long as the model has not changed much. So a clip ends the push on a token of a good
-answer (A > 0) when the ratio is above 1.28, and on one of a bad answer when it is below 0.8.
+You can skip this at first. By default there is one optimizer step on the answers, and the ratio,
+exp(logp - old_logp), is 1. In a second step the model has changed: the answers are off-policy. The
+ratio is how many times as likely the token has become. A ratio of 2 means that new answers would
+have this token twice as often. We have only the old answers, so it counts twice (importance
+sampling). On average that gives about the gradient of new answers, as long as the model has not
+changed much. So a clip ends the push on a token of a good answer (A > 0) when the ratio is above
+1.28, and on one of a bad answer when it is below 0.8.
+
+Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
+rollout samples and scores. The update learns from the samples: by default in one optimizer step,
+else in several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes
+through the model in micro-batches, whose gradients add up. The old policy is the policy as it was
+when it sampled. The reference is a frozen model, by default the one that the run began with. With
+--beta a penalty, the KL divergence between policy and reference, keeps the policy near it.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -59,14 +69,6 @@ The nine lines, and where they stand with batches, ranks and options:
     logits, logps              collate (the batch), Policy
     the loss                   grpo_loss, weigh (1 / n_tokens)
     backward, step             accumulate_gradient, update
-
-Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
-rollout samples and scores. The update learns from the samples: by default in one optimizer step,
-else in several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes
-through the model in micro-batches, whose gradients add up. The old policy is the policy as it was
-when it sampled. The reference is a frozen model, by default the one that the run began with. With
---beta a KL term, a penalty for the distance between two distributions, keeps the policy from
-drifting far from it.
 
 Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T completion tokens, V tokens
 in the vocabulary. A micro-batch is one row of L tokens, of which the policy has sampled n.
@@ -152,8 +154,8 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens. The first two are of the same weights: only vLLM, which
-    # computes in another way, sets them apart.
+    # Log-probabilities of these tokens. The first two are of the same weights, by two programs:
+    # they differ by rounding, most with vLLM.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     old_logps: np.ndarray | None = None  # by the trainer; None: not needed for one optimizer step
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
@@ -233,7 +235,7 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
 ) -> list[Sample]:
     """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
     # Each sample has a seed of its own, so that no other sample has a say in what is drawn for it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
@@ -323,7 +325,7 @@ def collate(samples: list[Sample], device: torch.device, one_row: bool = True) -
     and its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
 
         ids        a b c x y . z . d e w .    [L]
-        positions  0 1 2 3 4 5 3 4 0 1 2 3    [L], place of the token in its own text
+        positions  0 1 2 3 4 5 3 4 0 1 2 3    [L], counted from the start of the prompt
         targets    x y .   z .   w .          [n], the sampled tokens
         read       2 3 4   2 6   9 10         [n], places whose logits predict the targets
 
@@ -390,7 +392,6 @@ def grpo_loss(
     All else is options. It is a SUM, and n_tokens counts the WHOLE optimizer step: so the losses of
     all micro-batches and ranks add up to the loss of the step.
     """
-    # In the first optimizer step on a rollout the ratio is 1, with the gradient of logps.
     ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
         ratio = sequence_ratio(logps, old_logps, lengths)
@@ -404,13 +405,21 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # A factor of about 1, p_trainer / p_sampler, makes up for slightly other probabilities in vLLM.
+    # Importance weights for tokens that vLLM drew, p_trainer / p_sampler: about 1, no gradient.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
     if ref_logps is not None and cfg.kl_in == "loss":  # an option: a KL term
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
 
     loss = (losses * weights).sum()
     return loss, token_stats(weights > 0, is_clipped, logps, old_logps, ref_logps, sampler_logps)
+
+
+def sampler_weights(old_logps, sampler_logps, cfg: Config):
+    """[n] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
+    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
+    if sampler_logps is None or cfg.tis_cap == 0:
+        return 1.0
+    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
 
 
 def weigh(minibatch: list[Sample], cfg: Config) -> None:
@@ -435,15 +444,17 @@ def weigh(minibatch: list[Sample], cfg: Config) -> None:
 
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Returns
-    sums for the log, over all ranks."""
+    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. (Samples
+    without a gradient, as those of equal rewards, get no pass.) Returns sums for the log, over all
+    ranks."""
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
-    for batch, sync in batches_of_rank(policy, ddp, minibatch, cfg):
-        with sync:  # the ranks exchange gradients in the last backward only
+    for batch, sync_context in batches_of_rank(policy, ddp, minibatch, cfg):
+        with sync_context:  # the ranks exchange gradients in the last backward only
             with autocast(cfg, policy.model.device):
                 logps, entropy = ddp(batch)  # [n] both
-            # With one optimizer step nothing is stored: the policy still is the old policy.
+            # By default old_logps are these same logps, detached: the ratio has the value 1, and
+            # the gradient of logps.
             old_logps = batch.get("old_logps", logps.detach())
             loss, stats = grpo_loss(
                 logps,
@@ -463,6 +474,15 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
     return sum_over_ranks(sums)
 
 
+def minibatches(samples: list[Sample], step: int, cfg: Config):
+    """Yields the samples of each optimizer step: num_epochs passes over all samples, each in
+    num_minibatches parts of nearly equal size."""
+    for epoch in range(cfg.num_epochs):
+        order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
+        for chosen in np.array_split(order, cfg.num_minibatches):
+            yield [samples[i] for i in chosen]
+
+
 def update(
     policy,
     ddp,  # the policy inside DistributedDataParallel; in a single process the policy itself
@@ -475,9 +495,9 @@ def update(
     sums = Counter()
     norms = []
     taken = 0
-    done = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # minibatches of earlier rollouts
+    first = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # minibatches of earlier rollouts
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
-        learning_rate = learning_rate_at(done + number, cfg)
+        learning_rate = learning_rate_at(first + number, cfg)
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
@@ -502,14 +522,6 @@ def update(
 # ------------------------------------------------------------------------------------------------
 
 # -- The options of the loss
-
-
-def sampler_weights(old_logps, sampler_logps, cfg: Config):
-    """[n] or 1, without gradient. Truncated importance sampling (TIS): the weight of a token is
-    p_trainer / p_sampler, so that a token which the sampler draws too often counts less."""
-    if sampler_logps is None or cfg.tis_cap == 0:
-        return 1.0
-    return (old_logps - sampler_logps).detach().exp().clamp(max=cfg.tis_cap)
 
 
 def sequence_ratio(logps, old_logps, lengths: list[int]):
@@ -832,15 +844,6 @@ def batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
         if WORLD_SIZE > 1 and start + WORLD_SIZE < len(batches):
             sync = ddp.no_sync()
         yield collate(samples, policy.model.device, policy.one_row), sync
-
-
-def minibatches(samples: list[Sample], step: int, cfg: Config):
-    """Yields the samples of each optimizer step: num_epochs passes over all samples, each in
-    num_minibatches parts of nearly equal size."""
-    for epoch in range(cfg.num_epochs):
-        order = generator(cfg, MINIBATCHES, step, epoch).permutation(len(samples))
-        for chosen in np.array_split(order, cfg.num_minibatches):
-            yield [samples[i] for i in chosen]
 
 
 # -- Which optimizer steps are taken, and how large
