@@ -1101,11 +1101,12 @@ class TrainingError(Exception):
 
 
 @contextlib.contextmanager
-def mistakes_in(what: str):
-    """Whatever fails inside is a mistake of the user in this flag, file or row."""
+def mistakes_in(what: str, *expected):
+    """What fails inside is a mistake of the user in this flag, file or row. expected: the errors that
+    say so; any, if the user's code or files of others are read there."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except expected or (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
@@ -1149,7 +1150,7 @@ def parse_flags(argv: list[str] | None) -> Config:
         path = max(runs, key=os.path.getmtime, default="out/config.json")
         if given.out_dir != Config.out_dir:
             path = f"{given.out_dir}/config.json"
-        with mistakes_in(f"--resume: {path}"):
+        with mistakes_in(f"--resume: {path}", OSError, ValueError, TypeError):
             saved = json.loads(Path(path).read_text())
             saved.pop("about", None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
@@ -1182,7 +1183,7 @@ def check_flags(cfg: Config) -> None:
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = "with --kl_in reward only k1 has the right gradient"
         require(cfg.kl_estimator == "k1", "kl_estimator", why)
-    with mistakes_in("--chat_template_kwargs: no JSON object"):
+    with mistakes_in("--chat_template_kwargs: no JSON object", ValueError, TypeError):
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
 
@@ -1217,7 +1218,8 @@ def join_ranks(cfg: Config) -> torch.device:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
     if "RANK" in os.environ:
-        with mistakes_in("torchrun sets RANK and more; here only a part is set"):
+        why = "torchrun sets RANK and more; here only a part is set"
+        with mistakes_in(why, ValueError, RuntimeError):
             dist.init_process_group(backend)
     return device
 
@@ -2154,7 +2156,7 @@ class Run:
         path and the lines of metrics.jsonl up to the checkpoint."""
         path = self.cfg.out_dir
         number = 0
-        with mistakes_in(f"--out_dir {path}"):
+        with mistakes_in(f"--out_dir {path}", OSError, ValueError):
             while self.is_unnamed:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(path)  # of runs that start together one gets it
@@ -2171,7 +2173,7 @@ class Run:
             with contextlib.suppress(OSError):
                 os.rmdir(path)  # unless it holds files
             raise
-        with mistakes_in(f"--out_dir {path}"):
+        with mistakes_in(f"--out_dir {path}", OSError, ValueError):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
             rewards = digests("reward")  # and what --reward and --environment name
             first = sys.modules[self.rewards[0].function.__module__]
@@ -2257,10 +2259,10 @@ class Run:
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         logged = samples[: cfg.log_completions]
-        signal = Counter()  # the two groups with the largest advantages have their tokens logged
+        sizes = Counter()  # the two groups with the largest advantages have their tokens logged
         for s in logged:
-            signal[s.group] += np.abs(s.advantages[0])
-        detailed = dict(signal.most_common(2))
+            sizes[s.group] += np.abs(s.advantages[0])
+        detailed = dict(sizes.most_common(2))
         rows = [completion_row(s, self.step, self.tokenizer, s.group in detailed) for s in logged]
         for before, row in itertools.pairwise(rows):
             if row["group"] == before["group"]:  # one of them has the row of the data
