@@ -1101,12 +1101,12 @@ class TrainingError(Exception):
 
 
 @contextlib.contextmanager
-def mistakes_in(what: str, *expected):
-    """What fails inside is a mistake of the user in this flag, file or row. expected: the errors that
-    say so; any, if the user's code or files of others are read there."""
+def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
+    """What fails inside is a mistake of the user in this flag, file or row. expected: the errors
+    that say so. Code of the user and of libraries may raise any."""
     try:
         yield
-    except expected or (Exception, SystemExit) as error:
+    except expected as error:
         raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
@@ -1150,7 +1150,7 @@ def parse_flags(argv: list[str] | None) -> Config:
         path = max(runs, key=os.path.getmtime, default="out/config.json")
         if given.out_dir != Config.out_dir:
             path = f"{given.out_dir}/config.json"
-        with mistakes_in(f"--resume: {path}", OSError, ValueError, TypeError):
+        with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
             saved = json.loads(Path(path).read_text())
             saved.pop("about", None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
@@ -1183,7 +1183,7 @@ def check_flags(cfg: Config) -> None:
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = "with --kl_in reward only k1 has the right gradient"
         require(cfg.kl_estimator == "k1", "kl_estimator", why)
-    with mistakes_in("--chat_template_kwargs: no JSON object", ValueError, TypeError):
+    with mistakes_in("--chat_template_kwargs: no JSON object", (ValueError, TypeError)):
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
 
@@ -1219,7 +1219,7 @@ def join_ranks(cfg: Config) -> torch.device:
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
     if "RANK" in os.environ:
         why = "torchrun sets RANK and more; here only a part is set"
-        with mistakes_in(why, ValueError, RuntimeError):
+        with mistakes_in(why, (ValueError, RuntimeError)):
             dist.init_process_group(backend)
     return device
 
@@ -2156,7 +2156,7 @@ class Run:
         path and the lines of metrics.jsonl up to the checkpoint."""
         path = self.cfg.out_dir
         number = 0
-        with mistakes_in(f"--out_dir {path}", OSError, ValueError):
+        with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
             while self.is_unnamed:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(path)  # of runs that start together one gets it
@@ -2173,7 +2173,7 @@ class Run:
             with contextlib.suppress(OSError):
                 os.rmdir(path)  # unless it holds files
             raise
-        with mistakes_in(f"--out_dir {path}", OSError, ValueError):
+        with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
             rewards = digests("reward")  # and what --reward and --environment name
             first = sys.modules[self.rewards[0].function.__module__]
