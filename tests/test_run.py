@@ -299,9 +299,9 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     train(cfg)
     capsys.readouterr()
     resumed = grpo.parse_flags(["--resume", "--out_dir", str(out), "--max_steps", "3"])
-    assert resumed == dataclasses.replace(grpo.replace(cfg, max_steps=3, resume=True), **{
-        name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens")
-    })  # fmt: skip
+    decided = {name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens", "fast")}
+    decided |= dict(max_steps=3, resume=True, rollout="hf")
+    assert resumed == dataclasses.replace(cfg, **decided)
     assert len(train(resumed)) == 3
     said = capsys.readouterr().out
     assert "step 2 of 3" in said and "--max_steps was 2 and is 3" in said and "--seed" not in said
@@ -662,8 +662,8 @@ def test_the_micro_batch_follows_the_cards_memory(monkeypatch):
     sizes = []
     for free in (2**24, 2**33, 2**40):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
-        cfg = grpo.resolve_auto(Config(dtype="float32"), model, torch.device("cuda"))
+        cfg = grpo.resolve(Config(dtype="float32"), model, torch.device("cuda"))
         sizes.append(cfg.micro_batch_tokens)
     assert 256 <= sizes[0] < sizes[1] == sizes[2] == 16384
-    cfg = grpo.resolve_auto(Config(), model, torch.device("cpu"))
+    cfg = grpo.resolve(Config(), model, torch.device("cpu"))
     assert (cfg.micro_batch_tokens, cfg.dtype) == (2048, "float32")  # a small model
