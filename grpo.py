@@ -2175,16 +2175,17 @@ class Run:
             raise
         with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
-            rewards = digests("reward")  # and what --reward and --environment name
-            first = sys.modules[self.rewards[0].function.__module__]
-            about = dict(rewards=digest(sorted(rewards.values()))[:8])
+            # By this extras/compare.py sees what a run had read, and which metrics may be compared.
+            rewards = digests("reward")  # reward.py, and what --reward and --environment name
+            first = f"reward.py {cfg.reward.split(',')[0]}"
+            eval_of = [first, [p.row for p in self.eval_prompts]]
+            eval_of += [rewards[path] for path in sorted(rewards) if Path(path).name in first]
+            reward_of = [cfg.reward, cfg.temperature, cfg.non_stop_reward, sorted(rewards.values())]
+            reward_of += [eval_of, [p.row for p in self.train_prompts]]
+            about = dict(eval_accuracy_of=digest(eval_of)[:8], reward_of=digest(reward_of)[:8])
             about["weights"] = digest(self.identity["model"])[:8]
-            about["eval_reward"] = rewards.get(first.__file__)
-            about["train_rows"] = digest([p.row for p in self.train_prompts])[:8]
-            about["eval_rows"] = digest([p.row for p in self.eval_prompts])[:8]
-            data = (cfg.train_data, cfg.eval_data)
-            about["files"] = rewards | digests("extras", __file__, *data)
-            config = asdict(cfg) | dict(about=about)  # which extras/compare.py tells runs by
+            about["files"] = rewards | digests("extras", __file__, cfg.train_data, cfg.eval_data)
+            config = asdict(cfg) | dict(about=about)
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")
             cut_log(f"{path}/completions.jsonl", self.step)

@@ -39,9 +39,6 @@ METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split(
 # Other values of these do not change what is learned.
 NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
 vllm_gpu_memory_utilization""".split()
-# With other values of these the metric is another quantity.
-MEANING = dict(eval_accuracy=["eval_rows", "eval_reward"])
-MEANING["reward"] = "eval_rows train_rows reward rewards non_stop_reward temperature".split()
 COLUMN = "{:<20}".format
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
@@ -55,7 +52,6 @@ class Run:
         about = flags.pop("about", {})  # digests of what it had read when it began
         self.files = about.pop("files", {})
         flags |= about | {Path(path).name: said for path, said in self.files.items()}
-        flags["eval_reward"] = f"{flags.get('reward', '').split(',')[0]} {flags.get('eval_reward')}"
         self.flags = flags | dict.fromkeys(NEUTRAL, "")
         self.last = self.log[-1]["step"]
         evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
@@ -75,10 +71,11 @@ def check_flags(script, flags):
     """ValueError if the script has a Config, and the Config no such flag."""
     text = Path(script).read_text()
     for name in re.findall(r"^--(\w+)", "\n".join(flags), re.M):
-        if "\nclass Config:" in text and f"\n    {name}: " not in text:
-            raise ValueError(f"{script} has no --{name}; flags of one side: 'my_grpo.py --mine 3'")
-        if name in ("seed", "out_dir", "resume"):
-            raise ValueError(f"compare.py sets --{name} itself")
+        is_ours = name in ("seed", "out_dir", "resume")
+        if is_ours or ("\nclass Config:" in text and f"\n    {name}: " not in text):
+            raise ValueError(
+                f"{script} takes no --{name}; flags of one side: 'my_grpo.py --mine 3'"
+            )
 
 
 def run_in(folder):
@@ -153,12 +150,10 @@ def curves_of(runs, metric):
 
 
 def metric_to_test(runs):
-    """ValueError if neither the reward nor the eval accuracy is the same quantity for all runs."""
     for metric in ("reward", "eval_accuracy"):
-        others = [x for x in MEANING[metric] if len({run.flags.get(x) for run in runs}) > 1]
-        if not others:
+        if len({run.flags.get(f"{metric}_of") for run in runs}) < 2:
             return metric
-    raise ValueError(f"the sides differ in {others}; --metric NAME tests a metric all the same")
+    raise ValueError("the sides have other rewards or eval data; --metric NAME tests any metric")
 
 
 def mean_and_error(values):
@@ -259,8 +254,6 @@ if __name__ == "__main__":
     args, rest = parser.parse_known_args()
     sides = {side: [] for side in args.run}
     try:
-        if len(sides) < len(args.run):
-            raise ValueError("two sides are the same")
         for script, *own in map(shlex.split, sides):
             check_flags(script, rest + own)
         if sides:

@@ -1,7 +1,9 @@
 """extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
 extras/selfcheck.py: what it says if a run fails."""
 
+import itertools
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from extras import selfcheck
-from tests.common import HERE, metrics_of
+from tests.common import HERE, metrics_of, small_run
 
 SCRIPT = f"{HERE}/extras/compare.py"
 SCRIPT_OF_A_RUN = """
@@ -160,28 +162,48 @@ def test_mistakes_are_one_line(names, compare, tmp_path):
 @pytest.mark.parametrize(
     "other, tested",
     [
-        (dict(temperature=0.5), "eval_accuracy"),
-        (dict(reward="answer,format"), "eval_accuracy"),
-        (dict(about=dict(train_rows="2")), "eval_accuracy"),
-        (dict(about=dict(rewards="2")), "eval_accuracy"),
         (dict(learning_rate=0.5), "reward"),
-        (dict(reward="format"), None),
-        (dict(about=dict(eval_rows="2")), None),
-        (dict(temperature=0.5, about=dict(eval_reward="2")), None),
+        (dict(about=dict(reward_of="2", eval_accuracy_of="1")), "eval_accuracy"),
+        (dict(about=dict(reward_of="2", eval_accuracy_of="2")), None),
     ],
 )
 def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_path):
-    flags = dict(temperature=1.0, reward="answer", learning_rate=0.25)
-    about = dict(train_rows="1", rewards="1", eval_rows="1", eval_reward="1")
+    flags = dict(learning_rate=0.25, about=dict(reward_of="1", eval_accuracy_of="1"))
     for seed in (0, 1):
-        write_run(tmp_path / f"a.{seed}", [9.0], {0: 0.5, 1: 0.5}, seed=seed, **flags, about=about)
-        more = flags | other | dict(about=about | other.get("about", {}))
-        write_run(tmp_path / f"b.{seed}", [9.5], {0: 0.5, 1: 0.75}, seed=seed, **more)
+        write_run(tmp_path / f"a.{seed}", [9.0], {0: 0.5, 1: 0.5 + seed}, seed=seed, **flags)
+        more = dict(flags | other, seed=seed)
+        write_run(tmp_path / f"b.{seed}", [9.5], {0: 0.5, 1: 0.75 + seed}, **more)
     code, out, err = compare("a=a.0,a.1", "b=b.0,b.1")
     if tested is None:
         assert (code, out, err.count("\n")) == (2, "", 1)
         code, out, _ = compare("a=a.0,a.1", "b=b.0,b.1", "--metric", "eval_accuracy")
     assert code == 0 and last_difference(out)[0] == (0.5 if tested == "reward" else 0.25)
+
+
+def test_a_run_writes_down_what_it_has_read(tmp_path):
+    """So that what `reward` and `eval_accuracy` stand for can be told from its config.json."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    code = tmp_path / "r.py"
+    code.write_text("def f(completion, row):\n    return 1.0\n")
+    plain = dict(max_steps=0, reward=f"answer,{code}:f", train_data=str(rows), eval_data=str(rows))
+    found = []
+    for flags in (dict(temperature=0.5), {}, {}, dict(learning_rate=1.0)):
+        if len(found) == 2:
+            code.write_text("def f(completion, row):\n    return 2.0\n")
+        if len(found) == 3:
+            rows.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+        for path in (rows, code):
+            os.utime(path, (1e9, 1e9))  # it was not edited while the run began
+        out = tmp_path / f"out{len(found)}"
+        small_run(out, **(plain | flags))
+        found.append(json.loads((out / "config.json").read_text())["about"])
+    assert len({about["reward_of"] for about in found}) == 4
+    evals = [about["eval_accuracy_of"] for about in found]
+    assert evals[0] == evals[1] == evals[2] != evals[3]
+    for path, changes in ((code, [False, True, False]), (rows, [False, False, True])):
+        digests = [about["files"][str(path)] for about in found]
+        assert [a != b for a, b in itertools.pairwise(digests)] == changes
 
 
 def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
