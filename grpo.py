@@ -1235,18 +1235,6 @@ def digest(values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def digests(package: str, *paths: str) -> dict:
-    """{file: digest} of these, and of those that the loaded modules of a package come from."""
-    loaded = [module for name, module in sys.modules.items() if name.split(".")[0] == package]
-    paths += tuple(getattr(module, "__file__", None) or "" for module in loaded)
-    found = {}
-    for path in filter(os.path.isfile, paths):
-        found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
-        if os.path.getmtime(path) > STARTED:
-            found[path] = "edited"  # after it was read, or before: nobody knows
-    return found
-
-
 # -- Data
 
 
@@ -2175,16 +2163,11 @@ class Run:
             raise
         with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
-            # By this extras/compare.py sees what a run had read, and which metrics may be compared.
-            rewards = digests("reward")  # reward.py, and what --reward and --environment name
-            first = f"reward.py {cfg.reward.split(',')[0]}"
-            eval_of = [first, [p.row for p in self.eval_prompts]]
-            eval_of += [rewards[path] for path in sorted(rewards) if Path(path).name in first]
-            reward_of = [cfg.reward, cfg.temperature, cfg.non_stop_reward, sorted(rewards.values())]
-            reward_of += [eval_of, [p.row for p in self.train_prompts]]
-            about = dict(eval_accuracy_of=digest(eval_of)[:8], reward_of=digest(reward_of)[:8])
-            about["weights"] = digest(self.identity["model"])[:8]
-            about["files"] = rewards | digests("extras", __file__, cfg.train_data, cfg.eval_data)
+            about = {}
+            with contextlib.suppress(Exception):  # only extras/compare.py asks for it
+                from extras import digests
+
+                about = digests.about(self, path, STARTED)
             config = asdict(cfg) | dict(about=about)
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")

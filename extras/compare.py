@@ -17,7 +17,6 @@ exit code is 1 if a run failed or was stopped before its last step.
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from subprocess import PIPE, STDOUT, Popen
 
+import digests
 import numpy as np
 import view
 from tqdm import tqdm
@@ -58,13 +58,8 @@ class Run:
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
 
     def is_stale(self):
-        """Whether a file that it had read says something else now."""
-        return self.files != {path: digest(path) for path in self.files}
-
-
-def digest(path):
-    with suppress(OSError):
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+        """Whether a file that it had read says something else now, or nobody knows."""
+        return not self.files or self.files != {path: digests.of_file(path) for path in self.files}
 
 
 def check_flags(script, flags):
@@ -73,9 +68,7 @@ def check_flags(script, flags):
     for name in re.findall(r"^--(\w+)", "\n".join(flags), re.M):
         is_ours = name in ("seed", "out_dir", "resume")
         if is_ours or ("\nclass Config:" in text and f"\n    {name}: " not in text):
-            raise ValueError(
-                f"{script} takes no --{name}; flags of one side: 'my_grpo.py --mine 3'"
-            )
+            raise ValueError(f"{script} takes no --{name}; flags of one side: 'mine.py --x 3'")
 
 
 def run_in(folder):

@@ -22,6 +22,7 @@ import time
 import zlib
 from itertools import cycle, zip_longest
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -135,8 +136,7 @@ def points_of(lines, name: str) -> dict[int, float]:
 def smooth(values: list) -> list:
     """The mean of about 5 % of the run around each value, at most 101 values."""
     half = min(len(values) // 40, 50)
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def range_of(curves) -> tuple[float, float]:
@@ -228,7 +228,7 @@ def make_group(samples, by_token: bool) -> dict:
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
-    mean = sum(abs(sample["advantage"]) for sample in samples) / len(samples)
+    mean = fmean(abs(sample["advantage"]) for sample in samples)
     return dict(
         title=f"group {first['group']}: {len(samples)} samples, mean |advantage| {shown(mean)}",
         signal=mean,
