@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,8 +31,11 @@ def about(run, out_dir, started):
     modules = {}
     for name, module in list(sys.modules.items()):
         modules[name] = getattr(module, "__file__", None) or ""
-    # reward.py, and what --reward and --environment name, with what these import
-    rewards = of_files(path for name, path in modules.items() if name.split(".")[0] == "reward")
+    # reward.py, and what --reward and --environment name, with what these import beside them
+    named = re.findall(r"([^,]+\.py):", f"{cfg.reward},{cfg.environment}")
+    beside = {os.path.dirname(os.path.abspath(os.path.expanduser(path))) for path in named}
+    rewards = [path for path in modules.values() if os.path.dirname(path) in beside]
+    rewards = of_files([modules["reward"], *rewards])
     # The script, what lies beside it, and extras/. (Another torch is another installation.)
     folders = {os.path.dirname(os.path.realpath(modules[name])) for name in ("__main__", "reward")}
     folders |= {f"{folder}/extras" for folder in folders}
