@@ -126,7 +126,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from reward import Reward, call_reward, load_function, load_rewards
+from reward import ADDED, Reward, call_reward, load_function, load_rewards
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -263,16 +263,10 @@ def score(samples: list[Sample], run: Run) -> None:
     function gets the text and the row of the data. A call that fails gives 0; nan means that a
     function does not apply, and is left out of the sum."""
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
-    texts = [s.text for s in scored]
-    rows = [reward_row(s, run) for s in scored]
     for function in run.rewards:
         for s in samples:
             s.rewards[function.name] = 0.0  # and stays 0 if the environment of s failed
-        transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
-        values, failures, metrics, extra = call_reward(function, texts, rows, run.cfg.call_timeout)
-        for s, value in zip(scored, values, strict=True):
-            s.rewards[function.name] = value
-        keep_logs(scored, failures, metrics, extra)
+        fill_in_reward(function, scored, run)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
         if not np.isnan(weighted).all():
@@ -1300,8 +1294,12 @@ def check_row(row, rewards: list[Reward]) -> None:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
     json.dumps(row, default=str, allow_nan=False)  # for the log
+    for column in ADDED:
+        if column in row:
+            raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
     for reward in rewards:
-        reward.check_row(row)
+        with mistakes_in(f"--reward {reward.name}"):
+            reward.check_row(row)
 
 
 def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
@@ -1395,30 +1393,37 @@ def check_tokenizer(tokenizer, prompt: Prompt) -> None:
         raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
 
 
-def keep_logs(samples: list[Sample], failures: dict, metrics: dict, extra: dict) -> None:
-    """What a reward function said beside the values: reward.py's call_reward returns it."""
+def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
+    """The values of a reward function, and what it said beside them."""
+    texts = [s.text for s in samples]
+    rows = [reward_row(s, run) for s in samples]  # new ones, because a function may change them
+    transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
+    returned = call_reward(function, texts, rows, run.cfg.call_timeout)
+    values, failures, metrics, extra = returned
     for i, s in enumerate(samples):
+        s.rewards[function.name] = values[i]
         s.failure = s.failure or failures.get(i, "")
         s.logged |= metrics  # of the whole call: sample_metrics takes the mean over samples
         s.extra |= {column: entries[i] for column, entries in extra.items()}
 
 
 def reward_row(s: Sample, run: Run) -> dict:
-    """What a reward function gets beside the completion: what the trainer knows, and the row of the
-    data, whose columns win. reward.py says how functions in TRL's form get it."""
+    """What a reward function gets beside the completion: the row of the data, and what the trainer
+    adds. reward.py says how functions in TRL's form get it."""
     passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
     known = dict(
         prompt_text=s.prompt.text,
-        prompt_messages=s.prompt.messages,
+        prompt_messages=copy.deepcopy(s.prompt.messages),
         completion_ids=s.completion_ids.tolist(),
         completion_length=int(s.sampled.sum()),
+        completion_messages=[dict(role="assistant", content=s.text)],
         max_completion_length=run.cfg.max_completion_length,
         finish_reason=s.finish_reason,
         trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
     )
     if s.episode is not None:
         known |= s.episode.reward_columns()
-    return known | copy.deepcopy(s.prompt.row)  # a copy, because a function may change it
+    return copy.deepcopy(s.prompt.row) | known
 
 
 # -- Models

@@ -1,14 +1,10 @@
 """The built-in reward functions, and how those of your own files are loaded and called.
 
-A reward function is fn(completion: str, row: dict) -> float; None: it does not apply. `row` is the
-row of the data file with prompt_text, prompt_messages, completion_ids, completion_length,
-max_completion_length, finish_reason and trainer_state; in episodes also turns, replies,
-completion_messages and environments. TRL's form, fn(completions, **columns), works unchanged.
-The built-in functions read the form of an answer, not its words: "not 18" says 18. They raise
-ValueError if no completion can earn the reward of a row. Your own functions may be async."""
+A reward function is fn(completion: str, row: dict) -> float, or None if it does not apply. `row` is
+the row of the data with what the trainer adds: ADDED, and EPISODE with --environment. TRL's form,
+fn(completions, **columns), works unchanged. Your own functions may be async."""
 
 import asyncio
-import builtins
 import inspect
 import logging
 import math
@@ -19,68 +15,76 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
-from importlib.util import spec_from_file_location
-from numbers import Real
-from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
+from statistics import mean
 from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
 
+ADDED = "prompt_text prompt_messages completion_ids completion_length max_completion_length".split()
+ADDED += "completion_messages finish_reason trainer_state".split()  # no column may be called so
+EPISODE = "turns replies environments".split()
+OF_TRL = "prompts completions log_metric log_extra".split()  # what TRL's form gets besides
 
-# -- The built-in reward functions
+
+# -- The built-in reward functions. A ValueError: no completion can earn the reward of this row
 def answer_reward(completion, row):
-    """1.0 if the answer is row["answer"], as exact text or as a plain number (1,042 is 1042.0)."""
-    gold = as_text(row["answer"]).translate(SIGNS)
-    if not gold or answer_of(gold, {}) != gold:
+    """1.0 if the answer is row["answer"], as the same text or number (1,042 is 1042.0)."""
+    gold = as_text(row["answer"])
+    if not gold or parts_of(gold, {})[1] != gold:
         raise ValueError(f"no completion can have the answer {gold!r}")
-    answer = answer_of(completion, row).translate(SIGNS)
-    return float(value_of(answer) == value_of(gold))
+    return float(value_of(parts_of(completion, row)[1]) == value_of(gold))
 
 
 def gsm8k_reward(completion, row):
     """1.0 if the final number is that of row["answer"], which may be a solution with `####`."""
     gold = final_number(as_text(row["answer"]))
     if gold is None:
-        raise ValueError("row['answer'] has no final number")
-    return float(final_number(answer_of(completion, row)) == gold)
+        raise ValueError("its answer has no number")
+    return float(final_number(parts_of(completion, row)[1]) == gold)
 
 
 def math_reward(completion, row):
-    """1.0 if math-verify finds the answer equal to row["answer"]; rational numbers exactly."""
-    gold, answer = readable(as_text(row["answer"])), readable(answer_of(completion, row))
-    if not re.search(r"(?<!\\)\$|\\boxed", gold):
+    r"""1.0 if math-verify finds row["answer"] in \boxed{}, or if there is none in a formula behind
+    words such as "the answer is". The settings are TRL's, so that results can be compared."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel("ERROR")  # it warns without its own time limit
+    gold = as_text(row["answer"])
+    if not re.search(r"(?<!\\)\$|\\boxed", gold):  # a dollar is \$
         gold = f"\\boxed{{{gold}}}"
-    shown = last_formula(answer)
-    if BOX.search(answer):
-        answer = f"\\boxed{{{shown}}}"  # no other one counts. "": it is never closed
-    for given, expected in zip(words_of(shown), words_of(last_formula(gold)), strict=True):
-        if given and expected and given[: len(expected)] != expected:
-            return 0.0  # an answer without a unit, or a gold without one, may be right
-    bare = tuple(re.sub(r"\\?%|percent", "", text) for text in (gold, answer))  # 25 % is 25, too
-    return float(any(are_equal(*pair) for pair in {(gold, answer), bare}))
-
-
-def format_reward(completion, row):
-    """1.0 for exactly `<think>words</think>words`, also with <answer> tags around the answer."""
-    text = with_prefill(completion.strip(), row)
-    return float(re.fullmatch(FORMAT, " ".join(text.split())) is not None)
+    golds = parse(gold, parsing_timeout=None)
+    if not golds:
+        raise ValueError(f"math-verify cannot parse {gold!r}")
+    how = dict(boxed_match_priority=0, try_extract_without_anchor=False)
+    formulas = LatexExtractionConfig(normalization_config=NormalizationConfig(units=True), **how)
+    answer = parts_of(completion, row)[1]
+    answers = parse(answer, [formulas], extraction_mode="first_match", parsing_timeout=None)
+    return float(verify(golds, answers, timeout_seconds=None))
 
 
 def countdown_reward(completion, row):
     """1.0 if the last line makes row["target"] of all row["numbers"], by + - * / and ()."""
-    target = Fraction(as_text(row["target"]))
     numbers = sorted(map(str, row["numbers"]))
+    target = Fraction(as_text(row["target"]))
     if not "".join(numbers).isdecimal():
-        raise ValueError("row['numbers'] must be a list of whole numbers")
-    line = answer_of(completion, row).rpartition("\n")[2].translate(SIGNS)
-    expression = line.partition("=")[0].strip(" .*`")
-    if re.fullmatch(ARITHMETIC, expression) and sorted(re.findall("[0-9]+", expression)) == numbers:
+        raise ValueError("its numbers must be a list of whole numbers")
+    line = parts_of(completion, row)[1].rpartition("\n")[2]
+    term = line.partition("=")[0].strip(" .*`")
+    if re.fullmatch(ARITHMETIC, term) and sorted(re.findall("[0-9]+", term)) == numbers:
         with suppress(Exception):  # Python may run it: it has no names, no powers and little depth
-            return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", expression)) == target)
+            return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", term)) == target)
     return 0.0
+
+
+def format_reward(completion, row):
+    """1.0 for one `<think>words</think>` at the start, and words behind it as the answer."""
+    thought, answer = parts_of(completion, row)
+    has_thought = re.match("<think>" + WORDS, thought) and thought.count("think>") == 1
+    return float(bool(has_thought and re.match(WORDS, answer)))
 
 
 def overlong_reward(completion, row):
@@ -99,105 +103,44 @@ BUILT_IN["environment"] = environment_reward
 answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
 countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
 
-# -- How they read a text
-SIGNS = str.maketrans("\u2010\u2011\u2012\u2013\u2014\u2212\xd7\xb7\u22c5\u2217\xf7", "------****/")
-FORMAT = r"""(?x)  # a special token as <|im_end|> is no word
-    <think>  (?: (?!</?think>|<[|\uff5c])\W )* \w (?: (?!</?think>). )*  </think>[ ]?
-    (<answer>)?  (?: (?!</?\w[\w-]*[ ]?/?>|<[|\uff5c])\W )* \w (?: (?!</?\w[\w-]*[ ]?/?>). )*
-    (?(1)</answer>)"""
+# -- How they read a text: its form, not its words. "not 18" says 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
-BOX = re.compile(r"\\f?box(?:ed)?[ ]?\{(?:(?=(" + r"(?:[^{}]|\{" * 9 + r"\})*+" * 9 + r")\})|)")
-SCALES = dict(dozen=12, hundred=1e2, thousand=1e3, million=1e6, billion=1e9, trillion=1e12)
-QUANTITY = r"""(?x)  # a number and its unit: 5 km, \frac{1}{2}\,m^2; or only a word
-    (?: (?:[^A-Za-z]|\\[A-Za-z]+)* [0-9)}] (?:\s|~|\\\W){1,9} | \s*(?=[A-Za-z]{2}) )
-    ( (?=[A-Za-z]) (?: [ /]*+ [A-Za-z.]++ (?:\^\{?[0-9]\}?)?+ )++ ) \s*"""
-NUMBER = re.compile(r"""(?x)  # 1,042 and 1{,}042 and 1 042.50; .5. int() takes quadratic time
-    [-+]? (?: \.[0-9]{1,1000} | [0-9]{1,1000} (?: (?: ,?\\[,!] | \{,\} | [,'_ \xa0\u202f] )
-        [0-9]{2,3} ){0,30} (?<![,!}'_ \xa0\u202f][0-9]{2}) (?: \.[0-9]{0,1000} )? )""")
-TERM = re.compile(r"""(?x)  # a number and all that belongs to it: 3 1/2, 5 \times 10^6, 2 + 3x
-    (?<![A-Za-z0-9_./^+-]) (?<![_^}]\{) (?<!sqrt\{) (?<!\b[b-z][ ][-+*/][ ])  [-+]? \.? [0-9]+
-    (?: (?: [ ]?(?:[-+/xX]|\*\*?)[ ]? | ,?\\[,!] | \{,\} | [.,:'_ \xa0\u202f] ) [0-9]+
-      | [ ]? (?: \\(?:times|cdot|div|pm|pi|sqrt|[dt]?frac)\{? | \}\{ | \^(?!\{?\\circ)\{?
-        | [\xb2\xb3\xb9\xbc-\xbe\u2070-\u2079\u2150-\u215e\u5343\u4e07\u4ebf] ) [ ]? [0-9]*
-      | [A-Za-z](?![A-Za-z]) )*  (?: [ ]?[-+*][ ]?[b-z]\b  # 18x; but 18cm is 18
-      | (?:[ ~-]|\\text\{|\\[ ,;!]){0,4} (?i:dozen|hundred|thousand|[bmt]r?illion|lakh)\b )?""")
+WORDS = r"(?:<[^<>]*>|\W)*+\w"  # the first word is not in a tag, or a token such as <|im_end|>
 
 
-def with_prefill(completion, row):  # the chat template may already have written a <think>
-    prefilled = row.get("prompt_text", "").rstrip().endswith("<think>")
-    return "<think>" + completion if prefilled else completion
+def parts_of(completion, row):
+    """All before the last </think>, and the answer: what is behind it, or there in <answer> tags.
+    The answer is "" if a tag is not closed."""
+    if row.get("prompt_text", "").rstrip().endswith("<think>"):  # by the chat template
+        completion = "<think>" + completion
+    thought, _, answer = completion.rpartition("</think>")
+    inside, closed, after = answer.rpartition("</answer>")
+    if "<think>" in answer or "<answer>" in after:
+        answer = ""
+    elif closed:
+        answer = inside.rpartition("<answer>")[2]
+    return thought.strip(), answer.strip()
 
 
-def answer_of(completion, row):  # behind </think>, and there in <answer>; "" if one is not closed
-    text = with_prefill(completion, row).rpartition("</think>")[2]
-    inside, closed, after = text.rpartition("</answer>")
-    if "<think>" in text or "<answer>" in after:
-        return ""
-    if closed:
-        text = inside.rpartition("<answer>")[2]
-    return text.strip()
-
-
-def as_text(value):  # in a data row. Numbers are written out: 5e-05 becomes 0.00005
-    if not isinstance(value, (str, Real)):  # NumPy's numbers are Real
+def as_text(value):  # in a data row
+    if isinstance(value, (list, dict)):
         raise ValueError(f"{value!r} is neither a text nor a number")
-    text = str(value).strip()
-    if isinstance(value, Real) and re.search("e[-+]", text):
-        text = format(Decimal(text), "f")
-    return text
+    if isinstance(value, float):
+        value = format(Decimal(str(value)), "f")  # 0.00005, where str() says 5e-05
+    return str(value).strip()
 
 
 def value_of(text):  # the number, if it is one and nothing else
-    return Fraction(re.sub("[^0-9.-]", "", text)) if NUMBER.fullmatch(text) else text
+    digits = text.replace(",", "")
+    return Decimal(digits) if re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", digits) else text
 
 
 def final_number(text):
-    r"""The number in the last `\boxed{}` of a text, else in the line of its last `####`, else its
-    last number. None if there are two, or if it is a piece of a term, as in 3 1/2."""
-    text = text.translate(SIGNS).replace("$", "")
-    line = re.findall(r"\A(?s:.*)####\s*([^0-9A-Za-z\n]{0,9}[0-9].*)", text)  # no heading
-    marked = [*line, *BOX.findall(text)]
-    terms = TERM.findall(marked[-1]) if marked else TERM.findall(text)[-1:]
-    number = value_of(" and ".join(terms))
-    return None if isinstance(number, str) else number
-
-
-def last_formula(text):  # or box; else the last number. Without a box with the rest of the line
-    end = BOX.findall(text) or re.findall(r"\A(?s:.*)\$([^$\n]+\$.*)", re.sub(r"\\[()]", "$", text))
-    return ["", *(end or re.findall("[0-9][0-9.,]*[^0-9\n]*", text))][-1]
-
-
-def readable(text):  # for math-verify: 5 million as 5*1000000, and dots as a letter
-    for word, number in SCALES.items():
-        scale = rf"([0-9)}}])(?:\s|~|\\\W){{0,9}}(\$?)\s*((?:\\text\{{\s*)?){word}"
-        text = re.sub(scale, rf"\1*{number:.0f}\2\3", text)
-    return re.sub(r"\\[lc]?dots", r"\\Xi ", text)
-
-
-def words_of(text):  # what math-verify does not read: bases (101_2) and times; units, or a word
-    text = re.sub(r"\$|\\(?:text|mathrm|mbox)[a-z]*[ ]?\{([^{}]*)\}", r" \1", text).strip(" .")
-    match = re.fullmatch(QUANTITY, text.rpartition("=")[2])
-    words = match and [re.sub("[{}]|s$", "", word) for word in re.split("[ /]+", match[1])]
-    return re.findall(r"[0-9]_\{?([0-9]+)|\b([0-9]{1,2}:[0-5][0-9])", text), words
-
-
-def are_equal(gold, answer):  # by math-verify; ValueError if it cannot read the gold text
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    from sympy import Expr, nsimplify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns without its own time limit
-    kinds = [LatexExtractionConfig(), ExprExtractionConfig()]
-    if re.search(r"\\[A-Za-z(\[]|\$.*\$", answer):  # the numbers in a formula are no answers
-        kinds.pop()
-    golds, answers = parse(gold, parsing_timeout=None), parse(answer, kinds, parsing_timeout=None)
-    if not golds:
-        raise ValueError(f"math-verify cannot parse {gold!r}")
-    if not verify(golds, answers, timeout_seconds=None):
-        return False
-    if not (isinstance(golds[0], Expr) and isinstance(answers[0], Expr)):
-        return True
-    difference = nsimplify(golds[0] - answers[0], rational=True).doit()
-    return difference == 0 or not difference.is_Rational  # it rounds to six places
+    r"""The number behind the last ####, else the last in the last \boxed{}, else the last one."""
+    text = re.sub(r"\{,\}|\\?[$,!]|\*", "", text)  # as in 1{,}042 and \$1,042 and **18**
+    found = re.findall(r"####\s*(-?[0-9.]+)", text) or re.findall(r"\\boxed\{([^}]*)", text)
+    numbers = re.findall(r"-?[0-9]*\.?[0-9]+", [text, *found][-1])
+    return Decimal(numbers[-1]) if numbers else None
 
 
 # -- Loading your functions
@@ -205,84 +148,65 @@ class Reward(NamedTuple):
     name: str
     weight: float  # a sample's reward is the sum of weight * value over the rewards
     function: object  # fn(completion, row), or TRL's form
-    columns: tuple = ()  # keys that every data row must have
-    check: object = None  # check(row): a ValueError if no completion can earn the reward
-    batched: bool = False  # TRL's form: fn(completions, **columns)
-
-    def applies(self, row):  # not if one of its columns is null: the row is another task's
-        return all(row[column] is not None for column in self.columns)
+    columns: tuple  # keys that every data row must have
+    batched: bool  # TRL's form: fn(completions, **columns)
 
     def check_row(self, row):
-        """ValueError if a data row lacks a column, or if no completion can earn its reward."""
+        """An error if a data row lacks a column, or if no completion can earn its reward."""
         for column in self.columns:
             if column not in row:
-                raise ValueError(f"has no column {column!r}, which {self.name} needs")
-        if self.check and self.applies(row):
-            self.check(row)
+                raise ValueError(f"has no column {column!r}")
+        if self.batched:
+            columns = [*row, *ADDED, *EPISODE, *OF_TRL]
+            inspect.signature(self.function).bind(**dict.fromkeys(columns))
+        elif self.columns and self.function in BUILT_IN.values():
+            self.call("", row)
 
     def call(self, completion, row):
-        return self.function(completion, row) if self.applies(row) else None
+        if any(row[column] is None for column in self.columns):
+            return None  # the row is another task's
+        return self.function(completion, row)
 
 
 def load_rewards(spec: str) -> list[Reward]:
-    """The rewards of "name[:weight],file.py:function[:weight],...". A ValueError is one line."""
-    rewards, known = {}, ", ".join(BUILT_IN)
+    """The rewards of "name[:weight],file.py:function[:weight],...". An error is one line."""
+    rewards = {}
     for item in spec.split(","):
-        try:
-            match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
-            path, name, weight = match.groups()
-            function = load_function(path + name) if path else BUILT_IN[name]
-            if function is math_reward:
-                import_module("math_verify")  # now: it takes longer than a call may
-            parameters = inspect.signature(function).parameters
-        except (AttributeError, KeyError):  # no match, or no such built-in function
-            raise ValueError(f"{item!r} is neither file.py:function[:weight] nor {known}") from None
-        except (ImportError, TypeError) as error:
-            raise ValueError(f"{name}: {error}") from error
+        match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
+        path, name, weight = match.groups() if match else ("", "", "")
+        if not path and name not in BUILT_IN:
+            raise ValueError(f"{item!r} is no file.py:function[:weight], nor in {[*BUILT_IN]}")
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
-        batched = "**" in str(parameters) and "row" not in parameters
-        # By these names: fn(completion, answer) would get the whole row as its answer.
-        if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
-            raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
-        columns = getattr(function, "columns", ())
-        check = partial(function, "") if columns and not path else None
-        rewards[name] = Reward(name, float(weight or 1), function, columns, check, batched)
+        function = load_function(path + name) if path else BUILT_IN[name]
+        columns, batched = getattr(function, "columns", ()), is_trl_form(name, function)
+        rewards[name] = Reward(name, float(weight or 1), function, columns, batched)
     return list(rewards.values())
 
 
+def is_trl_form(name, function):
+    parameters = inspect.signature(function).parameters
+    if "**" in str(parameters) and not {"completion", "row"} & parameters.keys():
+        return True
+    if not re.match(r"\w+ (row|_)", " ".join(parameters)):
+        raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
+    return False
+
+
 def load_function(spec: str):
-    """What "path/to/file.py:name" holds. A ValueError in one line, whatever the file raises."""
+    """What "path/to/file.py:name" holds. The file is imported by its name, as `python -c "import
+    file"` does in its folder. A ValueError in one line, whatever it raises."""
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().absolute()
+    path = os.path.abspath(os.path.expanduser(file))
+    folder, file = os.path.split(path)
+    sys.path.insert(0, folder)  # for the file's neighbours, and in child processes for the file
     try:
-        return getattr(module_of(path), name)
+        module = import_module(file.removesuffix(".py"))
+        if not os.path.samefile(inspect.getfile(module), path):
+            raise ImportError(f"{module} has the same name: rename your file")
+        return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {error!r}") from error
-
-
-def module_of(path):  # a file's own imports find its neighbours first, instead of loaded modules
-    def import_neighbour(name, *others, **named):
-        neighbour = path.with_name(f"{name}.py")
-        if neighbour.exists() and name not in sys.stdlib_module_names:
-            return module_of(neighbour)
-        return import_any(name, *others, **named)
-
-    import_any, builtins.__import__ = builtins.__import__, import_neighbour
-    sys.path.append(str(path.parent))  # for imports inside of functions, and in child processes
-    try:
-        return import_module(f"{__name__}.{str(path).replace('.', '%')}")
-    finally:
-        builtins.__import__ = import_any
-
-
-def find_spec(name, *_):  # a file is a part of this module, so that child processes find it
-    if "/" in name:
-        return spec_from_file_location(name, name.rpartition(".")[2].replace("%", "."))
-
-
-__path__ = []  # so that it may have parts
-sys.meta_path.append(SimpleNamespace(find_spec=find_spec))
 
 
 # -- Calling them
@@ -297,13 +221,13 @@ FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardIn
 def time_limit(seconds):
     """Raises TimeUp in the code inside after so many seconds, and each second after that. Not in
     other threads, in compiled code that looks for no signals, or after an alarm set by the code."""
-    if current_thread() != main_thread():
-        yield
-        return
 
     def ring(*_):
         raise TimeUp(f"no result after {seconds} s")
 
+    if current_thread() != main_thread():
+        yield
+        return
     before = signal(SIGALRM, ring)
     setitimer(ITIMER_REAL, seconds, 1.0)
     try:
@@ -353,10 +277,10 @@ def call_reward(reward, completions, rows, seconds):
     failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
     metrics: {name: mean number}, extra: {column: a text for each completion}, as TRL logs them"""
     values, failures, logged, extra = [], {}, {}, {}
+    calls = [(reward.call, *pair) for pair in zip(completions, rows, strict=True)]
     if reward.batched:
-        futures = [begin(seconds, call_trl, reward.function, completions, rows, logged, extra)]
-    else:
-        futures = list(map(partial(begin, seconds, reward.call), completions, rows))
+        calls = [(call_trl, reward.function, completions, rows, logged, extra)]
+    futures = [begin(seconds, *call) for call in calls]
     wait(futures, seconds)  # for the asynchronous ones, which run at the same time
     for future in futures:
         count = len(rows) // len(futures)
@@ -364,22 +288,20 @@ def call_reward(reward, completions, rows, seconds):
             with time_limit(seconds):  # for a generator
                 values += numbers_of(finish(future, 0), count, reward.batched)
         except FAILURES as error:
-            message = f"reward {reward.name} failed: {error!r:.500}"
-            failures |= dict.fromkeys(range(len(values), len(values) + count), message)
+            failed = range(len(values), len(values) + count)
+            failures |= dict.fromkeys(failed, f"reward {reward.name} failed: {error!r:.500}")
             values += [0.0] * count
-    return values, failures, {key: sum(given) / len(given) for key, given in logged.items()}, extra
+    return values, failures, {name: mean(logged[name]) for name in logged}, extra
 
 
 def numbers_of(returned, count, batched):  # -> floats. An error if they are not so many numbers
     numbers = []
-    for value in returned if batched else [returned]:
+    for _, value in zip(range(count), returned if batched else [returned], strict=True):
         if value is None or batched and value != value:  # TRL takes nan for None
             value = math.nan
         elif not math.isfinite(value):  # an error if it is no number
             raise ValueError(f"{value!r:.100} is no finite number")
         numbers.append(float(value))
-    if len(numbers) != count:
-        raise ValueError(f"{len(numbers)} rewards for {count} completions")
     return numbers
 
 
@@ -388,13 +310,12 @@ def call_trl(function, completions, rows, logged, extra):  # with the arguments 
         logged.setdefault(name, []).append(float(value))
 
     def log_extra(column, values):
-        extra[column] = [str(value) for value, _ in zip(values, rows, strict=True)]
+        extra[column] = [str(value) for _, value in zip(rows, values, strict=True)]
 
     columns = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
     columns |= dict(prompts=columns["prompt_text"], completions=completions)
     if rows[0]["prompt_messages"]:  # a chat: as in TRL the first row decides for all
-        chats = [[dict(role="assistant", content=text)] for text in completions]
         columns["prompts"] = columns["prompt_messages"]
-        columns["completions"] = columns.get("completion_messages", chats)
+        columns["completions"] = columns["completion_messages"]
     columns["trainer_state"] = SimpleNamespace(**rows[0]["trainer_state"])
     return function(**columns, log_metric=log_metric, log_extra=log_extra)

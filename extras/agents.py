@@ -54,7 +54,7 @@ class Episode:
 
     def reward_columns(self):
         """What reward functions get of it. environments: the object of a class."""
-        columns = self.log_columns() | dict(completion_messages=self.messages)
+        columns = copy.deepcopy(self.log_columns() | dict(completion_messages=self.messages))
         if self.object is not None:
             columns["environments"] = self.object
         return columns

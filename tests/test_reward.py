@@ -1,15 +1,14 @@
-"""The built-in reward functions pay right answers only. Users' functions are found and called, and
+"""The built-in reward functions pay right answers. Users' functions are found and called, and
 whatever one does costs its own samples."""
 
 import asyncio
+import json
 import math
 import os
 import re
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from multiprocessing import get_context
 
 import numpy as np
@@ -31,15 +30,16 @@ WRONG = ["<think>42</think>", "<think>42", "<answer>42", "<think>a</think>42<thi
 WRONG += ["the answer is 42", " ".join(map(str, range(100))), "\u0664\u0662", "-42", "1e999999999"]
 ANSWERS = [  # row["answer"], completions that earn it, others
     ("42", RIGHT, WRONG),
-    ("-.5", ["-0.50", "\u2212.5"], [".5", "-,5"]),
-    ("1234", ["1,234", "1234.0", "1 234"], ["12,34", "1,2,34", "234"]),
+    ("-.5", ["-0.50", "-,.5"], [".5"]),
+    ("1234", ["1,234", "1234.0"], ["1 234", "234", "1.234"]),
     ("3", ["3"], ["3 1/2", "3\xbd", "3\\frac{1}{2}", "3e6", "3 + 3x", "3 million"]),
     ("blue whale", ["blue whale"], ["Blue whale", "a blue whale"]),
     (5e-5, ["0.00005", "<answer>.00005</answer>"], ["5e-05", "0.000051"]),
+    ("5e-05", ["5e-05"], ["0.00005"]),
+    ("9" * 9999, ["9" * 9999, "9" * 9999 + ".0"], ["9" * 9998]),
+    (np.int64(7), ["7", "7.0"], ["8"]),
+    (True, ["True"], ["1"]),
 ]
-ANSWERS += [("5e-05", ["5e-05"], ["0.00005"]), ("9" * 1001, ["9" * 1001], ["9" * 1001 + ".0"])]
-ANSWERS += [(np.float32(5e-5), ["0.00005"], ["0.000050001"]), (np.int64(7), ["7", "7.0"], ["8"])]
-ANSWERS += [(1e16, ["10,000,000,000,000,000"], ["1e+16"]), (True, ["True"], ["1"])]
 
 
 @pytest.mark.parametrize(("gold", "right", "wrong"), ANSWERS, ids=range(len(ANSWERS)))
@@ -47,90 +47,70 @@ def test_answer(gold, right, wrong):
     assert [text for text in right + wrong if part("answer", text, answer=gold)] == right
 
 
-TERMS = r"""3 1/2; 3½; 3 ⅔; 3-1/2; 3\frac{1}{2}; 5e6; 5E+6; 1e-3; 5 \times 10^6; 5\cdot 10^{6}
-5 x 10^6; 5*10**6; 5 × 10⁶; 2 + 3x; 2x + 3; x + 2; 2 + x; 5\pi; 2\sqrt{3}; \sqrt{16}; x^{5}
-2^{5}; \frac{x}{2}; 5M; 5 \text{ million}; 5-million; 1.234.567; 20-25; 6:30; 1 / 2; 17/18
-2^7; x18; 3.14.15; 18²; 18x; 18k; 10-7/2; 5 million""".replace("\n", "; ").split("; ")
 FINAL_NUMBERS = {
-    "5": ["#### Step 2: Add\n2 + 3 = 5", "2 + 3 = <<2+3=5>>5 eggs", "18 - 13 = 5!", "5 \ud800"],
-    "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "it takes 18 m^2", "$18$.", "18%", "17, 18"],
-    "18.0": ["\\(x = 18\\,\\text{m}^2\\)", "\\fbox{18}, not 17", "\\boxed{17} or \\boxed{18}"],
-    "18.00": ["\\boxed{18}\n#### 17", "17\n#### 18\n7 a day", "#### 18", "\\boxed{18^\\circ}"],
-    "18.000": ["18% more", "18/day", "\\boxed{x_1 = 18}", "**18**", "\\boxed{18\\text{ m}^{2}}"],
-    "18.0000": ["36 / 2 = 18", "3 x 6 = 18", "- 18", "18 - at least", "#### The answer is 18"],
-    "-7": ["#### -$7", "#### \u22127", "it is -7.", "(-7)"],
-    "1234567": ["#### 12,34,567", "#### 1 234 567", "\\boxed{1\u202f234\u202f567}"],
-    "1042.5": ["so $1,042.50.", "\\boxed{\\$1{,}042.5 \\text{ a day}}.", "1,\\!042.5"],
-    "1/2": [".5", "0.50"],
-    "9" * 1000: ["9" * 1000],
-    None: [*("", "eighteen", "9" * 1001, "\u0664\u0662 or \uff14\uff12", "\\boxed{}", "\\boxed{}5")]
-    + ["#### 18 or 19", "\\boxed{17, 18}", "\\boxed{\\frac{1}{2}}"]  # marked, and two numbers
-    + ["First \\boxed{5}. No, \\boxed{7", "\\boxed{5} \\boxed{\\frac{7}{7}"]  # not closed
-    + [mark + term + "}" for term in TERMS for mark in ("so ", "#### ", "\\boxed{")],
+    "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "$18$.", "18%", "17, 18", "a 1 18 \ud800", "18!"],
+    "18.0": ["17\n#### 18\n7 a day", "#### $18", "#### **18** \\boxed{5}", "####18 apples for 2"],
+    "18.00": ["\\boxed{18}, not 17", "\\boxed{17} \\boxed{x_1 = 18}", "\\boxed{18\\text{ m}^2} 5"],
+    "-7": ["#### -$7", "it is -7.", "(-7)", "\\boxed{-7}"],
+    "1042.5": [
+        "so $1,042.50.",
+        "\\boxed{\\$1{,}042.5 \\text{ a day}}.",
+        "1,\\!042.5",
+        "#### 1,042.5",
+    ],
+    ".5": ["0.50", "1 .5"],
+    "9" * 9999: ["9" * 9999],
+    None: ["", "eighteen", "\u0664\u0662", "\\boxed{}", "\\boxed{}5"],
 }
 
 
 @pytest.mark.parametrize("expected", FINAL_NUMBERS, ids=range(len(FINAL_NUMBERS)))
 def test_final_number(expected):
-    number = None if expected is None else Fraction(expected)
     found = {text: reward.final_number(text) for text in FINAL_NUMBERS[expected]}
+    number = expected if expected is None else reward.value_of(expected)
     assert set(found.values()) == {number}, found
 
 
 def test_gsm8k():
-    gold = "He pays 2 * $600 = $<<2*600=1200>>1200.\n#### 1,200"
-    right = ["So it is $1200.00.", "<answer>1200</answer>", "<think>3</think>#### 1,200"]
-    wrong = ["<think>1200</think>1201", "<think>1200", "", "1200 #### 3"]
-    assert [text for text in right + wrong if part("gsm8k", text, answer=gold)] == right
+    for line in open(f"{os.path.dirname(__file__)}/../sample_data/gsm8k_train.jsonl"):
+        row = json.loads(line)
+        gold = row["answer"].rpartition("#### ")[2]
+        for right in (row["answer"], f"It is ${gold}.", f"<think>1</think>\\boxed{{{gold}.00}}"):
+            assert part("gsm8k", right, answer=row["answer"]) == 1
+        for wrong in ("", f"<think>{gold}", f"{gold}1", f"#### 1{gold}\n{gold}"):
+            assert part("gsm8k", wrong, answer=row["answer"]) == 0
     assert part("gsm8k", "42", answer=42.0) == part("gsm8k", "0.00005", answer=5e-5) == 1
 
 
-MATH = r"""\frac{1}{2} == $\frac{2}{4}$; <think>x</think> \boxed{0.5} != 0.51
-0.5 == 50\% != <think>\boxed{0.5}</think>; <think>; \boxed{}
-70^\circ == $\angle ABC=70^\circ$; 70 != 71^\circ | x=1 \text{ or } x=2 == $1, 2$ != $1$
-x=1 \text{ or } x=2 == x=1 \text{ or } x=2 != 1 | \frac{1}{2^{99}} == 2^{-99} != \frac{1}{2^{98}}
-9.1 \times 10^{-31} == $0.91 \times 10^{-30}$ != 1.6 \times 10^{-19}
-1000000 == 1,000,000; 10^6 != 1000001 | \frac13 == \frac{2}{6} != 0.3333333
-\pi == 3.141593 != 3.1416 | 5 == \fbox{5}; \boxed{\boxed{5}} != \boxed{5}. No, \boxed{5
-5 == 5; x=5; 2+3=5; f(4)=5; x_1 = 5; \theta = 5; |AB|=5; 5.0; 5\text{ km} != 4,5; 6
-5 == It is 5. != 5\text{ million}; 5 million; It is 5 million; $5$ thousand
-5\text{ m} == 5 \mathrm{ m}; 5 != 5\text{ km} | 2 hours == 2\text{ hour}; 2 != 2 minutes
-5 m == 5\,\text{m}; $5$; It is 5 m in total. != 5 km; 5\text{ m}^2; It is $5\text{ km}$.
-5 m == 5 m != It is 5 km; $5$ million m | 2x+3y == 3 y + 2 x; $3y+2x$ != $3x+2y$ | \$5 == 5 != 6
-(1,2) == (1,2) != (1.0000001,2) | 101_3 == 101_{3} != 101_2 | AB == \text{AB} != BA
-$y=2x+1$ == y=2x+1; y=1+2x != 2x | 6 == \$6.00 != \$5
-25\% == 25; 25\%; It is 0.25; 25\text{ percent} != 2500\%; 2500; 0.0025
-12.5 == 12.5\%; It is 12.5%. != 0.125; 12.6\% | 0.25 == 25\%; \frac14 != 25 | 100 == 100\% != 1
-\infty == \infty; $+\infty$ != -\infty; 5 | -\infty == $-\infty$ != $\infty$; -5
-6:00 \text{ PM} == 6:00\text{ PM}; $6:00$ PM != 6:00\text{ AM}; 7:00\text{ PM}; 0
-6:30\text{ p.m.} == 6:30\text{ p.m.} != 7:35\text{ p.m.}; 6:30\text{ a.m.} | 6:30 == 6:30 != 7:35
-1:2 == 1:2; $\frac12$ != 2:1 | 1, 3, \ldots == $1, 3, \ldots$ != 1, 2, 3, \ldots
-1, 2, \ldots == 1,2,\dots != 1, 3, 5, \ldots; 2; $1, 2$
-4 == 4 != x = 4\sqrt(2); $4\sqrt(2)$; It is 4\sqrt(2); It is 4\sqrt{2}
-5000000 == 5\text{ million}; It is $5$ million.; It is 5 million != It is 5 billion
-5\text{ million dollars} == \$5,000,000; $5 \times 10^6$; 5\text{ million} != 5; It is 5"""
+MATH = r"""\frac{1}{2} == the answer is $\frac{2}{4}$; \boxed{0.5} but not $3$ != 0.5; \boxed{}
+(1,2) == \boxed{(1,2)} != \boxed{(2,1)} | 2x+3y == \boxed{3y+2x} != \boxed{3x+2y}
+5\text{ m} == \boxed{5 \text{ meters}}; \boxed{5}; Answer: $5$ m != \boxed{6 m}
+\$5 == \boxed{5} != $5$ | \text{Yes} == \boxed{yes} != \boxed{no}
+\infty == \boxed{\infty} != \boxed{-\infty}"""
 
 
 @pytest.mark.parametrize("row", re.split("\n| [|] ", MATH))
-def test_math(row):
-    """A row has the gold, right and wrong answers: sentences, formulas, and others for a box."""
-    pytest.importorskip("math_verify")
-    gold, *answers = re.split(" [!=]= ", row)
-    box = re.compile(r"(?:^|(?<=; ))(?!It|[$<]|..?box)[^;]+")
-    right, wrong = (box.sub(r"\\boxed{\g<0>}", texts).split("; ") for texts in answers)
+def test_math_is_the_verdict_of_trl(row):
+    """A row has the gold text, completions that earn it, and others."""
+    accuracy = pytest.importorskip("trl.rewards").accuracy_reward
+    gold, *texts = re.split(" [!=]= ", row)
+    right, wrong = (text.split("; ") for text in texts)
     assert [text for text in right + wrong if part("math", text, answer=gold)] == right
+    formula = gold if "$" in gold.replace(r"\$", "") else f"${gold}$"
+    chats = [[dict(content=text)] for text in right + wrong]
+    verdicts = accuracy(chats, [formula] * len(chats))
+    assert verdicts == [part("math", text, answer=formula) for text in right + wrong]
+    assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
+    assert part("math", f"<think>{right[0]}</think>{wrong[0]}", answer=gold) == 0
 
 
 def test_format():
     right = ["<think>a</think>b", "\n<think>\na <b>\n</think>\n\nb < 3 and c > 4\n"]
     right += [f"<think>a</think>{b}" for b in ("b<|im_end|>", "<answer>b</answer>")]
-    right += ["<think> two and two </think> <answer> 4 </answer>"]
     wrong = ["<think>a", "a</think>b", "b", "", "x<think>a</think>b", "<think><think>a</think>b"]
     wrong += ["<think> \n</think>b", "<think></think>b", "<think><|im_end|></think>b"]
     wrong += ["<think>a</think></think>b", "<think>a</think>b<think>c</think>d"]
-    answers = ["", "\u200b\x00", "\U000e0041", "<\uff5cend\uff5c> <|im_end|>", "b<br />"]
-    answers += ["<answer> </answer>", "<answer>b", "b</answer>", "<answer>b</answer> c"]
-    answers += ["<answer>b</answer><answer>c</answer>", "the <b>answer</b>"]
+    answers = ["", "\u200b\x00", "<\uff5cend\uff5c> <|im_end|>", "<answer> </answer>", "<answer>b"]
     wrong += [f"<think>a</think>{answer}" for answer in answers]
     assert [text for text in right + wrong if part("format", text)] == right
 
@@ -147,7 +127,6 @@ def test_think_prefilled_by_the_chat_template():
 def test_countdown():
     right = ["4*(8-2)/1", "(8-2)*4*1 = 24", "so\n**(8-2)*4*1 = 24**.", "`(8-2)*4*1`", "-(2-8)*4*1"]
     right += ["<think>x</think> so <answer>(8 - 2) * 4 * 1</answer> done"]
-    right += ["<answer>8-2*4*1</answer><answer>(8\u22122)\u00d74\u00f71</answer>"]
     right += ["(" * 60 + "8-2" + ")" * 60 + "*4*1"]
     wrong = ["1/(2/8)*4", "(8-2)*4", "(8-2)*4*1*1", "24", "24 = 24", "", "x = (8-2)*4*1"]
     wrong += ["The answer: (8-2)*4*1", "(8-2)*4*1 or 24", "8/(2-2)*4*1", "(8-2)*4*1()"]
@@ -160,7 +139,7 @@ def test_countdown():
     assert part("countdown", "1/3+1", numbers=np.array([1, 1, 3]), target="4/3") == 1
     for text, numbers in (("2**3", [2, 3]), ("17//2", [17, 2]), ("9**9**9", [9, 9, 9])):
         assert part("countdown", text, numbers=numbers, target=8) == 0
-    assert part("countdown", "5 / 0", numbers=[5, 0], target=np.float32(5)) == 0
+    assert part("countdown", "5 / 0", numbers=[5, 0], target=5.0) == 0
 
 
 def test_overlong():
@@ -170,14 +149,11 @@ def test_overlong():
     assert values == pytest.approx([0, 0, -1 / 200, -0.5, -199 / 200, -1, -1])
 
 
-HOSTILE = ["9" * 10**5, "1,234" * 20_000, ",111" * 25_000, " 1." * 40_000, "1{,}" * 30_000]
-HOSTILE += ["$" * 10**5, "1 " * 50_000, "1 million" * 9999, "\\boxed{" + "a{}" * 40_000 + "{"]
+HOSTILE = ["9" * 10**5, "1,234" * 20_000, " 1." * 40_000, "1{,}" * 30_000, "1 " * 50_000, "\x00"]
 HOSTILE += ["\\boxed{" * 15_000, "<think>" * 40_000, "<answer>" * 40_000 + "</answer>" * 40_000]
-HOSTILE += ["a" * 10**5 + "!", "5 a" * 30_000 + "!", "5" + " " * 10**5 + "!", "$a" * 50_000]
-HOSTILE += ["<a" + " " * 10**5, "<|" * 50_000, ". <" * 40_000 + "b>", "####" + " " * 10**5]
-HOSTILE += ["5\\)" * 30_000, "5\\frac{" * 20_000, "5 x " * 30_000, "\\boxed{{" * 15_000]
-HOSTILE += ["5 km/" * 20_000, "12:3" * 20_000, "#### 1" + " apple" * 20_000, "\ud800" * 10**5]
-HOSTILE += ["\x00", "\u202e43\u202c", "9**9**9", "\\"]
+HOSTILE += ["</think>" * 20_000, "<a" + " " * 10**5, "<|" * 50_000, ". <" * 40_000 + "b>"]
+HOSTILE += ["#" * 10**5, "####" + " " * 10**5, "#### 1" + " apple" * 20_000, "\ud800" * 10**5]
+HOSTILE += ["a" * 10**5 + "!", "\u202e43\u202c", "9**9**9", "\\", "(" * 10**5]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -188,13 +164,11 @@ def test_no_text_breaks_a_built_in_or_takes_more_than_linear_time(text):
         for name in ("answer", "gsm8k", "countdown"):
             assert reward.BUILT_IN[name](completion, row) == 0
         assert reward.format_reward(completion, row) in (0, 1)
-        for answer in (completion, reward.last_formula(completion), "5 " + completion):
-            reward.words_of(reward.readable(answer))
     assert time.process_time() - start < 10  # at most 0.5 s on one core; quadratic takes minutes
 
 
-GOLDS = dict(answer=["", " \n", ["5"], {"a": 5}, None, "<answer>5</answer>", "a</think>5"])
-GOLDS |= dict(gsm8k=["#### 18 or 19", "", "five", math.nan], math=["", "\\boxed{}", ["5"]])
+GOLDS = dict(answer=["", " \n", ["5"], {"a": 5}, "<answer>5</answer>", "a</think>5"])
+GOLDS |= dict(gsm8k=["", "five", math.nan], math=["", "\\boxed{}", ["5"]])
 UNEARNABLE = [(name, {"answer": gold}) for name in GOLDS for gold in GOLDS[name]]
 UNEARNABLE += [("countdown", {"numbers": n, "target": 3}) for n in ([1.5, 2], [-1, 2], "1 2", [])]
 UNEARNABLE += [("countdown", {"numbers": [1, 2], "target": "three"})]
@@ -206,13 +180,12 @@ def test_a_row_that_nothing_can_satisfy_is_refused(name, row):
         pytest.importorskip("math_verify")
     [found] = reward.load_rewards(name)
     with pytest.raises(ValueError):
-        found.check(row)
+        found.check_row(row)
     good = {"answer": "#### 8", "numbers": ["1", 2], "target": "3"}
     found.check_row(good)
     found.check_row(dict.fromkeys(good))  # null: another task's row
-    for bad, why in (({}, "has no column '"), (good | dict(answer=[], numbers=[]), None)):
-        with pytest.raises(ValueError, match=why):
-            found.check_row(bad)
+    with pytest.raises(ValueError, match="has no column '"):
+        found.check_row({})
 
 
 # -- Functions from files
@@ -270,6 +243,7 @@ class Function:
     def __call__(self, completions, answer, **kwargs): return same(completions, answer)
 trl_object = Function()
 def takes_answer(completion, answer): return 1.0
+def neither_form(completion, total, **_): return 1.0
 def one_argument(completion): return 1.0
 trl_hidden = (lambda function: lambda *args, **kwargs: function(*args, **kwargs))(trl)
 constant = 3
@@ -280,7 +254,7 @@ ADDED = dict(prompt_text="", prompt_messages=None, trainer_state=dict(global_ste
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewards")
-    files = dict(neighbour="ZERO = 0", broken="1 / 0", functions=FUNCTIONS)
+    files = dict(neighbour="ZERO = 0", broken="1 / 0", functions=FUNCTIONS, reward="", math="")
     for name, source in (files | dict(exits="import sys\nsys.exit('no\\nGPU')")).items():
         (folder / f"{name}.py").write_text(source)
     return str(folder / "functions.py")
@@ -291,6 +265,8 @@ def call(file):
     def call(name, completions, rows=None, seconds=5):
         [found] = reward.load_rewards(f"{file}:{name}")
         rows = [ADDED | row for row in rows or [{}] * len(completions)]
+        for completion, row in zip(completions, rows, strict=True):
+            row.setdefault("completion_messages", [dict(role="assistant", content=completion)])
         return reward.call_reward(found, completions, rows, seconds)
 
     return call
@@ -302,50 +278,67 @@ def test_load(file):
     found = reward.load_rewards(",".join(specs))
     assert [r.name for r in found] == [spec.split(":")[0].strip() for spec in (*specs[:2], *names)]
     assert [r.weight for r in found] == [1.0, 0.2, -0.1, 1.0, 1.0, 0.0, 1.0, 1.0]
-    assert [r.columns for r in found] == [("answer",), (), (), ("gold",), (), (), (), ()]
+    assert [r.columns for r in found[:4]] == [("answer",), (), (), ("gold",)]
     assert [r.batched for r in found] == [False] * 4 + [True] * 4
     assert reward.load_function(f"{file}:Parsed")("a").text == "a"
 
 
 LOAD_ERRORS = {
-    "gsm9k": "answer, gsm8k, math, format, countdown, overlong, environment",
+    "gsm9k": "'answer', 'gsm8k', 'math', 'format', 'countdown', 'overlong', 'environment'",
     **dict.fromkeys(("gsm8k:nan", "gsm8k:", "gsm8k:a", "", "gsm8k,"), "file.py:function[:weight]"),
     "gsm8k,gsm8k:2": "two rewards are called gsm8k",
-    "missing.py:f": "No such file",
+    "missing.py:f": "No module named 'missing'",
     "FILE:nothing": "nothing",
-    "FILE:constant": "constant: 3 is not a callable",
-    **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), " is no fn(completion, row)"),
+    "FILE:constant": "3 is not a callable",
+    **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), "is no fn(completion, row)"),
+    "FILE:neither_form": "is no fn(completion, row) and no fn(completions, **columns)",
     "FOLDER/broken.py:f": "ZeroDivisionError('division by zero')",
     "FOLDER/exits.py:f": "SystemExit",
-    "math": "math: ",
+    "FOLDER/reward.py:f": "reward.py",  # ours is called so
+    "FOLDER/math.py:f": "math",  # and one of Python's
 }
 
 
 @pytest.mark.parametrize("spec", LOAD_ERRORS)
-def test_load_errors_are_one_line(spec, file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # as if it were not installed
+def test_load_errors_are_one_line(spec, file):
     path = spec.replace("FILE", file).replace("FOLDER", os.path.dirname(file))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         reward.load_rewards(path)
     assert LOAD_ERRORS[spec] in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_gets_its_own_neighbours(tmp_path, monkeypatch):
-    """Even if one is called reward.py, as ours is, or as a neighbour of another file is."""
+def test_a_column_that_trls_form_asks_for_is_found_missing_in_the_data(file):
+    names = "trl trl_keywords trl_everything trl_environments trl_hidden"
+    [*found] = reward.load_rewards(",".join(f"{file}:{name}" for name in names.split()))
+    for one in found[:3]:
+        one.check_row(dict(answer=1))
+        with pytest.raises(TypeError, match="answer"):
+            one.check_row(dict(solution=1))
+    for one in found[3:]:
+        one.check_row({})
+
+
+def test_a_file_is_imported_as_python_does(tmp_path, monkeypatch):
+    """By its name, with its neighbours, once, from whatever path."""
     monkeypatch.chdir(tmp_path)
-    before = list(sys.path)
-    source = "import reward, helpers, types\ndef f(completion, row):\n    import late\n"
-    source += "    return reward.N + helpers.N + late.N"
-    for folder, number in (("a", 1), ("b", 10)):
-        files = dict.fromkeys(("reward", "helpers"), f"N = {number}")
-        files |= dict(mine=source, late="N = 0", types="1 / 0")  # types: of the standard library
-        (tmp_path / folder).mkdir()
-        for name in files:
-            (tmp_path / folder / f"{name}.py").write_text(files[name])
-        function = reward.load_function(f"{folder}/mine.py:f")
-        assert function("", {}) == 2 * number
-        assert reward.load_function(f"{folder}/mine.py:f") is function  # the file ran once
-    assert sys.modules["reward"] is reward and sys.path[: len(before)] == before
+    for folder in ("a", "b", "100%25.dir"):
+        os.mkdir(folder)
+        for name in ("mine", "my-rewards"):
+            source = f"import helpers, types\ndef f(completion, row): return helpers.N, {folder!r}"
+            with open(f"{folder}/{name}.py", "w") as file:
+                file.write(source)
+        with open(f"{folder}/helpers.py", "w") as file:
+            file.write("from email import utils\nN = 1")
+        with open(f"{folder}/utils.py", "w") as file:  # not what a library calls utils
+            file.write("1 / 0")
+    os.symlink("a", "link")
+    function = reward.load_function("a/mine.py:f")
+    assert function("", {}) == (1, "a") and function.__module__ == "mine"
+    for path in ("a/mine.py", f"{tmp_path}/a/mine.py", "link/mine.py", "./b/../a/mine.py"):
+        assert reward.load_function(f"{path}:f") is function
+    assert reward.load_function("100%25.dir/my-rewards.py:f")("", {}) == (1, "100%25.dir")
+    with pytest.raises(ValueError, match="a/mine.py.* same name"):
+        reward.load_function("b/mine.py:f")
 
 
 POOL = """
@@ -361,14 +354,12 @@ def pool(completions, method, **_):
 
 @pytest.mark.parametrize("method", ("fork", "forkserver", "spawn"))
 def test_the_functions_of_a_file_can_go_to_child_processes(tmp_path, method):
-    """Also if a file of another folder has its name, as in the other tests here, or reward.py."""
     (folder := tmp_path / "v1.0").mkdir()
     (folder / "helpers.py").write_text("N = 1\ndef double(text): return 2 * len(text)\n")
-    for file in (folder / "some-pools.py", folder / "reward.py"):  # with the same neighbour
-        file.write_text(POOL)
-        [found] = reward.load_rewards(f"{file}:pool")
-        given = reward.call_reward(found, ["a", "bb"], [ADDED | dict(method=method)] * 2, 60)
-        assert given[:2] == ([3.0, 6.0], {})
+    (folder / "some-pools.py").write_text(POOL)
+    [found] = reward.load_rewards(f"{folder}/some-pools.py:pool")
+    given = reward.call_reward(found, ["a", "bb"], [ADDED | dict(method=method)] * 2, 60)
+    assert given[:2] == ([3.0, 6.0], {})
 
 
 # -- Calling
@@ -476,6 +467,7 @@ def test_trl_own_functions(chat, tmp_path):
     rows = []
     for i in range(5):
         row = {name: columns[name][i] for name in ("solution", "completion_ids")}
+        row["completion_messages"] = columns["completions"][i]
         rows.append(ADDED | row | dict(prompt_messages=columns["prompts"][i] if chat else None))
     logs = dict(trainer_state=None, log_extra=lambda *_: None, log_metric=lambda *_: None)
     for name in names:

@@ -585,11 +585,29 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
     assert math.isnan(samples[1].reward) and math.isnan(samples[3].reward)
 
 
-def test_a_column_of_the_data_wins_over_the_trainers():
+@pytest.mark.parametrize("column", ["completion_ids", "max_completion_length", "prompt_messages"])
+def test_a_column_with_a_name_of_the_trainers_is_refused(column, tmp_path):
+    """It would change what the rewards compute."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+2=", "turns": 3, column: [1]}))
+    with pytest.raises(grpo.ConfigError, match=f"row 1: .*{column}"):
+        small_run(tmp_path / "run", train_data=str(path))
+
+
+def test_no_reward_sees_what_another_does_to_its_row():
+    def spoils(completion, row):
+        row["seen"].append(completion)
+        row["prompt_messages"].clear()
+        return float(len(row["seen"]))
+
     [sample] = random_samples(1, 1)
-    sample.prompt.row = dict(finish_reason="mine")
-    row = grpo.reward_row(sample, fake_run(Config()))
-    assert row["finish_reason"] == "mine" and row["completion_length"] > 0
+    sample.prompt.row = dict(seen=[])
+    sample.prompt.messages = [dict(role="user", content="a")]
+    first = grpo.load_rewards("format")[0]._replace(function=spoils, name="first")
+    rewards = [first, first._replace(name="second")]
+    grpo.score([sample, sample], fake_run(Config(), rewards=rewards))
+    assert sample.rewards == dict(first=1.0, second=1.0)
+    assert sample.prompt.row == dict(seen=[]) and len(sample.prompt.messages) == 1
 
 
 def test_an_eval_leaves_out_what_a_reward_does_not_apply_to(tmp_path):
