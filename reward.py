@@ -1,8 +1,8 @@
 """The built-in reward functions, and how those of your own files are loaded and called.
 
 A reward function is fn(completion: str, row: dict) -> float, or None if it does not apply. `row` is
-the row of the data with what the trainer adds: ADDED, and EPISODE with --environment. TRL's form,
-fn(completions, **columns), works unchanged. Your own functions may be async."""
+the row of the data with what the trainer adds: ADDED, and with --environment IN_EPISODES. TRL's
+form, fn(completions, **columns), works unchanged. Your own functions may be async."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ADDED = "prompt_text prompt_messages completion_ids completion_length max_completion_length".split()
 ADDED += "completion_messages finish_reason trainer_state".split()  # no column may be called so
-EPISODE = "turns replies environments".split()
+IN_EPISODES = "turns replies environments".split()
 OF_TRL = "prompts completions log_metric log_extra".split()  # what TRL's form gets besides
 
 
@@ -157,8 +157,8 @@ class Reward(NamedTuple):
             if column not in row:
                 raise ValueError(f"has no column {column!r}")
         if self.batched:
-            columns = [*row, *ADDED, *EPISODE, *OF_TRL]
-            inspect.signature(self.function).bind(**dict.fromkeys(columns))
+            given = [*row, *ADDED, *IN_EPISODES, *OF_TRL]
+            inspect.signature(self.function).bind(**dict.fromkeys(given))
         elif self.columns and self.function in BUILT_IN.values():
             self.call("", row)
 

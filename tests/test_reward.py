@@ -30,7 +30,7 @@ WRONG = ["<think>42</think>", "<think>42", "<answer>42", "<think>a</think>42<thi
 WRONG += ["the answer is 42", " ".join(map(str, range(100))), "\u0664\u0662", "-42", "1e999999999"]
 ANSWERS = [  # row["answer"], completions that earn it, others
     ("42", RIGHT, WRONG),
-    ("-.5", ["-0.50", "-,.5"], [".5"]),
+    ("-.5", ["-0.50"], [".5"]),
     ("1234", ["1,234", "1234.0"], ["1 234", "234", "1.234"]),
     ("3", ["3"], ["3 1/2", "3\xbd", "3\\frac{1}{2}", "3e6", "3 + 3x", "3 million"]),
     ("blue whale", ["blue whale"], ["Blue whale", "a blue whale"]),
