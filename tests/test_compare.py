@@ -1,22 +1,22 @@
 """extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
 extras/selfcheck.py: what it says if a run fails."""
 
-import itertools
 import json
-import os
 import re
 import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from extras import selfcheck
-from tests.common import HERE, metrics_of, small_run
+from extras import digests, selfcheck
+from grpo import Prompt
+from tests.common import HERE, metrics_of, small_config, small_run
 
 SCRIPT = f"{HERE}/extras/compare.py"
 SCRIPT_OF_A_RUN = """
@@ -182,28 +182,33 @@ def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_pa
 
 def test_a_run_writes_down_what_it_has_read(tmp_path):
     """So that what `reward` and `eval_accuracy` stand for can be told from its config.json."""
-    rows = tmp_path / "rows.jsonl"
+    rows, code, out = tmp_path / "rows.jsonl", tmp_path / "r.py", tmp_path / "out"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    code = tmp_path / "r.py"
     code.write_text("def f(completion, row):\n    return 1.0\n")
-    plain = dict(max_steps=0, reward=f"answer,{code}:f", train_data=str(rows), eval_data=str(rows))
-    found = []
-    for flags in (dict(temperature=0.5), {}, {}, dict(learning_rate=1.0)):
-        if len(found) == 2:
-            code.write_text("def f(completion, row):\n    return 2.0\n")
-        if len(found) == 3:
-            rows.write_text('{"prompt": "1+1=", "answer": "3"}\n')
-        for path in (rows, code):
-            os.utime(path, (1e9, 1e9))  # it was not edited while the run began
-        out = tmp_path / f"out{len(found)}"
-        small_run(out, **(plain | flags))
-        found.append(json.loads((out / "config.json").read_text())["about"])
-    assert len({about["reward_of"] for about in found}) == 4
-    evals = [about["eval_accuracy_of"] for about in found]
+    later = time.time() + 1000
+    flags = dict(max_steps=0, reward=f"answer,{code}:f", train_data=str(rows), eval_data=str(rows))
+    small_run(out, **flags)
+    read = json.loads((out / "config.json").read_text())["about"]
+    assert {str(rows), str(code), f"{HERE}/grpo.py", f"{HERE}/reward.py"} < read["files"].keys()
+
+    def about(step=0, n_rows=1, started=later, **more):
+        prompts = [Prompt(np.arange(1), "", dict(answer="2"), row_number=i) for i in range(n_rows)]
+        run = SimpleNamespace(
+            cfg=small_config(out, **(flags | more)), step=step, identity={"model": 0}
+        )
+        run.train_prompts = run.eval_prompts = prompts
+        return digests.about(run, out, started)
+
+    first, hotter, longer = about(), about(temperature=0.5), about(n_rows=2)
+    assert about(learning_rate=1.0) == first
+    code.write_text("def f(completion, row):\n    return 2.0\n")
+    edited = about()
+    assert len({run["reward_of"] for run in (first, hotter, longer, edited)}) == 4
+    evals = [run["eval_accuracy_of"] for run in (first, hotter, edited, longer)]
     assert evals[0] == evals[1] == evals[2] != evals[3]
-    for path, changes in ((code, [False, True, False]), (rows, [False, False, True])):
-        digests = [about["files"][str(path)] for about in found]
-        assert [a != b for a, b in itertools.pairwise(digests)] == changes
+    assert first["files"][str(code)] != edited["files"][str(code)]
+    for unknown in (about(step=1), about(started=0.0)):  # two versions in one run
+        assert unknown["files"][str(code)] == "edited"
 
 
 def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
