@@ -65,10 +65,11 @@ class Run:
 def check_flags(script, flags):
     """ValueError if the script has a Config, and the Config no such flag."""
     text = Path(script).read_text()
-    for name in re.findall(r"^--(\w+)", "\n".join(flags), re.M):
-        is_ours = name in ("seed", "out_dir", "resume")
-        if is_ours or ("\nclass Config:" in text and f"\n    {name}: " not in text):
-            raise ValueError(f"{script} takes no --{name}; flags of one side: 'mine.py --x 3'")
+    for flag in flags[:1] + [flag for flag in flags if flag.startswith("--")]:
+        name = flag.partition("=")[0].removeprefix("--")
+        is_free = name not in ("seed", "out_dir", "resume") and flag.startswith("--")
+        if not is_free or ("\nclass Config:" in text and f"\n    {name}: " not in text):
+            raise ValueError(f"{script} takes no {flag}; flags of one side: 'mine.py --x 3'")
 
 
 def run_in(folder):

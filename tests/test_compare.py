@@ -297,7 +297,7 @@ def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scr
         config = "class Config:\n    beta: float = 0.0\n" + "    mine: int = 0\n" * (name == "mine")
         Path(f"{name}.py").write_text(f"{SCRIPT_OF_A_RUN.replace('QUALITY', '1')}\n{config}")
     sides = ["--run", "base.py", "mine.py --mine 3"]
-    for arguments in (["--mine", "3"], ["--mine=3"], ["--seed", "3"], ["--out_dir", "x"]):
+    for arguments in (["--mine", "3"], ["--mine=3"], ["--seed", "3"], ["--seeds", "2", "bad.py"]):
         code, out, err = compare(*sides, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
     assert scripts() == []
