@@ -19,7 +19,6 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import shlex
 import sys
 import zlib

@@ -66,6 +66,18 @@ def read_log(out_dir, name: str) -> list[dict]:
     return lines
 
 
+def about(out_dir) -> str:
+    """Which run it is, and when it began."""
+    config = Path(out_dir, "config.json")
+    if not config.exists():
+        return ""
+    date = time.strftime(", %Y-%m-%d %H:%M", time.localtime(config.stat().st_mtime))
+    return (
+        "model {model}, reward {reward}, seed {seed}".format(**json.loads(config.read_text()))
+        + date
+    )
+
+
 def is_number(value) -> bool:
     """Not null, not NaN, and not so large that matplotlib overflows."""
     return isinstance(value, int | float) and abs(value) < 1e100
@@ -105,16 +117,6 @@ def make_panels(lines) -> list[dict]:
         low, high = range_of(curves)
         panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
     return panels
-
-
-def about(out_dir) -> str:
-    """Which run it is."""
-    path = f"{out_dir}/config.json"
-    if not os.path.exists(path):
-        return ""
-    flags = json.loads(Path(path).read_text())
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(path)))
-    return "model {model}, reward {reward}, seed {seed}, ".format(**flags) + date
 
 
 def make_curve(lines, name: str) -> dict:
@@ -219,7 +221,7 @@ def make_group(samples, by_token: bool) -> dict:
     """Samples by reward, those without one last; equal ones are shown once, with their count."""
     entries = {}
     for sample in sorted(samples, key=lambda s: s.get("reward", -math.inf), reverse=True):
-        entry = dict(facts=facts_of(sample), advantage=shown(sample["advantage"]), count=0)
+        entry = dict(facts=facts_of(sample), count=0)
         entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
         entry |= turns_of(sample)
         key = str(entry)
@@ -300,8 +302,8 @@ def write_page(out_dir, steps: dict, step: int) -> str:
     """Writes page.html, which opens at `step` and loads nothing from outside. Returns its path."""
     numbers = sorted(steps)
     size = os.path.getsize(f"{out_dir}/completions.jsonl")
-    shown = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
-    groups = {number: make_groups(steps[number], by_token=True) for number in sorted(shown)}
+    kept = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
+    groups = {number: make_groups(steps[number], by_token=True) for number in sorted(kept)}
     panels = make_panels(read_log(out_dir, "metrics.jsonl"))
     data = dict(name=str(out_dir), about=about(out_dir), n_steps=len(steps), step=step)
     text = json.dumps(data | dict(groups=groups, panels=panels))
