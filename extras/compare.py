@@ -153,13 +153,13 @@ def mean_and_error(values):
     return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}"
 
 
-def report(sides, n_made, metric):
+def report(sides, n_made, wanted):
     """Prints numbers and the test. n_made: so many runs a side were to be made; 0: none. Returns
     whether a run is missing or incomplete."""
     runs = sum(sides.values(), [])
     for side in sides.values():
         check_side(side)
-    metric = metric or metric_to_test(runs)
+    metric = wanted or metric_to_test(runs)
     last = min([run.last for run in runs], default=0)
     for run in runs:  # all numbers are of the same steps
         run.log = [line for line in run.log if line["step"] <= last]
@@ -184,6 +184,8 @@ def report(sides, n_made, metric):
             if at:
                 columns = curves.T[0], curves.T[-1], curves.max(1), curves.mean(1)
                 print(row.ljust(24), *[COLUMN(mean_and_error(values)) for values in columns])
+    if metric == "eval_accuracy" != wanted:
+        print("the sides' rewards are not the same quantity")
     print(f"tested: the mean {metric} of {n} steps, up to step {steps[-1]}")
     base, *others = tested
     for other in others:
