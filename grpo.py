@@ -26,12 +26,13 @@ of 10 tokens would count ten times as much as a token of one of 100. And if you 
 into several batches and take a mean in each (a usual mistake of gradient accumulation), tokens in
 small batches weigh more. To know n_tokens, the file samples all groups before the first backward.
 
-Why it works: over the model's own samples, the average of (reward - baseline) * grad log p is the
-gradient of the expected reward (the policy gradient: REINFORCE, Williams 1992). A baseline that
-does not depend on the sample changes nothing on average, since grad log p averages to 0, and it
-lowers the noise. The mean of the other answers is one, and the mean of the group is the same up to
-a factor (G - 1) / G. To divide by the standard deviation is a choice, by which groups of small
-differences teach as much as others.
+Why it works: the expected reward is the sum over all answers of p * reward, and grad p is
+p * grad log p. So its gradient is the mean of reward * grad log p over the model's own samples (the
+policy gradient: REINFORCE, Williams 1992). Probabilities add up to 1, so grad log p has the mean 0:
+a baseline that does not depend on the answer may be subtracted from its reward, and lowers the
+noise. The mean of the other answers is one, and reward - mean of the group is reward - mean of the
+others, times (G - 1) / G for a group of G. The division by the standard deviation is a choice, by
+which groups of small differences teach as much as others.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
@@ -219,7 +220,7 @@ def training_loop(run: Run) -> None:
             add_logps("ref_logps", run.reference, samples, cfg)
         run.record_time("logps")
 
-        # How much better is each completion than its group? Then the optimizer follows.
+        # How much better is each completion than its group? Then the optimizer step, or several.
         assign_advantages(samples, cfg, run.state)
         metrics = update(run.policy, run.ddp, run.optimizer, samples, step, cfg)
         run.record_time("update")
@@ -232,11 +233,11 @@ def training_loop(run: Run) -> None:
 
 
 def rollout(
-    run: Run, prompts: list[Prompt], stream: int, step: int, n: int, temperature: float
+    run: Run, prompts: list[Prompt], stream: int, step: int, G: int, temperature: float
 ) -> list[Sample]:
-    """n scored samples of each prompt, group after group. Rank r samples for the prompts r,
+    """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers."""
-    asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(n)]
+    asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
     # Each sample has a seed of its own, so that no other sample has a say in what is drawn for it.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
@@ -289,7 +290,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)  # the mean of three 0.1 is not 0.1
+    advantages = zero_where_nan_or_rounding(advantages, grouped)  # equal rewards: exactly 0
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
@@ -383,8 +384,9 @@ def grpo_loss(
         losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))  # A is the advantage
         loss = (losses * weights).sum()  # a weight is 1 / n_tokens
 
-    All else is options. It is a SUM, and n_tokens counts the WHOLE optimizer step: so the losses of
-    all micro-batches and ranks add up to the loss of the step.
+    Two more: a factor of about 1 (sampler_weights), and with --beta the KL. All else is options.
+    It is a SUM, and n_tokens counts the WHOLE optimizer step. So the losses of all micro-batches
+    and ranks add up to the loss of the step.
     """
     ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # an option: one ratio for the whole completion
@@ -399,9 +401,9 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Importance weights for tokens that vLLM drew, p_trainer / p_sampler: about 1, no gradient.
+    # The sampler's probabilities differ a little from the trainer's, most with vLLM: reweight.
     losses = losses * sampler_weights(old_logps, sampler_logps, cfg)
-    if ref_logps is not None and cfg.kl_in == "loss":  # an option: a KL term
+    if ref_logps is not None and cfg.kl_in == "loss":  # --beta > 0, as in the bundled task
         losses = losses + cfg.beta * kl_estimate(logps, ref_logps, old_logps, cfg.kl_estimator)
 
     loss = (losses * weights).sum()
@@ -438,17 +440,18 @@ def weigh(minibatch: list[Sample], cfg: Config) -> None:
 
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. (Samples
-    without a gradient, as those of equal rewards, get no pass.) Returns sums for the log, over all
+    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Samples
+    without a gradient, as those of equal rewards, get no pass. Returns sums for the log, over all
     ranks."""
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
-    for batch, sync_context in batches_of_rank(policy, ddp, minibatch, cfg):
+    for micro_batch, sync_context in micro_batches_of_rank(policy, ddp, minibatch, cfg):
+        batch = collate(micro_batch, policy.model.device, policy.one_row)
         with sync_context:  # the ranks exchange gradients in the last backward only
             with autocast(cfg, policy.model.device):
                 logps, entropy = ddp(batch)  # [n] both
-            # By default old_logps are these same logps, detached: the ratio has the value 1, and
-            # the gradient of logps.
+            # In the first optimizer step old_logps are these logps as constants. The ratio is
+            # then 1, and its gradient is that of logps.
             old_logps = batch.get("old_logps", logps.detach())
             loss, stats = grpo_loss(
                 logps,
@@ -489,14 +492,14 @@ def update(
     sums = Counter()
     norms = []
     taken = 0
-    first = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # minibatches of earlier rollouts
+    steps_before = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of earlier rollouts
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
-        learning_rate = learning_rate_at(first + number, cfg)
+        learning_rate = learning_rate_at(steps_before + number, cfg)
         for parameters in optimizer.param_groups:
             parameters["lr"] = learning_rate
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if number == 0:  # No weight has changed: the sampler must agree, or the run ends here.
+        if number == 0:  # The weights are those that sampled: both log-probabilities must agree.
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
@@ -660,7 +663,7 @@ def packed_row(samples: list[Sample], device: torch.device) -> dict:
         read = np.append(prompts[key][-1], places[:-1])  # a token is predicted one place earlier
         row["read"].append(read[s.sampled])
     row["texts"] = Texts(row["ids"], row.pop("seen"), device)
-    return row
+    return dict(row)
 
 
 class Texts:
@@ -819,10 +822,10 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
         setattr(samples[place], name, row)
 
 
-def batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
+def micro_batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
     """Yields this rank's micro-batches, and the context of their passes: DDP's no_sync, but for the
     last. All ranks get equally many, because DDP needs a backward of every rank: if nothing is left
-    for a rank in the last round, it gets another rank's, in which nothing was sampled.
+    for a rank in the last round, it gets another rank's, with `sampled` all False, so that n is 0.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
     needed = [s for s in minibatch if has_gradient(s, cfg)]
@@ -837,7 +840,7 @@ def batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
         sync = contextlib.nullcontext()
         if WORLD_SIZE > 1 and start + WORLD_SIZE < len(batches):
             sync = ddp.no_sync()
-        yield collate(samples, policy.model.device, policy.one_row), sync
+        yield samples, sync
 
 
 # -- Which optimizer steps are taken, and how large

@@ -113,12 +113,13 @@ def parts_of(completion, row):
     The answer is "" if a tag is not closed."""
     if row.get("prompt_text", "").rstrip().endswith("<think>"):  # by the chat template
         completion = "<think>" + completion
-    thought, _, answer = completion.rpartition("</think>")
-    inside, closed, after = answer.rpartition("</answer>")
-    if "<think>" in answer or "<answer>" in after:
+    thought, _, rest = completion.rpartition("</think>")
+    answer = rest
+    before, closed, after = rest.rpartition("</answer>")
+    if closed:
+        answer = before.rpartition("<answer>")[2]  # the last pair of tags
+    if "<think>" in rest or "<answer>" in after:  # a tag is still open
         answer = ""
-    elif closed:
-        answer = inside.rpartition("<answer>")[2]
     return thought.strip(), answer.strip()
 
 
