@@ -151,7 +151,7 @@ def test_gradient(kind, tmp_path):
         assert np.abs(s.old_logps - s.sampler_logps).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", with_slow(["GPT2", "Qwen3", "GptOss", "Qwen3_5Text"]))
+@pytest.mark.parametrize("kind", with_slow(["Llama", "Lfm2", "GPT2", "GptOss", "Qwen3_5Text"]))
 def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
     model = load(kind, tmp_path, dataclasses.replace(CONFIG, gradient_checkpointing=True))
     lora.add_adapters(model, {}, Config(lora_rank=2))
@@ -162,8 +162,8 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
     plain = copy.deepcopy(model)
     plain.gradient_checkpointing_disable()
     calls = []
-    layers = [m for m in model.modules() if isinstance(m, grpo.GradientCheckpointingLayer)]
-    next(layers[0].children()).register_forward_hook(lambda *_: calls.append("layer"))
+    layer = next(m for m in model.modules() if isinstance(m, grpo.GradientCheckpointingLayer))
+    next(layer.children()).register_forward_hook(lambda *_: calls.append("layer"))
     samples = make_samples()
     policy = choose(model, samples)
     policy.register_forward_hook(lambda *_: calls.append("pass"))
