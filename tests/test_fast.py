@@ -67,9 +67,7 @@ KINDS = PACKED | ALONE
 OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
 CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
 CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
-FEW = (
-    "Llama Phi OPT Gemma3Text GptOss FalconH1 Mamba Lfm2 Qwen3_5Text".split()
-)  # the others are slow
+FEW = "Llama OPT Gemma3Text FalconH1 Mamba Lfm2".split()  # the others are slow
 CANNOT_SAMPLE = ("Rwkv", "xLSTM", "RecurrentGemma")
 
 
@@ -133,9 +131,11 @@ def test_gradient(kind, tmp_path):
         policy = choose(model, samples)
         assert policy.one_row == (kind in PACKED)
         assert isinstance(policy, fast.FastPolicy) == (kind not in OWN_HEAD)
-        for one in (policy, Policy(model, 0.8, policy.one_row)):
-            grad, _ = update_gradient(CONFIG, samples, policy=one)
-            assert relative(grad, expected) < 1e-6
+        grad, _ = update_gradient(CONFIG, samples, policy=policy)
+        assert relative(grad, expected) < 1e-6
+    own_head = Policy(model, 0.8, policy.one_row)
+    grad, _ = update_gradient(CONFIG, samples, policy=own_head)
+    assert relative(grad, expected) < 1e-6
 
     model = model.float()
     policy = choose(model, samples)
