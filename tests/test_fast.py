@@ -151,8 +151,9 @@ def test_gradient(kind, tmp_path):
         assert np.abs(s.old_logps - s.sampler_logps).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", with_slow(["Llama", "Lfm2", "GPT2", "GptOss", "Qwen3_5Text"]))
+@pytest.mark.parametrize("kind", with_slow(["OPT", "Lfm2", "GPT2", "GptOss", "Qwen3_5Text"]))
 def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
+    """Which needs the training mode, but not its dropout."""
     model = load(kind, tmp_path, dataclasses.replace(CONFIG, gradient_checkpointing=True))
     lora.add_adapters(model, {}, Config(lora_rank=2))
     scale_weights(model, 8)
@@ -192,17 +193,6 @@ def test_the_picture_of_a_row():
     assert "".join(map(chr, batch["targets"])) == "xy.z.w."
     assert batch["read"].tolist() == [2, 3, 4, 2, 6, 9, 10]
     assert batch["lengths"] == [3, 2, 2]
-
-
-def test_memory_that_runs_out_is_no_reason_for_another_layout(tmp_path):
-    model = load("Llama", tmp_path)
-
-    def fails(*_):
-        raise torch.OutOfMemoryError("too large")
-
-    model.register_forward_pre_hook(fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        choose(model, make_samples())
 
 
 @pytest.mark.slow
