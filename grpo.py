@@ -694,10 +694,11 @@ def packed_attention(
     key = key[texts.seen]
     value = value[texts.seen]
     options = dict(scale=scaling, enable_gqa=True)
+    window = sliding_window or getattr(module, "sliding_window", None)  # Qwen2-MoE does not pass it
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
         options |= dict(max_q=max(texts.lengths), max_k=max(texts.seen_lengths))
-        options["window_size"] = ((sliding_window or 0) - 1, 0)  # -1: all before the token
+        options["window_size"] = ((window or 0) - 1, 0)  # -1: all before the token
         return varlen_attn(query, key, value, *texts.ends, **options)[None], None
     queries = query.split(texts.lengths)
     keys = key.split(texts.seen_lengths)
@@ -707,8 +708,8 @@ def packed_attention(
         before = len(k) - len(q)  # tokens of the prompt
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
         mask = mask.tril(before)
-        if sliding_window:
-            mask = mask.triu(before + 1 - sliding_window)
+        if window:
+            mask = mask.triu(before + 1 - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, units]
         out.append(nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)[0])
     return torch.cat(out, 1).transpose(0, 1)[None], None
