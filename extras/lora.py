@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
     """Those of the checkpoint, or fresh ones, which change nothing yet."""
-    has_experts = any(p.dim() == 3 for p in model.parameters())
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
     targets = []
     for name, module in model.named_modules():
         is_head = module is model.get_output_embeddings()
