@@ -2073,7 +2073,8 @@ class Run:
         if cfg.lora_rank > 0:
             from extras import lora
 
-            lora.add_adapters(model, checkpoint, cfg)
+            with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
+                lora.add_adapters(model, checkpoint, cfg)
         elif checkpoint:
             model = load_model("model", checkpoint["path"], cfg, device)
         self.longest = check_sizes("model", model, prompts, cfg)
