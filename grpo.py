@@ -106,6 +106,7 @@ import time
 import typing
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -1218,7 +1219,8 @@ def join_ranks(cfg: Config) -> torch.device:
     if "RANK" in os.environ:
         why = "torchrun sets RANK and more; here only a part is set"
         with mistakes_in(why, (ValueError, RuntimeError)):
-            dist.init_process_group(backend)
+            # No limit: a save of rank 0, or the rewards of one rank, may take an hour.
+            dist.init_process_group(backend, timeout=timedelta(days=365))
     return device
 
 
