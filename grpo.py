@@ -1793,6 +1793,8 @@ class VLLMSampler:
             generation_config="vllm",  # not the model's own, which may hold top-p
             logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
             load_format="dummy",  # load_weights brings them
+            # transformers ties no head that differs from the embeddings, whatever the config says
+            hf_overrides=dict(tie_word_embeddings=len(model.all_tied_weights_keys) > 0),
         )
         if self.on_cuda:
             options["gpu_memory_utilization"] = cfg.vllm_gpu_memory_utilization
