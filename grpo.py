@@ -1875,6 +1875,8 @@ def fill_with_nan(engine_model) -> None:
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
     if cfg.rollout == "hf":
         return HFSampler(model, stop_ids, cfg)
+    why = "vLLM takes 0.01 to 2; --rollout hf takes any"
+    require(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
     print_rank_0("vLLM starts, which takes a minute or more")
     with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
         return VLLMSampler(model, stop_ids, longest, cfg)
