@@ -1299,7 +1299,9 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
 def check_row(row, rewards: list[Reward]) -> None:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
-    json.dumps(row, default=str, allow_nan=False)  # for the log
+    for column, value in row.items():
+        with mistakes_in(f"column {column!r}"):
+            json.dumps({column: value}, default=str, allow_nan=False)  # for the log
     for column in ADDED:
         if column in row:
             raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
