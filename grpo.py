@@ -1721,10 +1721,13 @@ class HFSampler:
         ids = padded(prompts, side="left").to(device)  # [N, P]
         mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
         has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
+        takes = inspect.signature(self.model.forward).parameters
         cache_name = "past_key_values"
-        if "cache_params" in inspect.signature(self.model.forward).parameters:
+        if "cache_params" in takes:
             cache_name = "cache_params"  # a pure Mamba, which takes the mask of the new ids only
-        cache = None
+        options = {"use_cache": True, cache_name: None}
+        if "logits_to_keep" in takes:
+            options["logits_to_keep"] = 1  # those of all tokens of the prompts can fill a GPU
         tokens = []
         logps = []
         self.model.eval()
@@ -1738,10 +1741,9 @@ class HFSampler:
                     ids,
                     attention_mask=known,
                     position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
-                    use_cache=True,
-                    **{cache_name: cache},
+                    **options,
                 )
-                cache = out[cache_name]
+                options[cache_name] = out[cache_name]
                 logits = out.logits[:, -1]  # [N, V], of the next token
                 ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
                 tokens.append(ids)
