@@ -5,6 +5,7 @@ import ctypes
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,10 +49,13 @@ def in_a_process(function, *args, module="test_vllm"):
 
 
 def gap_after_pushes(kind, tied, folder):
-    """The largest gap to the policy after three pushes: these weights, others, these again."""
+    """The largest gap to the policy after three pushes: these weights, others, these again. The
+    config says tied even where the head is not."""
     options = dict(tie_word_embeddings=tied == "True", vocab_size=64)
     first = tiny_model(kind, **options)
     first.save_pretrained(folder)
+    config = json.loads(Path(folder, "config.json").read_text())
+    Path(folder, "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=True)))
     cfg = Config(model=folder, dtype="float32", max_completion_length=16)
     sampler = grpo.VLLMSampler(first, [1], 80, cfg)
     prompts = [np.arange(5, 5 + n) for n in (3, 40, 40, 7)]
@@ -86,7 +90,7 @@ def needs_vllm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("gemma2", True)])
 def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
     needs_vllm()
     assert in_a_process("gap_after_pushes", kind, tied, tmp_path) < 1e-4
@@ -201,6 +205,9 @@ def test_an_engine_that_does_not_start_is_one_line(tmp_path, monkeypatch, capfd)
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "--rollout" in error and "no memory" in error and "hf" in error
+    for temperature in (3.0, 0.003):  # vLLM raises an error, and takes 0.01
+        with pytest.raises(grpo.ConfigError, match="--temperature"):
+            grpo.make_sampler(None, [1], 9, Config(rollout="vllm", temperature=temperature))
 
 
 class Engine:
