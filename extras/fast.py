@@ -1,26 +1,28 @@
 """A faster head for large vocabularies. grpo.py takes it if this file is there and the numbers are
 those of the model's own head.
 
-It makes the logits of some tokens at a time (tiles), and keeps or makes them again for backward.
+It makes the logits of some words at a time (a tile), and keeps or makes them again for backward.
 
-Shapes: n sampled tokens, H hidden units, V tokens in the vocabulary, v tokens of a tile.
+Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of a tile.
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import nn
 
-TILE = dict(cpu=2**22, cuda=2**28)  # logits; on a CPU they should fit in the cache
-KEPT = dict(cpu=2**26, cuda=2**30)  # logits that forward keeps, so that backward need not make them
+TILE = 2**22  # logits on a CPU, where they should fit in the cache
+KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
+WORDS = 2**14  # of a tile on a GPU
 
 
 class HeadLogps(torch.autograd.Function):
     """hidden [n, H], weight [V, H], targets [n], temperature -> logps [n], entropy [n].
 
     With the logits z, their probabilities p, and log Z = log sum exp z over the vocabulary:
-    log p(target) = z(target) - log Z, and the entropy is log Z - sum p z. Forward needs one tile of
-    z at a time; backward overwrites it with its gradient, 1 - p at the target and -p elsewhere."""
+    log p(target) = z(target) - log Z, and the entropy is log Z - sum p z. The gradient of
+    log p(target) by z is 1 - p at the target and -p elsewhere."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature: float):
@@ -29,63 +31,91 @@ class HeadLogps(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         ctx.temperature = temperature
-        ctx.kept = {}  # first token of a tile -> its logits
+        ctx.kept = {}  # first word of a tile: its product
         log_zs = []
         means = []
         of_targets = 0
         with torch.autocast(device, enabled=False):
-            for tokens, z in tiles(ctx, hidden, weight):
-                log_zs.append(z.logsumexp(-1))  # [n]
-                means.append((z.softmax(-1) * z).sum(-1))  # [n]
-                column, inside = columns_of(targets, tokens)  # [n, 1]
-                of_targets += z.gather(-1, column).where(inside, 0)
-                if tokens.stop * len(hidden) <= KEPT[device]:
-                    ctx.kept[tokens.start] = z
+            for words, _, z in tiles(ctx, hidden, weight):
+                log_z, mean = fused(sums, z)(z, temperature)  # [n] both
+                log_zs.append(log_z)
+                means.append(mean)
+                column, inside = columns_of(targets, words)  # [n, 1]
+                of_targets += z.gather(-1, column).where(inside, 0).to(log_z.dtype)
+                if words.stop * len(hidden) <= KEPT[device]:
+                    ctx.kept[words.start] = z
         log_zs = torch.stack(log_zs)  # [tiles, n]
         log_z = log_zs.logsumexp(0)  # [n]
-        p = log_zs.softmax(0)  # [tiles, n], the probability that the token is in the tile
+        p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
         entropy = log_z - (p * torch.stack(means)).sum(0)  # [n]
-        ctx.save_for_backward(hidden, weight, targets, log_z)
+        logps = of_targets[:, 0] / temperature - log_z
+        ctx.save_for_backward(hidden, weight, targets, log_z, logps)
         ctx.mark_non_differentiable(entropy)
-        return of_targets[:, 0] - log_z, entropy
+        return logps, entropy
 
     @staticmethod
     def backward(ctx, grad_logps, _):
-        hidden, weight, targets, log_z = ctx.saved_tensors
-        grad = grad_logps[:, None] / ctx.temperature  # [n, 1]
+        hidden, weight, targets, log_z, logps = ctx.saved_tensors
+        grad = grad_logps / ctx.temperature  # [n]
+        at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with adapters
-            grad_weight = torch.zeros_like(weight)  # [V, H]
-        for tokens, z in tiles(ctx, hidden, weight):
-            grad_z = z.sub_(log_z[:, None]).exp_().mul_(-grad)  # in the memory of z
-            column, inside = columns_of(targets, tokens)  # [n, 1]
-            grad_z.scatter_add_(-1, column, grad.where(inside, 0))
-            grad_z = grad_z.to(hidden.dtype)
-            grad_hidden += grad_z @ weight[tokens].to(hidden.dtype)
+            grad_weight = torch.empty_like(weight)  # [V, H]
+        for words, tile_weight, z in tiles(ctx, hidden, weight):
+            grad_z = fused(gradient, z)(z, log_z, grad, ctx.temperature)  # [n, v]
+            column, inside = columns_of(targets, words)
+            here = at_target[:, None].where(inside, grad_z.gather(-1, column))
+            grad_z.scatter_(-1, column, here)
+            grad_hidden += grad_z @ tile_weight
             if grad_weight is not None:
-                grad_weight[tokens] = grad_z.T @ hidden
+                grad_weight[words] = grad_z.T @ hidden
         return grad_hidden, grad_weight, None, None
 
 
 def tiles(ctx, hidden, weight):
-    """The tokens of each tile, and their logits [n, v], at least in float32."""
-    width = 64 * (1 + TILE[hidden.device.type] // (64 * (1 + len(hidden))))  # rows stay aligned
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    """The words of each tile, their weights [v, H], and hidden times these [n, v]: the logits
+    before the temperature. v is a multiple of 64, so that rows stay aligned."""
+    width = WORDS
+    if hidden.device.type == "cpu":
+        width = 64 * (1 + TILE // (64 * (1 + len(hidden))))
     for start in range(0, len(weight), width):
-        tokens = slice(start, start + width)
+        words = slice(start, start + width)
+        tile_weight = weight[words].to(hidden.dtype)
         z = ctx.kept.pop(start, None)
         if z is None:
-            tile_weight = weight[tokens].to(hidden.dtype)  # [v, H]
-            z = (hidden @ tile_weight.T).to(wide) / ctx.temperature
-        yield tokens, z
+            z = hidden @ tile_weight.T
+        yield words, tile_weight, z
 
 
-def columns_of(targets, tokens: slice):
+def columns_of(targets, words: slice):
     """The column of each target in the tile, and whether the tile has it: [n, 1] each."""
-    column = targets[:, None] - tokens.start
-    inside = (column >= 0) & (column < tokens.stop - tokens.start)
+    column = targets[:, None] - words.start
+    inside = (column >= 0) & (column < words.stop - words.start)
     return column.where(inside, 0), inside
+
+
+def sums(z, temperature: float):
+    """log Z and sum p z of a tile, [n] both."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32)) / temperature
+    return z.logsumexp(-1), (z.softmax(-1) * z).sum(-1)
+
+
+def gradient(z, log_z, grad, temperature: float):
+    """By z, except at the target."""
+    p = (z.to(log_z.dtype) / temperature).sub_(log_z[:, None]).exp_()
+    return p.mul_(-grad[:, None]).to(z.dtype)
+
+
+compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
+
+
+def fused(function, z):
+    """On a GPU compiled: one pass over z instead of one for each operation."""
+    if not z.is_cuda:
+        return function
+    torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
+    return compiled(function)
 
 
 class FastPolicy(nn.Module):
