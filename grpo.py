@@ -1058,7 +1058,7 @@ class Config:
     max_steps: int = 100  # steps, each a rollout and its update
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # extras/fast.py where it is faster, and if it is there
-    compile: bool = False  # torch.compile each layer: minutes at the start, faster steps
+    compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda, if it wins back 25 s
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # for matrix products
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda, else cpu
     seed: int = 0  # every random number is a function of the seed and the step
@@ -1517,58 +1517,112 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
     if rollout == "auto":
         has_vllm = importlib.util.find_spec("vllm") is not None
         rollout = "vllm" if has_vllm and not is_small and dtype != "float64" else "hf"
-    tokens = cfg.micro_batch_tokens
-    if tokens == 0:
-        tokens = tokens_that_fit(model, device) if device.type == "cuda" else 2048
-        tokens = min(gather([tokens]))  # the same on all ranks
+    compile = cfg.compile
+    if compile == "auto":
+        # Compiled layers won 8e-15 s for each token and parameter on an H200.
+        tokens = cfg.num_prompts * cfg.num_generations * cfg.max_completion_length / WORLD_SIZE
+        seconds = 8e-15 * tokens * model.num_parameters() * cfg.max_steps
+        compile = "on" if device.type == "cuda" and seconds > 25 else "off"
     fast = cfg.fast and not is_small and os.path.exists(f"{HERE}/extras/fast.py")
-    return replace(cfg, dtype=dtype, rollout=rollout, micro_batch_tokens=tokens, fast=fast)
-
-
-def tokens_that_fit(model, device: torch.device) -> int:
-    """A micro-batch that should fit the free memory of a GPU. Estimates, in bytes: gradients and
-    Adam's moments of a parameter 12; of a token, logits and what the layers keep for backward."""
-    text = model.config.get_text_config()
-    learning = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    of_a_token = 16 * text.vocab_size + 80 * text.hidden_size * text.num_hidden_layers
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(min(16384, max(256, 0.8 * (free - learning) / of_a_token)))
+    return replace(cfg, dtype=dtype, rollout=rollout, compile=compile, fast=fast)
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
-    """The policy in the fastest form with the right numbers: texts in one row or in rows of their
-    own, with the head of extras/fast.py or the model's. A few made-up samples decide."""
-    samples = []
-    for group, prompt in enumerate(prompts[:2]):
-        for length in (1, 5, min(32, cfg.max_completion_length)):
-            ids = np.resize(prompt.ids, length)
-            samples.append(Sample(group, prompt, ids, np.zeros(length)))
-    policy = Policy(model, cfg.temperature)
+    """The policy in a form with the right numbers: texts in one row or in rows of their own, with
+    the head of extras/fast.py or the model's. On a CPU the first of these, on a GPU the fastest."""
     alone = Policy(model, cfg.temperature, one_row=False)
-    why = why_not(policy, samples, alone, cfg)
-    if why:
-        print_rank_0(f"{model.name_or_path}: a row for each text, because in one {why}")
-        policy = alone
+    policies = {"one row": Policy(model, cfg.temperature), "a row for each text": alone}
     if cfg.fast:
         from extras import fast
 
-        faster = fast.FastPolicy(policy, hidden_of)
-        why = why_not(faster, samples, policy, cfg)
-        if not why:
-            return faster
-        print_rank_0(f"{model.name_or_path}: its own head, because with that of fast.py {why}")
-    return policy
+        plain = list(policies.items())
+        policies = {f"{name}, fast.py": fast.FastPolicy(p, hidden_of) for name, p in plain}
+        policies |= plain
+    samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
+    with torch.no_grad():
+        logps = [alone(collate([s], model.device, one_row=False))[0] for s in samples]
+    times = {}
+    for name, policy in policies.items():
+        why = "" if policy is alone else why_not(policy, samples, torch.cat(logps), cfg)
+        if why:
+            print_rank_0(f"{model.name_or_path}: not {name}, because {why}")
+        elif model.device.type == "cpu":
+            return policy
+        else:
+            seconds = math.inf
+            with contextlib.suppress(torch.OutOfMemoryError):
+                for _ in range(2):  # the first one warms up
+                    _, seconds = trial(policy, prompts, cfg.micro_batch_tokens or 8192, cfg)
+            times[name] = sum(gather([round(seconds, 4)]))
+    model.zero_grad()
+    print_rank_0(f"{model.name_or_path}: seconds of {times}")
+    return policies[min(times, key=times.get)]
+
+
+def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
+    """For each prompt completions of these lengths."""
+    samples = []
+    for group, prompt in enumerate(prompts):
+        for length in lengths:
+            ids = np.resize(prompt.ids, length)
+            samples.append(Sample(group, prompt, ids, np.zeros(length)))
+    return samples
+
+
+def trial(policy, prompts: list[Prompt], tokens: int, cfg: Config) -> tuple:
+    """The gradient of a made-up micro-batch of about so many tokens: their number, and seconds."""
+    length = min(tokens, 512, cfg.max_completion_length)
+    samples = made_up(prompts[:1], [length] * (tokens // length))
+    started = clock()
+    with autocast(cfg, policy.model.device):
+        logps, _ = policy(collate(samples, policy.model.device, policy.one_row))
+    if logps.requires_grad:  # not a reference's
+        logps.sum().backward()
+    return row_tokens(samples, policy.one_row), clock() - started
+
+
+def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
+    """Compiles the layers, if they can be, and finds the micro-batch that fits a GPU's memory."""
+    if cfg.compile == "on":
+        layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer.compile(dynamic=True)
+        try:
+            trial(policy, prompts, 512, cfg)
+        except Exception as error:  # no C compiler, or code that torch cannot take
+            print_rank_0(f"--compile: the layers are not compiled: {one_line(error)}")
+            cfg = replace(cfg, compile="off")
+            for layer in layers:
+                del layer._compiled_call_impl
+    tokens = cfg.micro_batch_tokens or 2048
+    if cfg.micro_batch_tokens == 0 and policy.model.device.type == "cuda":
+        trial(policy, prompts, 512, cfg)  # makes the gradients
+        taken = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        tokens, _ = trial(policy, prompts, 2048, cfg)
+        of_a_token = (torch.cuda.max_memory_allocated() - taken) / tokens
+        free, _ = torch.cuda.mem_get_info()
+        moments = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        left = free + torch.cuda.memory_reserved() - taken - moments
+        tokens = int(min(65536, max(256, 0.8 * left / of_a_token)))
+    policy.zero_grad()
+    return replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
+
+
+def clock() -> float:
+    """Seconds, once the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @torch.no_grad()
-def why_not(policy, samples: list[Sample], plain, cfg: Config) -> str:
-    """Why a policy cannot take the place of the plain one, which gets one sample at a time; empty
-    if the log-probabilities are the same, up to rounding."""
-    device = plain.model.device
+def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
+    """Why a policy is wrong; empty if its log-probabilities are those expected, of one sample at a
+    time in float32, up to rounding."""
+    device = policy.model.device
     try:
         batch = collate(samples, device, policy.one_row)
-        expected = [plain(collate([s], device, plain.one_row))[0] for s in samples]
-        expected = torch.cat(expected)  # [n], in float32
         off = (policy(batch)[0] - expected).abs().max().item()
         with autocast(cfg, device):
             rounded = (policy(batch)[0] - expected).abs().mean().item()
@@ -2088,10 +2142,11 @@ class Run:
         elif checkpoint:
             model = load_model("model", checkpoint["path"], cfg, device)
         self.longest = check_sizes("model", model, prompts, cfg)
-        self.cfg = cfg = resolve(cfg, model, device)
+        cfg = resolve(cfg, model, device)
         self.model = model
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
+        self.cfg = cfg = fit(self.policy, prompts, cfg)
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         model.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
         if environment is not None:
@@ -2123,12 +2178,6 @@ class Run:
             from extras import lora
 
             lora.halve_frozen(model)
-        if cfg.compile:
-            with mistakes_in("--compile"):
-                torch.compile(lambda x: x + 1)(torch.ones(1))  # is there a C compiler?
-            for module in model.modules():
-                if isinstance(module, GradientCheckpointingLayer):
-                    module.compile(dynamic=True)
         self.sampler = make_sampler(model, self.stop_ids, self.longest, cfg)
         cleanup.callback(self.sampler.close)
         self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
@@ -2208,10 +2257,8 @@ class Run:
         self.must_not_save = False
 
     def record_time(self, phase: str) -> None:
-        """Seconds since the last phase ended, once the GPU has done what it was given."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
+        """Seconds since the last phase ended."""
+        now = clock()
         self.times[f"time_{phase}"] = now - self.phase_started
         self.phase_started = now
 
