@@ -256,7 +256,9 @@ def rollout(
         samples.append(s)
     if run.player is not None:  # an option, --environment: the turns after the first
         run.player.play(samples, seeds, run.sampler.generate, temperature)
+    started = time.perf_counter()
     score(samples, run)
+    run.times["time_reward"] = time.perf_counter() - started
     return sorted(gather(samples), key=lambda s: s.group)
 
 
@@ -2304,6 +2306,7 @@ class Run:
 
     def log_step(self, samples: list[Sample], metrics: dict) -> None:
         cfg = self.cfg
+        self.times["time_rollout"] -= self.times["time_reward"]  # which was in it
         metrics = dict(step=self.step) | metrics | sample_metrics(samples) | self.times
         if self.player is not None:
             metrics |= self.player.metrics(samples)
@@ -2335,6 +2338,8 @@ class Run:
             print_rank_0("cut-off completions earn nothing: see --max_completion_length")
         if self.step == 1:
             show(samples[0])
+            if torch.cuda.is_available():
+                print_rank_0(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
             if all(s.failure or math.isnan(s.reward) for s in samples):
                 raise TrainingError("no sample of the first step has a reward")
         self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0

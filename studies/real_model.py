@@ -42,7 +42,7 @@ PANELS = {  # metric: y label
 FLAGS = (
     "--beta 0 --rollout vllm --micro_batch_tokens 4096 --num_prompts 16 "
     "--num_generations 8 --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear "
-    "--compile --eval_every 10 --save_every 0"
+    "--compile on --eval_every 10 --save_every 0"
 )
 TASKS = {  # functions of sample_data/gym.py
     "sums": "sums of one-digit numbers",

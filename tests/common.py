@@ -275,5 +275,5 @@ def main(*args):
 
 def fake_run(cfg, **parts):
     """What functions that take a Run need of it, without a set-up."""
-    parts = dict(player=None, rewards=[], reference=None, step=0, train_prompts=[None]) | parts
-    return types.SimpleNamespace(cfg=cfg, **parts)
+    parts = dict(times={}, player=None, rewards=[], reference=None, step=0) | parts
+    return types.SimpleNamespace(**dict(train_prompts=[None]) | parts, cfg=cfg)
