@@ -207,7 +207,7 @@ def test_compiled_layers_are_compiled_once(tmp_path, monkeypatch):
         return metrics
 
     monkeypatch.setattr(grpo, "update", counted)
-    compiled = small_run(tmp_path / "compiled", compile=True)
+    compiled = small_run(tmp_path / "compiled", compile="on")
     assert graphs[1] > 0 and graphs[1:] == graphs[1:2] * 3
     plain = small_run(tmp_path / "plain")
     for ours, theirs in zip(compiled, plain, strict=True):
