@@ -286,7 +286,8 @@ def two_rows(tmp_path_factory):
 def family_run(path, out, rows, **options):
     """One step on two prompts of different lengths, as chats."""
     settings = dict(model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1)
-    settings |= dict(num_minibatches=1, learning_rate=1e-3, reward="overlong")
+    settings |= dict(num_minibatches=1, micro_batch_tokens=999, learning_rate=1e-3)
+    settings |= dict(reward="overlong", save_every=0)
     return small_run(out, **(settings | options))
 
 
