@@ -17,6 +17,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
 from statistics import mean
 from threading import Thread, current_thread, main_thread
@@ -198,12 +199,11 @@ def load_function(spec: str):
     """What "path/to/file.py:name" holds. The file is imported by its name, as `python -c "import
     file"` does in its folder. A ValueError in one line, whatever it raises."""
     file, _, name = spec.rpartition(":")
-    path = os.path.abspath(os.path.expanduser(file))
-    folder, file = os.path.split(path)
-    sys.path.insert(0, folder)  # for the file's neighbours, and in child processes for the file
+    path = Path(file).expanduser().absolute()
+    sys.path.insert(0, str(path.parent))  # for its neighbours, and for itself in child processes
     try:
-        module = import_module(file.removesuffix(".py"))
-        if not os.path.samefile(inspect.getfile(module), path):
+        module = import_module(path.stem)
+        if not path.samefile(inspect.getfile(module)):
             raise ImportError(f"{module} has the same name: rename your file")
         return getattr(module, name)
     except (Exception, SystemExit) as error:
