@@ -32,22 +32,19 @@ class HeadLogps(torch.autograd.Function):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         ctx.temperature = temperature
         ctx.kept = {}  # first word of a tile: its product
-        log_zs = []
-        means = []
+        parts = []  # of each tile log Z and sum p z
         of_targets = 0
         with torch.autocast(device, enabled=False):
             for words, _, z in tiles(ctx, hidden, weight):
-                log_z, mean = fused(sums, z)(z, temperature)  # [n] both
-                log_zs.append(log_z)
-                means.append(mean)
+                parts.append(fused(sums, z)(z, temperature))  # [n] both
                 column, inside = columns_of(targets, words)  # [n, 1]
-                of_targets += z.gather(-1, column).where(inside, 0).to(log_z.dtype)
+                of_targets += widened(z.gather(-1, column).where(inside, 0))
                 if words.stop * len(hidden) <= KEPT[device]:
                     ctx.kept[words.start] = z
-        log_zs = torch.stack(log_zs)  # [tiles, n]
+        log_zs, means = map(torch.stack, zip(*parts, strict=True))  # [tiles, n] both
         log_z = log_zs.logsumexp(0)  # [n]
         p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
-        entropy = log_z - (p * torch.stack(means)).sum(0)  # [n]
+        entropy = log_z - (p * means).sum(0)  # [n]
         logps = of_targets[:, 0] / temperature - log_z
         ctx.save_for_backward(hidden, weight, targets, log_z, logps)
         ctx.mark_non_differentiable(entropy)
@@ -57,7 +54,7 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, _):
         hidden, weight, targets, log_z, logps = ctx.saved_tensors
         grad = grad_logps / ctx.temperature  # [n]
-        at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
+        at_target = (-grad * logps.expm1()).to(hidden.dtype)[:, None]  # grad * (1 - p), [n, 1]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with adapters
@@ -65,8 +62,7 @@ class HeadLogps(torch.autograd.Function):
         for words, tile_weight, z in tiles(ctx, hidden, weight):
             grad_z = fused(gradient, z)(z, log_z, grad, ctx.temperature)  # [n, v]
             column, inside = columns_of(targets, words)
-            here = at_target[:, None].where(inside, grad_z.gather(-1, column))
-            grad_z.scatter_(-1, column, here)
+            grad_z.scatter_(-1, column, at_target.where(inside, grad_z.gather(-1, column)))
             grad_hidden += grad_z @ tile_weight
             if grad_weight is not None:
                 grad_weight[words] = grad_z.T @ hidden
@@ -91,20 +87,24 @@ def tiles(ctx, hidden, weight):
 def columns_of(targets, words: slice):
     """The column of each target in the tile, and whether the tile has it: [n, 1] each."""
     column = targets[:, None] - words.start
-    inside = (column >= 0) & (column < words.stop - words.start)
-    return column.where(inside, 0), inside
+    nearest = column.clamp(0, words.stop - words.start - 1)
+    return nearest, nearest == column
 
 
 def sums(z, temperature: float):
     """log Z and sum p z of a tile, [n] both."""
-    z = z.to(torch.promote_types(z.dtype, torch.float32)) / temperature
+    z = widened(z) / temperature
     return z.logsumexp(-1), (z.softmax(-1) * z).sum(-1)
 
 
 def gradient(z, log_z, grad, temperature: float):
     """By z, except at the target."""
-    p = (z.to(log_z.dtype) / temperature).sub_(log_z[:, None]).exp_()
+    p = (widened(z) / temperature).sub_(log_z[:, None]).exp_()
     return p.mul_(-grad[:, None]).to(z.dtype)
+
+
+def widened(z):
+    return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
 compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
