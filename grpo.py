@@ -1608,8 +1608,8 @@ def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
         moments = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
         left = free + torch.cuda.memory_reserved() - taken - moments
         tokens = int(min(65536, max(256, 0.8 * left / of_a_token)))
-        torch.cuda.empty_cache()  # vLLM asks for its share next
     policy.zero_grad()
+    torch.cuda.empty_cache()  # vLLM asks for its share next
     return replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
 
 
