@@ -1936,6 +1936,10 @@ def fill_with_nan(engine_model) -> None:
 
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
     if cfg.rollout == "hf":
+        caches = {"past_key_values", "cache_params"} & inspect.signature(
+            model.forward
+        ).parameters.keys()
+        require(caches, "rollout hf", f"{type(model).__name__} has a cache of its own kind")
         return HFSampler(model, stop_ids, cfg)
     why = "vLLM takes 0.01 to 2; --rollout hf takes any"
     require(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
