@@ -799,9 +799,17 @@ def micro_batches(samples: list[Sample], cfg: Config, one_row: bool = True) -> l
 
     budget = min(cfg.micro_batch_tokens, row_tokens(samples, one_row) / WORLD_SIZE)
     batches = []
+    tokens = math.inf  # of the last batch
     for s in sorted(samples, key=neighbours):
-        if not batches or row_tokens([*batches[-1], s], one_row) > budget:
+        added = s.total_length
+        if batches and not one_row:
+            added = batches[-1][0].total_length  # padded to the first, which is the longest
+        elif batches and s.prompt.ids.tobytes() == batches[-1][-1].prompt.ids.tobytes():
+            added = len(s.completion_ids)  # its prompt stands there already
+        tokens += added
+        if tokens > budget:
             batches.append([])
+            tokens = s.total_length
         batches[-1].append(s)
     return batches
 
