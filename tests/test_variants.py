@@ -159,17 +159,22 @@ def main_of(folder, *args):
     return module_of(Path(folder)).main(list(args))
 
 
-@pytest.mark.slow
-def test_fsdp2_on_two_ranks_is_the_run_of_one_process(patched, tmp_path):
-    folder = patched("fsdp2")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    small_run(whole)
+def two_ranks_are_one_process(folder, parts, whole):
+    """parts: made by two ranks, which resume it. whole: a run of one process."""
     for more in (dict(max_steps=2), dict(resume=True)):
         args = flags_of(small_config(parts, **more))
         done = on_ranks(2, "tests.test_variants.main_of", folder, *args)
         assert done.returncode == 0, done.stderr
     ours, expected = weights_of(parts / "step_000004"), weights_of(whole / "step_000004")
     assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_ranks_is_the_run_of_one_process(patched, tmp_path):
+    folder = patched("fsdp2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    small_run(whole)
+    two_ranks_are_one_process(folder, parts, whole)
 
 
 @pytest.mark.slow
@@ -179,12 +184,7 @@ def test_one_step_ahead(patched, tmp_path):
     folder = patched("one_step_ahead")
     whole, parts, still = tmp_path / "whole", tmp_path / "parts", tmp_path / "still"
     assert main_of(folder, *flags_of(small_config(whole))) == 0
-    for more in (dict(max_steps=2), dict(resume=True)):
-        args = flags_of(small_config(parts, **more))
-        done = on_ranks(2, "tests.test_variants.main_of", folder, *args)
-        assert done.returncode == 0, done.stderr
-    ours, expected = weights_of(parts / "step_000004"), weights_of(whole / "step_000004")
-    assert torch.allclose(ours, expected, atol=1e-5)
+    two_ranks_are_one_process(folder, parts, whole)
 
     small_run(still, learning_rate=1e-30)
     samples = [[], []]
