@@ -27,8 +27,10 @@ sys.exit(script.main(sys.argv[2:]))"""
 def run(start, out_dir, *flags):
     """The lines of its metrics.jsonl without times."""
     command = [sys.executable, *start, *SMALL, *flags, "--out_dir", out_dir]  # later flags win
-    path = os.environ | dict(PYTHONPATH=str(Path(__file__).parents[1]))  # for FAST
-    done = subprocess.run(command, capture_output=True, text=True, env=path)
+    # A copy that stands elsewhere finds reward.py and extras here.
+    path = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(path).rstrip(os.pathsep))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{own_error(done.stderr)}")
     lines = map(json.loads, Path(out_dir, "metrics.jsonl").read_text().splitlines())
@@ -38,7 +40,7 @@ def run(start, out_dir, *flags):
 def own_error(text):
     """Of the rank that failed first the error and the exit code: not what followed from them."""
     traceback = r"^(\[rank\d+\]: |)Traceback .*\n(?:\1 .*\n)+.*"
-    found = re.search(rf"{traceback}|^\S+: error: .*|\Z", text, re.M)
+    found = re.search(rf"{traceback}|^\S+: error: .*|.*\s*\Z", text, re.M)
     return "\n".join([found[0], *re.findall(r"^  (?:rank|exitcode) .*", text, re.M)[-2:]])
 
 

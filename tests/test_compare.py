@@ -304,9 +304,14 @@ def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scr
     assert compare(*sides, "--beta", "1")[0] == 0
 
 
-def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path):
+def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/elsewhere")
+    Path(tmp_path, "elsewhere").mkdir()
+    Path(tmp_path, "elsewhere", "only_there.py").touch()
     script = tmp_path / "mine.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(60)\n1 / 0\n")
+    script.write_text(
+        "import only_there, os, time\nif os.environ['RANK'] == '0':\n    time.sleep(60)\n1 / 0\n"
+    )
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
     with pytest.raises(SystemExit) as stop:
         selfcheck.run(torchrun, str(tmp_path / "out"))
