@@ -782,31 +782,24 @@ def padded_rows(samples: list[Sample]) -> dict:
     return dict(ids=[ids.numpy()], read=read)
 
 
-def row_tokens(samples: list[Sample], one_row: bool) -> int:
-    """The tokens of a batch, as collate makes it."""
-    if not one_row:
-        return len(samples) * max(s.total_length for s in samples)
-    prompts = {s.prompt.ids.tobytes(): len(s.prompt.ids) for s in samples}
-    return sum(prompts.values()) + sum(len(s.completion_ids) for s in samples)
-
-
 def micro_batches(samples: list[Sample], cfg: Config, one_row: bool = True) -> list[list[Sample]]:
     """Batches of at most micro_batch_tokens, or of one sample; so small that each rank may get one.
     No split changes the gradient: the loss is a sum."""
 
-    def neighbours(s):  # samples of a prompt share it; without sharing, of similar length
-        return (s.prompt.ids.tobytes() if one_row else b"", -s.total_length)
-
-    budget = min(cfg.micro_batch_tokens, row_tokens(samples, one_row) / WORLD_SIZE)
+    samples = sorted(samples, key=lambda s: -s.total_length)  # those of similar length together
+    if one_row:  # and those of a prompt, because they share it
+        samples.sort(key=lambda s: s.prompt.ids.tobytes())
+    added = [s.total_length for s in samples]  # tokens that a sample adds to a batch
+    for i, (before, s) in enumerate(itertools.pairwise(samples)):
+        if one_row and s.prompt.ids.tobytes() == before.prompt.ids.tobytes():
+            added[i + 1] = len(s.completion_ids)  # its prompt stands there already
+    budget = min(cfg.micro_batch_tokens, sum(added) / WORLD_SIZE)
     batches = []
     tokens = math.inf  # of the last batch
-    for s in sorted(samples, key=neighbours):
-        added = s.total_length
+    for s, more in zip(samples, added, strict=True):
         if batches and not one_row:
-            added = batches[-1][0].total_length  # padded to the first, which is the longest
-        elif batches and s.prompt.ids.tobytes() == batches[-1][-1].prompt.ids.tobytes():
-            added = len(s.completion_ids)  # its prompt stands there already
-        tokens += added
+            more = batches[-1][0].total_length  # padded to the first, which is the longest
+        tokens += more
         if tokens > budget:
             batches.append([])
             tokens = s.total_length
@@ -1585,11 +1578,12 @@ def trial(policy, prompts: list[Prompt], tokens: int, cfg: Config) -> tuple:
     length = min(tokens, 512, cfg.max_completion_length)
     samples = made_up(prompts[:1], [length] * (tokens // length))
     started = clock()
+    batch = collate(samples, policy.model.device, policy.one_row)
     with autocast(cfg, policy.model.device):
-        logps, _ = policy(collate(samples, policy.model.device, policy.one_row))
+        logps, _ = policy(batch)
     if logps.requires_grad:  # not a reference's
         logps.sum().backward()
-    return row_tokens(samples, policy.one_row), clock() - started
+    return batch["ids"].numel(), clock() - started
 
 
 def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
