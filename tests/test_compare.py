@@ -2,6 +2,7 @@
 extras/selfcheck.py: what it says if a run fails."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -305,7 +306,7 @@ def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scr
 
 
 def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/elsewhere", prepend=os.pathsep)
     Path(tmp_path, "elsewhere").mkdir()
     Path(tmp_path, "elsewhere", "only_there.py").touch()
     script = tmp_path / "mine.py"
