@@ -2,6 +2,7 @@
 by it whether a file was edited since, and which metrics of two runs are the same quantity."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,17 @@ def of_files(paths):
     return {path: of_file(path) for path in sorted(paths) if os.path.isfile(path)}
 
 
+@functools.cache  # thousands of modules share some hundreds of folders
+def real_path(folder):
+    return os.path.realpath(folder)
+
+
+def folder_of(path):
+    if os.path.islink(path):
+        path = os.path.realpath(path)
+    return real_path(os.path.dirname(path))
+
+
 def about(run, out_dir, started):
     """started: when the process began, before it read anything."""
     cfg = run.cfg
@@ -37,9 +49,9 @@ def about(run, out_dir, started):
     rewards = [path for path in modules.values() if os.path.dirname(path) in beside]
     rewards = of_files([modules["reward"], *rewards])
     # The script, what lies beside it, and extras/. (Another torch is another installation.)
-    folders = {os.path.dirname(os.path.realpath(modules[name])) for name in ("__main__", "reward")}
+    folders = {folder_of(modules[name]) for name in ("__main__", "reward")}
     folders |= {f"{folder}/extras" for folder in folders}
-    code = [path for path in modules.values() if os.path.dirname(os.path.realpath(path)) in folders]
+    code = [path for path in modules.values() if folder_of(path) in folders]
     files = rewards | of_files([*code, modules["__main__"], cfg.train_data, cfg.eval_data])
     before = {}
     if run.step > 0:  # the run goes on
