@@ -1775,42 +1775,28 @@ class HFSampler:
     def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
         """Tokens and log-probabilities, [N, T], until all have stopped. generate cuts them."""
         device = self.model.device
-        stop_ids = torch.tensor(self.stop_ids, device=device)
         randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
         randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
-        ids = padded(prompts, side="left").to(device)  # [N, P]
-        mask = padded([np.ones_like(p) for p in prompts], side="left").to(device)  # [N, P]
-        has_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)  # [N]
-        takes = inspect.signature(self.model.forward).parameters
-        cache_name = "past_key_values"
-        if "cache_params" in takes:
-            cache_name = "cache_params"  # a pure Mamba, which takes the mask of the new ids only
-        options = {"use_cache": True, cache_name: None}
-        if "logits_to_keep" in takes:
-            options["logits_to_keep"] = 1  # those of all tokens of the prompts can fill a GPU
-        tokens = []
         logps = []
+
+        def drawn(_, logits):  # [N, V], of the next token
+            token, logp = draw(logits, temperature, randoms[:, len(logps), None])  # [N, 1] both
+            logps.append(logp)
+            return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)  # generate takes it
+
         self.model.eval()
+        self.model.generation_config = transformers.GenerationConfig()  # its own may hold top-p
         with autocast(self.cfg, device, cache=True):
-            while len(tokens) < max(limits) and not has_stopped.all():
-                positions = (mask.cumsum(1) - 1).clamp(min=0)  # 0 for the first that is no padding
-                known = mask
-                if cache_name == "cache_params":
-                    known = mask[:, -ids.shape[1] :]
-                out = self.model(
-                    ids,
-                    attention_mask=known,
-                    position_ids=positions[:, -ids.shape[1] :],  # the cache has those before
-                    **options,
-                )
-                options[cache_name] = out[cache_name]
-                logits = out.logits[:, -1]  # [N, V], of the next token
-                ids, logp = draw(logits, temperature, randoms[:, len(tokens), None])  # [N, 1] both
-                tokens.append(ids)
-                logps.append(logp)
-                has_stopped = has_stopped | torch.isin(ids[:, 0], stop_ids)
-                mask = torch.cat([mask, torch.ones_like(ids)], 1)
-        return torch.cat(tokens, 1).cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
+            rows = self.model.generate(
+                padded(prompts, side="left").to(device),  # [N, P]
+                attention_mask=padded([np.ones_like(p) for p in prompts], side="left").to(device),
+                logits_processor=[drawn],
+                max_new_tokens=max(limits),
+                eos_token_id=self.stop_ids,
+                pad_token_id=self.stop_ids[0],
+            )
+        tokens = rows[:, -len(logps) :]  # [N, T]
+        return tokens.cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
 
 
 def draw(logits, temperature: float, random) -> tuple:
@@ -1938,11 +1924,10 @@ def fill_with_nan(engine_model) -> None:
 
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
     if cfg.rollout == "hf":
-        caches = {"past_key_values", "cache_params"} & inspect.signature(
-            model.forward
-        ).parameters.keys()
-        require(caches, "rollout hf", f"{type(model).__name__} has a cache of its own kind")
-        return HFSampler(model, stop_ids, cfg)
+        sampler = HFSampler(model, stop_ids, cfg)
+        with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
+            sampler.generate([np.array(stop_ids[:1] * n) for n in (1, 2)], [0, 1], 1.0, [2, 2])
+        return sampler
     why = "vLLM takes 0.01 to 2; --rollout hf takes any"
     require(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
     print_rank_0("vLLM starts, which takes a minute or more")
@@ -2158,7 +2143,8 @@ class Run:
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
         self.cfg = cfg = fit(self.policy, prompts, cfg)
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
-        model.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
+        self.generation_config = model.generation_config
+        self.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
         if environment is not None:
             with mistakes_in(f"--environment {cfg.environment}"):
                 self.player = agents.Player(
@@ -2411,7 +2397,7 @@ class Run:
         saved.config = config_of(self.cfg.model)  # with the model's own dropouts
         saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
         saved.save_pretrained(folder, state_dict=weights)
-        generation = self.model.generation_config.to_json_string()
+        generation = self.generation_config.to_json_string()
         Path(folder, "generation_config.json").write_text(generation)
         self.tokenizer.save_pretrained(folder)
         copy_processors(self.cfg.model, folder)

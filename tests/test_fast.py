@@ -68,7 +68,7 @@ OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
 CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
 CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
 FEW = "Llama OPT Gemma3Text FalconH1 Mamba Lfm2".split()  # the others are slow
-CANNOT_SAMPLE = ("Rwkv", "xLSTM", "RecurrentGemma")
+CANNOT_SAMPLE = ("Rwkv", "xLSTM")  # in a batch
 
 
 def load(kind, path, cfg=CONFIG):
