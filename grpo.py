@@ -28,11 +28,11 @@ small batches weigh more. To know n_tokens, the file samples all groups before t
 
 Why it works: the expected reward is the sum over all answers of p * reward, and grad p is
 p * grad log p. So its gradient is the mean of reward * grad log p over the model's own samples (the
-policy gradient: REINFORCE, Williams 1992). Probabilities add up to 1, so grad log p has the mean 0:
-a baseline that does not depend on the answer may be subtracted from its reward, and lowers the
-noise. The mean of the other answers is one, and reward - mean of the group is reward - mean of the
-others, times (G - 1) / G for a group of G. The division by the standard deviation is a choice, by
-which groups of small differences teach as much as others.
+policy gradient: REINFORCE, Williams 1992). The mean of grad log p alone is the sum of grad p, the
+gradient of 1: it is 0. So a baseline that does not depend on the answer may be subtracted from its
+reward, and lowers the noise. The mean reward of the other answers is such a baseline, and reward -
+mean of the group is reward - mean of the others, times (G - 1) / G for a group of G. The division
+by the standard deviation is a choice, by which groups of small differences teach as much as others.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
@@ -52,15 +52,16 @@ exp(logp - old_logp), is 1. In a second step the model has changed: the answers 
 ratio is how many times as likely the token has become. A ratio of 2 means that new answers would
 have this token twice as often. We have only the old answers, so it counts twice (importance
 sampling). On average that gives about the gradient of new answers, as long as the model has not
-changed much. So a clip ends the push on a token of a good answer (A > 0) when the ratio is above
-1.28, and on one of a bad answer when it is below 0.8.
+changed much. So the loss of a token is made constant (clipped) where it has changed enough: in a
+good answer (A > 0) when the ratio is above 1.28, in a bad one when it is below 0.8.
 
 Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
 rollout samples and scores. The update learns from the samples: by default in one optimizer step,
 else in several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes
-through the model in micro-batches, whose gradients add up. The old policy is the policy as it was
-when it sampled. The reference is a frozen model, by default the one that the run began with. With
---beta a penalty, the KL divergence between policy and reference, keeps the policy near it.
+through the model in micro-batches, whose gradients add up. A rank is one of the processes that
+torchrun starts, one for each GPU. The old policy is the policy as it was when it sampled. The
+reference is a frozen model, by default the one that the run began with. With --beta a penalty, the
+KL divergence between policy and reference, keeps the policy near it.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -72,7 +73,8 @@ The nine lines, and where they stand with batches, ranks and options:
     backward, step             accumulate_gradient, update
 
 Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T completion tokens, V tokens
-in the vocabulary. A micro-batch is one row of L tokens, of which the policy has sampled n.
+in the vocabulary. A micro-batch is several texts in one row of L tokens, of which the policy has
+sampled n.
 
 By default a rollout has one optimizer step and every token counts the same. There is no KL with a
 --model of yours; the bundled task has a little, --beta 0.001. Config has the rest. learn.ipynb is
@@ -156,8 +158,8 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens. The first two are of the same weights, by two programs:
-    # they differ by rounding, most with vLLM.
+    # Log-probabilities of these tokens. The first two are by the same weights, those that sampled,
+    # and differ by rounding, most with vLLM.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     old_logps: np.ndarray | None = None  # by the trainer; None: not needed for one optimizer step
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
@@ -213,8 +215,7 @@ def training_loop(run: Run) -> None:
         if run.is_over():  # Ctrl-C came; no weight has changed since the last step
             break
 
-        # What the loss compares with: the log-probabilities of the policy before the first of
-        # several optimizer steps, and those of the reference, if there is a KL term.
+        # What the loss compares with: the policy before several optimizer steps, and the reference.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:
@@ -239,21 +240,15 @@ def rollout(
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
-    # Each sample has a seed of its own, so that no other sample has a say in what is drawn for it.
+    # A seed for each sample: what is drawn depends on no other sample, nor on the ranks.
     seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
     prompt_ids = [prompts[group].ids for group, _ in asked]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
 
     samples = []
     for (group, _), (ids, logps) in zip(asked, completions, strict=True):
-        s = Sample(group, prompts[group], ids, logps)
-        without_eos = ids
-        if ids[-1] in run.sampler.stop_ids:
-            without_eos = ids[:-1]
-        else:
-            s.finish_reason = "length"  # cut off
-        s.text = decode(run.tokenizer, without_eos)
-        samples.append(s)
+        samples.append(Sample(group, prompts[group], ids, logps))
+        fill_in_text(samples[-1], run)
     if run.player is not None:  # an option, --environment: the turns after the first
         run.player.play(samples, seeds, run.sampler.generate, temperature)
     started = time.perf_counter()
@@ -269,7 +264,7 @@ def score(samples: list[Sample], run: Run) -> None:
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     for function in run.rewards:
         for s in samples:
-            s.rewards[function.name] = 0.0  # and stays 0 if the environment of s failed
+            s.rewards[function.name] = 0.0
         fill_in_reward(function, scored, run)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
@@ -337,7 +332,7 @@ def collate(samples: list[Sample], device: torch.device, one_row: bool = True) -
     batch["targets"] = [s.completion_ids[s.sampled] for s in samples]
     # To give the loss another field of Sample, add its name here.
     for name in ("advantages", "weights", "sampler_logps", "old_logps", "ref_logps"):
-        if any(getattr(s, name) is not None for s in samples):  # an error if only some have it
+        if any(getattr(s, name) is not None for s in samples):  # all have it, or none
             batch[name] = [getattr(s, name)[s.sampled] for s in samples]
     for name, parts in batch.items():
         if isinstance(parts, list):
@@ -444,8 +439,8 @@ def weigh(minibatch: list[Sample], cfg: Config) -> None:
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
     """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Samples
-    without a gradient, as those of equal rewards, get no pass. Returns sums for the log, over all
-    ranks."""
+    without a gradient (equal rewards, no KL) get no pass. Returns sums for the log, over all ranks.
+    """
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
     for micro_batch, sync_context in micro_batches_of_rank(policy, ddp, minibatch, cfg):
@@ -495,20 +490,17 @@ def update(
     sums = Counter()
     norms = []
     taken = 0
-    steps_before = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of earlier rollouts
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
-        learning_rate = learning_rate_at(steps_before + number, cfg)
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        learning_rate = set_learning_rate(optimizer, step, number, cfg)
         clear_gradients(optimizer)
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
-        if number == 0:  # The weights are those that sampled: both log-probabilities must agree.
+        if number == 0:  # The weights are still those that sampled: sampler and trainer must agree.
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
         sums.update(new_sums)  # a Counter adds
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
         # No step with a nan. And none if there is nothing to learn, as with equal rewards in each
-        # group: Adam's momentum would move the weights all the same.
+        # group and no KL: Adam's momentum would move the weights all the same.
         if math.isfinite(norms[-1]) and has_signal(minibatch, optimizer, cfg):
             optimizer.step()
             taken += 1
@@ -855,6 +847,15 @@ def clear_gradients(optimizer) -> None:
     optimizer.zero_grad(set_to_none=WORLD_SIZE == 1)  # DDP keeps gradients in its own buckets
 
 
+def set_learning_rate(optimizer, step: int, number: int, cfg: Config) -> float:
+    """For an optimizer step, the one of this number on the rollout of `step`."""
+    steps_before = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of earlier rollouts
+    learning_rate = learning_rate_at(steps_before + number, cfg)
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = learning_rate
+    return learning_rate
+
+
 def learning_rate_at(index: int, cfg: Config) -> float:
     """The learning rate of an optimizer step. index: counted from the start of the run, from 0."""
     if index < cfg.warmup_steps:
@@ -882,14 +883,10 @@ def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     the weights by its momentum even if the gradient is 0."""
     # Before the first optimizer step the policy is the reference (unless that is a model of its
     # own), and the KL's gradient is rounding. Adam would make a whole step of it.
-    if cfg.beta > 0 and not cfg.reference and steps_taken(optimizer) == 0:
+    taken = [int(state["step"]) for state in optimizer.state.values()]  # in the whole run
+    if not cfg.reference and max(taken, default=0) == 0:
         cfg = replace(cfg, beta=0.0)
     return any(has_gradient(s, cfg) for s in minibatch)
-
-
-def steps_taken(optimizer) -> int:
-    """In the whole run. Adam counts them, and a checkpoint has its count."""
-    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
 
 
 def check_gap(gap: float, cfg: Config) -> None:
@@ -1402,6 +1399,15 @@ def check_tokenizer(tokenizer, prompt: Prompt) -> None:
     words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
     if words[0] != words[1]:
         raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
+
+
+def fill_in_text(s: Sample, run: Run) -> None:
+    without_eos = s.completion_ids
+    if s.completion_ids[-1] in run.sampler.stop_ids:
+        without_eos = s.completion_ids[:-1]
+    else:
+        s.finish_reason = "length"  # cut off
+    s.text = decode(run.tokenizer, without_eos)
 
 
 def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
