@@ -35,6 +35,11 @@ OPTIONS = dict(
 )
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr("extras.view.draw", str)  # they take longer than these runs
+
+
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
     """patched(name) -> the folder of a copy of the trainer with the patch applied."""
