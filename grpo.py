@@ -677,14 +677,14 @@ class Texts:
 
 @torch.compiler.disable
 def packed_attention(
-    module, query, key, value, mask, texts=None, scaling=None, sliding_window=None, **rest
+    module, query, key, value, attention_mask, texts=None, scaling=None, sliding_window=None, **rest
 ):
     """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
     The keys of a prompt are gathered for each of its completions, so that what a text sees stands
     together. Without texts, as while it samples, this is transformers' own attention."""
     if texts is None:
         rest |= dict(scaling=scaling, sliding_window=sliding_window)
-        return sdpa_attention_forward(module, query, key, value, mask, **rest)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, units]
     key = key[texts.seen]
     value = value[texts.seen]
@@ -707,7 +707,7 @@ def packed_attention(
             mask = mask.triu(before + 1 - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, units]
         out.append(nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)[0])
-    return torch.cat(out, 1).transpose(0, 1)[None], None
+    return torch.cat(out, 1).transpose(0, 1).contiguous()[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -724,10 +724,11 @@ def use_packed_attention(model) -> None:
 
 def run_model(model, batch: dict, **options):
     """The output of a model, or of its body, for the texts of a batch."""
-    # The model is in eval mode while it learns, too: no dropout. But gradient checkpointing works
-    # in training mode only.
-    if model.is_gradient_checkpointing:
-        model.train(torch.is_grad_enabled())
+    # The model is in eval mode while it learns, too: no dropout, no jitter. But layers that are
+    # computed again in backward must be in training mode; they themselves, not what is in them.
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = torch.is_grad_enabled()
     ids = batch["ids"]
     if "texts" in batch:
         if model.config._attn_implementation != "packed":
@@ -1449,9 +1450,8 @@ def reward_row(s: Sample, run: Run) -> dict:
 def config_of(path: str):
     if path.startswith((".", "/")) and not os.path.isdir(path):
         raise FileNotFoundError("no such folder")
-    names = os.listdir(path) if os.path.isdir(path) else []
-    if "adapter_config.json" in names and "config.json" not in names:
-        raise ValueError("holds adapters only: merge them into their model first")
+    if os.path.exists(f"{path}/adapter_config.json"):
+        raise ValueError("holds adapters: merge them into their model first")
     return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -1470,14 +1470,14 @@ SMALL = 10e6  # parameters; below, threads, bfloat16 and vLLM cost more than the
 
 
 def load_model(flag: str, path: str, cfg: Config, device: torch.device):
-    """A Hugging Face causal language model without any randomness, in float32 even if the products
+    """A Hugging Face causal language model without dropout, in float32 even if the products
     are in bfloat16: at a learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to
     rounding."""
     with mistakes_in(f"--{flag} {path}"):
         config = config_of(path)
         if getattr(config, "quantization_config", None):
             raise ValueError("is quantized: name the model that it is made of")
-        options = dict(config=without_randomness(config), dtype=torch.float32)
+        options = dict(config=without_dropout(config), dtype=torch.float32)
         if cfg.dtype == "float64":
             options["dtype"] = torch.float64
             options["experts_implementation"] = "eager"  # the grouped product has no float64
@@ -1490,16 +1490,17 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        with mistakes_in("--gradient_checkpointing", (ValueError,)):
+            model.gradient_checkpointing_enable(dict(use_reentrant=False))
     return model.to(device).eval()
 
 
-def without_randomness(config):
-    """Every dropout and jitter at 0, in the configs inside, too."""
+def without_dropout(config):
+    """In the configs inside, too."""
     for name, value in vars(config).items():
         if hasattr(value, "to_diff_dict"):
-            without_randomness(value)
-        elif re.search("dropout|pdrop|layerdrop|jitter", name) and isinstance(value, float):
+            without_dropout(value)
+        elif re.search("dropout|pdrop|layerdrop", name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
@@ -1515,6 +1516,7 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
     happens before anything else takes cfg, and config.json says what was decided."""
     is_small = model.num_parameters() < SMALL
     if is_small:
+    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
         torch.set_num_threads(1)
     dtype = cfg.dtype
     if dtype == "auto":

@@ -18,7 +18,8 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
         is_head = module is model.get_output_embeddings()
         # peft would take the name of a feed-forward layer for that of all experts.
         is_left_out = is_head or (has_experts and ".mlp." in name)
-        if isinstance(module, nn.Linear | Conv1D) and not is_left_out:
+        # A subclass, such as Llama 4's router, may do more than multiply.
+        if type(module) in (nn.Linear, Conv1D) and not is_left_out:
             targets.append(name)
     torch.manual_seed(cfg.seed)  # every rank draws the same
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)

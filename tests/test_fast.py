@@ -41,6 +41,8 @@ PACKED = dict(  # kinds whose texts stand in one row, and what they need beside 
     OPT=dict(word_embed_proj_dim=32, ffn_dim=48),  # with dropout in its config
     GPTNeoX={},
     Qwen3Moe={},
+    Phimoe={},
+    Afmoe={},  # it names its arguments otherwise
     DeepseekV3=LATENT | dict(v_head_dim=16, num_key_value_heads=2),
 )
 ALONE = dict(  # kinds whose texts have a row of their own
@@ -78,6 +80,18 @@ def load(kind, path, cfg=CONFIG):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return grpo.load_model("model", str(path), cfg, CPU)
+
+
+def test_a_model_is_loaded_as_transformers_does_and_its_padding_learns(tmp_path):
+    """PhiMoE's jitter is a threshold in eval mode. A token of padding may be the EOS, too."""
+    model = load("Phimoe", tmp_path)
+    options = dict(dtype=torch.float64, experts_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    ids = torch.arange(32)[None]
+    logps = model(ids).logits.log_softmax(-1)
+    assert torch.equal(logps, theirs(ids).logits.log_softmax(-1))
+    logps[0, :, 0].sum().backward()
+    assert model.get_input_embeddings().weight.grad[0].abs().sum() > 0
 
 
 def make_samples():
@@ -161,7 +175,6 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
         if ".lora_B." in name:
             torch.nn.init.normal_(p, 0, 0.02)
     plain = copy.deepcopy(model)
-    plain.gradient_checkpointing_disable()
     calls = []
     layer = next(m for m in model.modules() if isinstance(m, grpo.GradientCheckpointingLayer))
     next(layer.children()).register_forward_hook(lambda *_: calls.append("layer"))

@@ -84,7 +84,7 @@ def test_logps_and_entropy_are_the_models_own():
 def test_dropout_is_forced_to_zero_in_configs_inside_configs():
     inner = transformers.LlamaConfig(attention_dropout=0.5)
     outer = transformers.LlavaConfig(text_config=inner, vision_config=None)
-    assert grpo.without_randomness(outer).text_config.attention_dropout == 0.0
+    assert grpo.without_dropout(outer).text_config.attention_dropout == 0.0
 
 
 def test_float64_stays_float64():
