@@ -1217,7 +1217,7 @@ def join_ranks(cfg: Config) -> torch.device:
         device = torch.device("cuda", LOCAL_RANK)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
-    if "RANK" in os.environ:
+    if {"RANK", "WORLD_SIZE"} & os.environ.keys():
         why = "torchrun sets RANK and more; here only a part is set"
         with mistakes_in(why, (ValueError, RuntimeError)):
             # No limit: a save of rank 0, or the rewards of one rank, may take an hour.
@@ -2093,7 +2093,10 @@ class Run:
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
         self.is_unnamed = cfg.out_dir == Config.out_dir and not cfg.resume
-        cfg = replace(cfg, out_dir=os.path.abspath(cfg.out_dir))  # a reward may call os.chdir
+        # A reward may call os.chdir, and files of these folders are read and written later, too.
+        cfg = replace(cfg, out_dir=os.path.abspath(os.path.expanduser(cfg.out_dir)))
+        if os.path.isdir(cfg.model):
+            cfg = replace(cfg, model=os.path.abspath(cfg.model))
         self.times = {}
         self.bad_steps = 0  # in a row
         self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
@@ -2267,6 +2270,9 @@ class Run:
         self.phase_started = now
 
     def request_stop(self, number: int, _) -> None:
+                edited = [name for name, said in about["files"].items() if said == "edited"]
+                if edited and self.step > 0:
+                    print_rank_0(f"edited since the run began: {', '.join(edited)}")
         """Handles Ctrl-C, SIGTERM and a closed terminal. A launcher kills soon after, so rank 0
         saves at once; then the phase ends, and the run. torchrun passes its own signal on: what
         comes within 5 seconds is the same request, and what comes later ends the process."""
@@ -2459,6 +2465,8 @@ def main(argv: list[str] | None = None) -> int:
         message = one_line(error)
         code = 2
     except TrainingError as error:
+    if run.save_failed:
+        raise TrainingError(f"the last step is in no checkpoint of {run.cfg.out_dir}")
         message = str(error)
     except torch.OutOfMemoryError as error:
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"

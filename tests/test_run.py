@@ -188,10 +188,11 @@ def draws(completion, row):
     return random.random() + np.random.random()
 """
     path = write_rewards(tmp_path, text)
+    (tmp_path / "model").symlink_to(MODEL)
     for name in ("one", "two"):
         monkeypatch.chdir(tmp_path)
         cfg = small_config(tmp_path / name, reward=f"{path}:draws", max_steps=2)
-        train(dataclasses.replace(cfg, out_dir=name))
+        train(dataclasses.replace(cfg, out_dir=name, model="model"))
     same_run(tmp_path / "one", tmp_path / "two")
 
 
