@@ -1266,7 +1266,10 @@ def read_rows(path: str):
 
 
 def rows_of_csv(text: str):
-    for row in csv.DictReader(io.StringIO(text), strict=True):
+    rows = csv.DictReader(io.StringIO(text), strict=True)
+    if len(set(rows.fieldnames or [])) < len(rows.fieldnames or []):
+        raise ValueError("two columns have the same name")
+    for row in rows:
         if None in row or None in row.values():
             raise ValueError("more or fewer fields than the header")
         yield row
@@ -1287,6 +1290,7 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
             prompts.append(make_prompt(row, len(prompts), tokenizer, environment, cfg))
             if len(prompts) == 1:
                 check_tokenizer(tokenizer, prompts[0])
+    require(prompts, f"{flag} {path}", "has no rows")
     kept = [p for p in prompts if len(p.ids) <= cfg.max_prompt_length]
     left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts are too long"
     require(kept, f"{flag} {path}", left_out)
@@ -1302,13 +1306,21 @@ def check_row(row, rewards: list[Reward]) -> None:
         raise ValueError("is no JSON object")
     for column, value in row.items():
         with mistakes_in(f"column {column!r}"):
-            json.dumps({column: value}, default=str, allow_nan=False)  # for the log
+            json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
     for column in ADDED:
         if column in row:
             raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
     for reward in rewards:
         with mistakes_in(f"--reward {reward.name}"):
             reward.check_row(row)
+    if rewards and not any(reward.applies_to(row) for reward in rewards):
+        raise ValueError("no reward applies to it: what they need is null")
+
+
+def refuse_bytes(value) -> str:
+    if isinstance(value, bytes):
+        raise ValueError("holds bytes: save it as text")
+    return str(value)
 
 
 def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
@@ -1320,6 +1332,8 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
     if row.get("image") or row.get("images"):
         raise ValueError("has an image, which the model would not see")
+    if row.get("tools") and environment is None and not cfg.prompt_template:
+        raise ValueError("has tools, which the model would not see: take --environment")
     messages = None
     if isinstance(text, list) or cfg.chat or cfg.system_prompt:
         messages = [dict(role="user", content=text)]
@@ -1328,30 +1342,38 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         if cfg.system_prompt and messages[0]["role"] == "system":
             raise ValueError("has a system message, and --system_prompt would be a second one")
         if cfg.system_prompt:
-            messages = [dict(role="system", content=cfg.system_prompt), *messages]
+            messages = [dict(role="system", content=with_newlines(cfg.system_prompt)), *messages]
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
         if environment is not None:
             seed = (cfg.seed, row_number)
             messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
         text = chat_text(messages, tokenizer, options)
+        for m in messages:
+            if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
+                raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
     # One BOS: a chat template writes it, and so does a row that was made by one.
     has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
     text.encode()  # an error if the text is no Unicode, which tokenizers do not say
     ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
-    if messages is None and ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers add it
-        ids = ids[:-1]
+    if not has_bos and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]  # some tokenizers end every text with EOS
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 
 
 def text_message(message: dict) -> dict:
-    """The message, with its parts joined if it has some."""
-    content = message.get("content")
-    if isinstance(content, str | None):  # None: a call of a tool
-        return message
-    for part in content:
-        if part["type"] != "text":
-            raise ValueError(f"the model would not see a part of type {part['type']}")
-    return message | dict(content="".join(part["text"] for part in content))
+    """The message as templates want it: no nulls, which parquet makes, one text instead of parts,
+    and the arguments of tool calls as dicts, where OpenAI has JSON."""
+    message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
+    if isinstance(message.get("content"), list):
+        for part in message["content"]:
+            if part["type"] != "text":
+                raise ValueError(f"the model would not see a part of type {part['type']}")
+        message["content"] = "".join(part["text"] for part in message["content"])
+    for call in message.get("tool_calls", []):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    return message
 
 
 def fill_template(template: str, row: dict) -> str:
@@ -1369,12 +1391,16 @@ def fill_template(template: str, row: dict) -> str:
             raise ValueError(f"has no column '{column}'")
         return match[0]
 
-    # A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq
-    template = re.sub(r"\\n(?![a-z])", "\n", template)
+    template = with_newlines(template)
     filled = re.sub(r"\\[A-Za-z]+(?:\{[^{}\n]*\})+|\{([^{}\n]+)\}", value_of, template)
     if filled == template:
         raise ValueError("--prompt_template has no column in braces")
     return filled
+
+
+def with_newlines(text: str) -> str:
+    r"""A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq."""
+    return re.sub(r"\\n(?![a-z])", "\n", text)
 
 
 def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
@@ -1489,6 +1515,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         model, info = kind.from_pretrained(path, output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
+    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
             model.gradient_checkpointing_enable(dict(use_reentrant=False))
@@ -1516,7 +1543,6 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
     happens before anything else takes cfg, and config.json says what was decided."""
     is_small = model.num_parameters() < SMALL
     if is_small:
-    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
         torch.set_num_threads(1)
     dtype = cfg.dtype
     if dtype == "auto":
@@ -2244,6 +2270,9 @@ class Run:
                 from extras import digests
 
                 about = digests.about(self, path, STARTED)
+                edited = [name for name, said in about["files"].items() if said == "edited"]
+                if edited and self.step > 0:
+                    print_rank_0(f"edited since the run began: {', '.join(edited)}")
             config = asdict(cfg) | dict(about=about)
             Path(path, ".config").write_text(json.dumps(config, indent=1))
             os.replace(f"{path}/.config", f"{path}/config.json")
@@ -2270,9 +2299,6 @@ class Run:
         self.phase_started = now
 
     def request_stop(self, number: int, _) -> None:
-                edited = [name for name, said in about["files"].items() if said == "edited"]
-                if edited and self.step > 0:
-                    print_rank_0(f"edited since the run began: {', '.join(edited)}")
         """Handles Ctrl-C, SIGTERM and a closed terminal. A launcher kills soon after, so rank 0
         saves at once; then the phase ends, and the run. torchrun passes its own signal on: what
         comes within 5 seconds is the same request, and what comes later ends the process."""
@@ -2439,6 +2465,8 @@ def train(cfg: Config) -> list[dict]:
         run.ddp = None  # before vLLM closes, which may end the process group
     if dist.is_initialized():
         dist.destroy_process_group()
+    if run.save_failed:
+        raise TrainingError(f"the last step is in no checkpoint of {run.cfg.out_dir}")
     with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
         from extras import view
 
@@ -2465,8 +2493,6 @@ def main(argv: list[str] | None = None) -> int:
         message = one_line(error)
         code = 2
     except TrainingError as error:
-    if run.save_failed:
-        raise TrainingError(f"the last step is in no checkpoint of {run.cfg.out_dir}")
         message = str(error)
     except torch.OutOfMemoryError as error:
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"

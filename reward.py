@@ -133,7 +133,7 @@ def as_text(value):  # in a data row
 
 
 def value_of(text):  # the number, if it is one and nothing else
-    digits = text.replace(",", "")
+    digits = re.sub("(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # of thousands: 1,042
     return Decimal(digits) if re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", digits) else text
 
 
@@ -164,10 +164,11 @@ class Reward(NamedTuple):
         elif self.columns and self.function in BUILT_IN.values():
             self.call("", row)
 
+    def applies_to(self, row):
+        return all(row[column] is not None for column in self.columns)  # else another task's row
+
     def call(self, completion, row):
-        if any(row[column] is None for column in self.columns):
-            return None  # the row is another task's
-        return self.function(completion, row)
+        return self.function(completion, row) if self.applies_to(row) else None
 
 
 def load_rewards(spec: str) -> list[Reward]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import types
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_files_of_rows(name, content, expected, tmp_path):
         ("x.csv", "", None),
         ("x.csv", "prompt,b\n1+2=,2\n1,2,3\n", 2),
         ("x.csv", "prompt,b\n1+2=,2\n\n3\n", 2),
+        ("x.csv", "prompt,b,b\n1+2=,2,3\n", None),
     ],
 )
 def test_bad_files_are_named_by_row(name, content, row, tmp_path):
@@ -141,6 +143,13 @@ def test_rows_that_no_completion_can_earn_are_named(tmp_path):
         load(MODEL, rows, tmp_path, "gsm8k")
     with pytest.raises(ConfigError, match="row 1.*answer"):
         load(MODEL, [dict(prompt="1+2=")], tmp_path, "answer")
+    rows[1]["answer"] = None
+    with pytest.raises(ConfigError, match="row 2.*null"):
+        load(MODEL, rows, tmp_path, "answer,gsm8k")
+    assert len(load(MODEL, rows, tmp_path, "answer,format")) == 2
+    path = write(tmp_path, "def rows():\n    return [dict(prompt='1+2=', answer=b'3')]", "b.py")
+    with pytest.raises(ConfigError, match="row 1.*'answer'.*bytes"):
+        grpo.load_prompts("train_data", None, [], None, Config(train_data=f"{path}:rows"))
 
 
 def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
@@ -239,6 +248,13 @@ def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
         load(path, [dict(prompt=[turn])], tmp_path)
     with pytest.raises(ConfigError, match="row 1: .*--system_prompt"):
         load(path, [dict(prompt=chat("*Sum.", "1+2?"))], tmp_path, system_prompt="Add.")
+    with pytest.raises(ConfigError, match="row 1: .*tools"):
+        load(path, [dict(prompt=[turn], tools=[{}])], tmp_path)
+    r1, _ = family(tmp_path / "r1", "r1")  # whose template says nothing of other turns
+    with pytest.raises(ConfigError, match="row 1: .*developer"):
+        load(r1, [dict(prompt=[dict(role="developer", content="Add."), *chat("1+2?")])], tmp_path)
+    [lines] = load(path, [dict(prompt="1+2?")], tmp_path, system_prompt=r"Add.\nThink.")
+    assert "Add.\nThink.<|im_end|>" in lines.text
     [plain] = load(path, [dict(prompt="1+2?")], tmp_path)
     assert plain.messages is None and plain.text == "1+2?"
     assert "--chat" in capsys.readouterr().out
@@ -271,6 +287,19 @@ class AddsEos:
 def test_no_end_token_at_the_end_of_a_string_prompt():
     prompt = grpo.make_prompt(dict(prompt="ab"), 0, AddsEos(), None, Config())
     assert prompt.ids.tolist() == [1, 97, 98]
+    prompt = grpo.make_prompt(dict(prompt="<s>"), 0, AddsEos(), None, Config())
+    assert prompt.ids.tolist() == [60, 115, 62]
+
+
+def test_calls_of_tools_come_in_openais_form_or_with_nulls_of_parquet():
+    """Templates write the arguments as JSON, and nulls as None."""
+    call = dict(id=None, function=dict(name="add", arguments=dict(a=1)))
+    plain = dict(role="assistant", tool_calls=[call])
+    same_call = dict(id=None, function=dict(name="add", arguments='{"a": 1}'))
+    openai = dict(role="assistant", content=None, name=None, tool_calls=[same_call])
+    assert grpo.text_message(openai) == grpo.text_message(plain) == plain
+    assert openai["content"] is None  # the row stays as it is
+    assert grpo.text_message(dict(role="user", content="x", tool_calls=None)) == chat("x")[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -451,6 +480,10 @@ def test_folders_that_hold_no_model_are_said(tmp_path):
     for path, word in ((tmp_path, "adapters"), ("./nofolder", "no such folder")):
         with pytest.raises(ConfigError, match=word):
             grpo.load_model("model", str(path), Config(), CPU)
+    both = shutil.copytree(MODEL, tmp_path / "both")
+    (both / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapters"):
+        grpo.load_model("model", str(both), Config(), CPU)
 
 
 @pytest.mark.slow
