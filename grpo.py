@@ -1344,6 +1344,7 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         if cfg.system_prompt:
             messages = [dict(role="system", content=with_newlines(cfg.system_prompt)), *messages]
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
+        options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
         if environment is not None:
             seed = (cfg.seed, row_number)
             messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
@@ -1355,7 +1356,8 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
     has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
     text.encode()  # an error if the text is no Unicode, which tokenizers do not say
     ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
-    if not has_bos and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if ids[-1 - len(plain) :] == [*plain, tokenizer.eos_token_id]:
         ids = ids[:-1]  # some tokenizers end every text with EOS
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 

@@ -106,6 +106,7 @@ countdown_reward.columns = ("numbers", "target")  # keys that every data row mus
 
 # -- How they read a text: its form, not its words. "not 18" says 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
+THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
 WORDS = r"(?:<[^<>]*>|\W)*+\w"  # the first word is not in a tag, or a token such as <|im_end|>
 
 
@@ -133,13 +134,13 @@ def as_text(value):  # in a data row
 
 
 def value_of(text):  # the number, if it is one and nothing else
-    digits = re.sub("(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)  # of thousands: 1,042
+    digits = re.sub(THOUSANDS, "", text)
     return Decimal(digits) if re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", digits) else text
 
 
 def final_number(text):
     r"""The number behind the last ####, else the last in the last \boxed{}, else the last one."""
-    text = re.sub(r"\{,\}|\\?[$,!]|\*", "", text)  # as in 1{,}042 and \$1,042 and **18**
+    text = re.sub(THOUSANDS + r"|\\?\$|\*", "", text)  # as in \$1,042 and **18**
     found = re.findall(r"####\s*(-?[0-9.]+)", text) or re.findall(r"\\boxed\{([^}]*)", text)
     numbers = re.findall(r"-?[0-9]*\.?[0-9]+", [text, *found][-1])
     return Decimal(numbers[-1]) if numbers else None

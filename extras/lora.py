@@ -24,7 +24,11 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     torch.manual_seed(cfg.seed)  # every rank draws the same
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)
     inject_adapter_in_model(config, model)
-    model.load_state_dict(checkpoint.get("adapters", {}), strict=False)
+    adapters = checkpoint.get("adapters", {})
+    missing, _ = model.load_state_dict(adapters, strict=False)
+    missing = [name for name in missing if ".lora_" in name]
+    if adapters and missing:
+        raise ValueError(f"the checkpoint has no {missing[0]}")
 
 
 def halve_frozen(model) -> None:

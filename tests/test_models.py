@@ -287,6 +287,8 @@ class AddsEos:
 def test_no_end_token_at_the_end_of_a_string_prompt():
     prompt = grpo.make_prompt(dict(prompt="ab"), 0, AddsEos(), None, Config())
     assert prompt.ids.tolist() == [1, 97, 98]
+    prompt = grpo.make_prompt(dict(prompt="a\2"), 0, AddsEos(), None, Config())  # of the row
+    assert prompt.ids.tolist() == [1, 97, 2]
     prompt = grpo.make_prompt(dict(prompt="<s>"), 0, AddsEos(), None, Config())
     assert prompt.ids.tolist() == [60, 115, 62]
 
@@ -596,6 +598,12 @@ def test_a_checkpoint_needs_no_peft_and_bfloat16_resumes_to_the_bit(tmp_path):
     small_run(parts, max_steps=2, **options)
     small_run(parts, resume=True, **options)
     assert metrics_of(whole) == metrics_of(parts)
+    path = parts / "step_000004" / "trainer_state.pt"
+    state = torch.load(path, weights_only=False)
+    state["adapters"].popitem()
+    torch.save(state, path)
+    with pytest.raises(ConfigError, match="lora_"):
+        small_run(parts, resume=True, **options | dict(max_steps=5))
     model, info = AutoModelForCausalLM.from_pretrained(
         whole / "step_000004", output_loading_info=True
     )

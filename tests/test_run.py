@@ -249,7 +249,8 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
         return dict(skipped_steps=0, optimizer_steps=1)
 
     monkeypatch.setattr(grpo, "update", spoil)
-    small_run(tmp_path / "run", max_steps=1)
+    with pytest.raises(grpo.TrainingError):
+        small_run(tmp_path / "run", max_steps=1)
     assert grpo.checkpoints(str(tmp_path / "run")) == []
 
 
