@@ -1,14 +1,17 @@
 """What a run had read when it began. The trainer writes it into config.json: extras/compare.py sees
 by it whether a file was edited since, and which metrics of two runs are the same quantity."""
 
+import ast
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import re
 import sys
 from pathlib import Path
+
+# Another torch is another installation, and torch writes modules of its own into a cache.
+INSTALLED = r"/lib\w*/python\d|-packages/|/\.cache/|/torchinductor_"
 
 
 def of_file(path):
@@ -22,37 +25,48 @@ def of_values(values):
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def of_files(paths):
-    return {path: of_file(path) for path in sorted(paths) if os.path.isfile(path)}
+def loaded_files():
+    """{module: its file}, without what is installed."""
+    files = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) or ""
+        if not re.search(INSTALLED, path) and os.path.isfile(path):
+            files[name] = path
+    return files
 
 
-@functools.cache  # thousands of modules share some hundreds of folders
-def real_path(folder):
-    return os.path.realpath(folder)
-
-
-def folder_of(path):
-    if os.path.islink(path):
-        path = os.path.realpath(path)
-    return real_path(os.path.dirname(path))
+def with_imports(names, files):
+    """Of the loaded modules those with these names, all that they import, and so on."""
+    words, found = set(names), set()
+    while more := {name for name in files if name.split(".")[-1] in words} - found:
+        found |= more
+        for name in more:
+            with contextlib.suppress(SyntaxError, ValueError):  # compiled code
+                for node in ast.walk(ast.parse(Path(files[name]).read_bytes())):
+                    if isinstance(node, ast.Import | ast.ImportFrom):
+                        words |= set(re.findall(r"\w+", ast.unparse(node)))
+    return found
 
 
 def about(run, out_dir, started):
     """started: when the process began, before it read anything."""
     cfg = run.cfg
-    modules = {}
-    for name, module in list(sys.modules.items()):
-        modules[name] = getattr(module, "__file__", None) or ""
-    # reward.py, and what --reward and --environment name, with what these import beside them
-    named = re.findall(r"([^,]+\.py):", f"{cfg.reward},{cfg.environment}")
-    beside = {os.path.dirname(os.path.abspath(os.path.expanduser(path))) for path in named}
-    rewards = [path for path in modules.values() if os.path.dirname(path) in beside]
-    rewards = of_files([modules["reward"], *rewards])
-    # The script, what lies beside it, and extras/. (Another torch is another installation.)
-    folders = {folder_of(modules[name]) for name in ("__main__", "reward")}
-    folders |= {f"{folder}/extras" for folder in folders}
-    code = [path for path in modules.values() if folder_of(path) in folders]
-    files = rewards | of_files([*code, modules["__main__"], cfg.train_data, cfg.eval_data])
+    code = loaded_files()
+    read = {*code.values(), cfg.train_data, cfg.eval_data}
+    files = {path: of_file(path) for path in sorted(read) if os.path.isfile(path)}
+
+    def code_of(names):
+        """Digests of reward.py, of the modules in the names of functions, and of their imports."""
+        modules = re.findall(r"\s*([^,/]+)\.py:", names) + [type(run.rewards[0]).__module__]
+        return sorted(files[code[name]] for name in with_imports(modules, code))
+
+    first = cfg.reward.split(",")[0]  # whose mean is the eval accuracy
+    if first.startswith("environment"):
+        first += f",{cfg.environment}"
+    eval_accuracy_of = [first, code_of(first), [prompt.row for prompt in run.eval_prompts]]
+    reward_of = [cfg.reward, code_of(f"{cfg.reward},{cfg.environment}")]
+    reward_of += [cfg.environment, cfg.temperature, cfg.non_stop_reward]
+    reward_of += [eval_accuracy_of, [prompt.row for prompt in run.train_prompts]]
     before = {}
     if run.step > 0:  # the run goes on
         config = json.loads(Path(out_dir, "config.json").read_text())
@@ -60,12 +74,6 @@ def about(run, out_dir, started):
     for path, digest in files.items():
         if os.path.getmtime(path) > started or before.get(path, digest) != digest:
             files[path] = "edited"  # while it ran: it is no version
-
-    first = f"reward.py {cfg.reward.split(',')[0]}"  # whose mean is the eval accuracy
-    code = [digest for path, digest in rewards.items() if Path(path).name in first]
-    eval_accuracy_of = [first, code, [prompt.row for prompt in run.eval_prompts]]
-    reward_of = [cfg.reward, list(rewards.values()), cfg.temperature, cfg.non_stop_reward]
-    reward_of += [eval_accuracy_of, [prompt.row for prompt in run.train_prompts]]
     return dict(
         eval_accuracy_of=of_values(eval_accuracy_of),
         reward_of=of_values(reward_of),

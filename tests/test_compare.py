@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from matplotlib.figure import Figure
 
 from extras import digests, selfcheck
 from grpo import Prompt
-from tests.common import HERE, metrics_of, small_config, small_run
+from reward import load_rewards
+from tests.common import HERE, fake_run, metrics_of, small_config, small_rows, small_run
 
 SCRIPT = f"{HERE}/extras/compare.py"
 SCRIPT_OF_A_RUN = """
@@ -183,33 +183,50 @@ def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_pa
 
 def test_a_run_writes_down_what_it_has_read(tmp_path):
     """So that what `reward` and `eval_accuracy` stand for can be told from its config.json."""
-    rows, code, out = tmp_path / "rows.jsonl", tmp_path / "r.py", tmp_path / "out"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    code.write_text("def f(completion, row):\n    return 1.0\n")
+    out = tmp_path / "out"
+    texts = {
+        "r.py": "import lib.helper\ndef f(completion, row):\n    return lib.helper.ONE\n",
+        "lib/helper.py": "ONE = 1.0\n",  # a package without __init__.py
+        "adv.py": "",  # which the script imports
+        "data/rows.py": "import adv\ndef rows():\n    return [dict(prompt='1+1=', answer='2')]\n",
+    }
+    code, helper, adv, rows = (tmp_path / name for name in texts)
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     later = time.time() + 1000
-    flags = dict(max_steps=0, reward=f"answer,{code}:f", train_data=str(rows), eval_data=str(rows))
+    flags = dict(max_steps=0, reward=f"answer,{code}:f")
+    flags |= dict(train_data=f"{rows}:rows", eval_data=small_rows(tmp_path))
     small_run(out, **flags)
     read = json.loads((out / "config.json").read_text())["about"]
-    assert {str(rows), str(code), f"{HERE}/grpo.py", f"{HERE}/reward.py"} < read["files"].keys()
+    files = {code, helper, adv, rows, tmp_path / "rows.jsonl"}
+    assert {*map(str, files), f"{HERE}/grpo.py", f"{HERE}/reward.py"} < read["files"].keys()
+    assert np.__file__ not in read["files"] and json.__file__ not in read["files"]
 
     def about(step=0, n_rows=1, started=later, **more):
         prompts = [Prompt(np.arange(1), "", dict(answer="2"), row_number=i) for i in range(n_rows)]
-        run = SimpleNamespace(
-            cfg=small_config(out, **(flags | more)), step=step, identity={"model": 0}
-        )
+        cfg = small_config(out, **(flags | more))
+        run = fake_run(cfg, step=step, identity={"model": 0}, rewards=load_rewards(cfg.reward))
         run.train_prompts = run.eval_prompts = prompts
         return digests.about(run, out, started)
 
     first, hotter, longer = about(), about(temperature=0.5), about(n_rows=2)
     assert about(learning_rate=1.0) == first
-    code.write_text("def f(completion, row):\n    return 2.0\n")
+    adv.write_text("# edited")  # it is no part of the rewards
+    mine = about()
+    assert mine.pop("files") != first.pop("files") and mine == first
+    helper.write_text("ONE = 2.0\n")
     edited = about()
     assert len({run["reward_of"] for run in (first, hotter, longer, edited)}) == 4
     evals = [run["eval_accuracy_of"] for run in (first, hotter, edited, longer)]
     assert evals[0] == evals[1] == evals[2] != evals[3]
-    assert first["files"][str(code)] != edited["files"][str(code)]
+    other = about(reward=f"{code}:f")["eval_accuracy_of"]
+    helper.write_text("ONE = 3.0\n")
+    assert about(reward=f"{code}:f")["eval_accuracy_of"] != other
+    envs = [about(reward="environment", environment=f"e.py:{name}") for name in ("Easy", "Hard")]
+    assert envs[0]["eval_accuracy_of"] != envs[1]["eval_accuracy_of"]
     for unknown in (about(step=1), about(started=0.0)):  # two versions in one run
-        assert unknown["files"][str(code)] == "edited"
+        assert unknown["files"][str(helper)] == "edited"
 
 
 def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
