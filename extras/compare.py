@@ -5,8 +5,8 @@
     python extras/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
 --run makes the runs that compare/ lacks, and goes on with those that were stopped. If code or data
-that a run had read when it began says something else now, another run is made beside it. (What a
-reward opens by itself, and the files of --model, are not looked at.)
+that a run had read when it began says something else now, another run is made beside it. (Not
+looked at: --model, environment variables, installed packages, what is opened or imported later.)
 
 One number is tested, since of ten one differs by chance: the mean of `reward` over the steps that
 all runs have, which shows who learns sooner. If rewards are not the same quantity on all sides, it
@@ -20,9 +20,9 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import sys
 import zlib
-from contextlib import suppress
 from itertools import combinations, product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -31,6 +31,7 @@ from subprocess import PIPE, STDOUT, Popen
 
 import digests
 import numpy as np
+import selfcheck
 import view
 from tqdm import tqdm
 
@@ -38,7 +39,6 @@ METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split(
 # Other values of these do not change what is learned.
 NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
 vllm_gpu_memory_utilization""".split()
-COLUMN = "{:<20}".format
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
 
@@ -50,15 +50,14 @@ class Run:
         self.seed = flags["seed"]
         about = flags.pop("about", {})  # digests of what it had read when it began
         self.files = about.pop("files", {})
-        flags |= about | {Path(path).name: said for path, said in self.files.items()}
-        self.flags = flags | dict.fromkeys(NEUTRAL, "")
+        self.is_stale = self.files != {path: digests.of_file(path) for path in self.files}
+        flags |= about | dict.fromkeys(NEUTRAL, "")
+        self.flags = {name: str(value) for name, value in flags.items()}
+        for path, digest in self.files.items():
+            self.flags[f"{Path(path).name} {digest}"] = ""  # the other side has another folder
         self.last = self.log[-1]["step"]
         evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
-
-    def is_stale(self):
-        """Whether a file that it had read says something else now, or nobody knows."""
-        return not self.files or self.files != {path: digests.of_file(path) for path in self.files}
 
 
 def check_flags(script, flags):
@@ -66,15 +65,17 @@ def check_flags(script, flags):
     text = Path(script).read_text()
     for flag in flags[:1] + [flag for flag in flags if flag.startswith("--")]:
         name = flag.partition("=")[0].removeprefix("--")
-        is_free = name not in ("seed", "out_dir", "resume") and flag.startswith("--")
-        if not is_free or ("\nclass Config:" in text and f"\n    {name}: " not in text):
+        is_unknown = "\nclass Config:" in text and f"\n    {name}: " not in text
+        if is_unknown or name in ("seed", "out_dir", "resume"):
             raise ValueError(f"{script} takes no {flag}; flags of one side: 'mine.py --x 3'")
 
 
 def run_in(folder):
-    """None: it has not begun."""
-    with suppress(OSError, ValueError):
+    """None: it was stopped before its first line, or has not begun. What is there is removed."""
+    log = Path(folder, "metrics.jsonl")
+    if log.exists() and b"\n" in log.read_bytes():
         return Run(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_run(seed, side, flags, bar):
@@ -84,27 +85,28 @@ def make_run(seed, side, flags, bar):
     command = [sys.executable, os.path.abspath(script), "--keep", "1", *flags, *own]
     folder = f"compare/{Path(script).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
     log = claim(folder)
-    while (run := run_in(folder)) and run.is_stale():
+    while (run := run_in(folder)) and run.is_stale:
         folder += ".edited"
         log = claim(folder)
     command += ["--seed", str(seed), "--out_dir", folder]
     line = "no output"
     if not run or not run.is_whole:
-        if Path(folder).exists():
+        if run:
             command.append("--resume")
         output = dict(stdout=PIPE, stderr=STDOUT, text=True, errors="replace")
-        process = Popen(command, stdin=log, **output)
-        for line in process.stdout:
-            log.write(line)
-            if line.startswith("step"):
-                bar.set_postfix_str(line[:20])
-        process.wait()
+        with Popen(command, stdin=log, env=selfcheck.environment(), **output) as process:
+            for line in process.stdout:
+                log.write(line)
+                if line.startswith("step"):
+                    bar.set_postfix_str(line[:20])
         run = run_in(folder)
     bar.update()
-    if run and run.is_whole:
-        runs.append(run)
-    else:
+    if not run or not run.is_whole:
         bar.write(f"{folder} failed: {line.strip()} ({log.name} has all of it)")
+    elif not run.files:
+        bar.write(f"{folder} does not say what it has read: extras/digests.py failed")
+    else:
+        runs.append(run)
 
 
 def claim(folder):
@@ -142,15 +144,16 @@ def curves_of(runs, metric):
     return steps, np.array([[p[step] for step in steps] for p in points])
 
 
-def metric_to_test(runs):
+def metric_to_test(sides):
     for metric in ("reward", "eval_accuracy"):
-        if len({run.flags.get(f"{metric}_of") for run in runs}) < 2:
+        if len({run.flags.get(f"{metric}_of", name) for name in sides for run in sides[name]}) < 2:
             return metric
-    raise ValueError("the sides have other rewards or eval data; --metric NAME tests any metric")
+    differ = "the sides have other rewards and eval data, or do not say which (no extras/ there)"
+    raise ValueError(f"{differ}; --metric NAME tests any metric")
 
 
 def mean_and_error(values):
-    return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}"
+    return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}".ljust(20)
 
 
 def report(sides, n_made, wanted):
@@ -159,7 +162,7 @@ def report(sides, n_made, wanted):
     runs = sum(sides.values(), [])
     for side in sides.values():
         check_side(side)
-    metric = wanted or metric_to_test(runs)
+    metric = wanted or metric_to_test(sides)
     last = min([run.last for run in runs], default=0)
     for run in runs:  # all numbers are of the same steps
         run.log = [line for line in run.log if line["step"] <= last]
@@ -172,18 +175,19 @@ def report(sides, n_made, wanted):
     tested, failed = {}, ""
     for name, side in sides.items():
         tested[name] = {run.seed: next(means) for run in side}
-        missing = (n_made or len(side)) - sum(run.is_whole for run in side)
+        n_runs = n_made or len(side)
+        missing = n_runs - sum(run.is_whole for run in side)
         if missing:
-            failed += f"; {name}: {missing} of {n_made or len(side)} failed or unfinished"
+            failed += f"; {name}: {missing} of {n_runs} failed or unfinished"
         if not side:
             continue
         print(f"{name}: {len(side)} seeds", dict(sorted(side[0].flags.items() - shared)))
-        print("+- standard error".ljust(24), *map(COLUMN, ("first", "last", "highest", "mean")))
+        print(f"{'+- standard error':24} {'first':20} {'last':20} {'highest':20} mean")
         for row in METRICS:
             at, curves = curves_of(side, row)
             if at:
                 columns = curves.T[0], curves.T[-1], curves.max(1), curves.mean(1)
-                print(row.ljust(24), *[COLUMN(mean_and_error(values)) for values in columns])
+                print(row.ljust(24), *map(mean_and_error, columns))
     if metric == "eval_accuracy" != wanted:
         print("the sides' rewards are not the same quantity")
     print(f"tested: the mean {metric} of {n} steps, up to step {steps[-1]}")
@@ -253,9 +257,9 @@ if __name__ == "__main__":
             check_flags(script, rest + own)
         if sides:
             Path("compare").mkdir(exist_ok=True)
-            with tqdm(total=args.seeds * len(sides), unit="run") as bar:
-                jobs = product(range(args.seeds), sides.items(), [rest], [bar])
-                ThreadPool(args.jobs).starmap(make_run, jobs, 1)
+            n = args.seeds * len(sides)
+            with tqdm(total=n, unit="run") as bar, ThreadPool(args.jobs) as pool:
+                pool.starmap(make_run, product(range(args.seeds), sides.items(), [rest], [bar]), 1)
         else:
             sides = read_sides(rest)
         code = report(sides, len(args.run) and args.seeds, args.metric)

@@ -24,13 +24,16 @@ script.SMALL = 0  # the fast policy also for a small model
 sys.exit(script.main(sys.argv[2:]))"""
 
 
+def environment():
+    """A copy that stands elsewhere finds reward.py and extras here."""
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])])
+    return os.environ | dict(PYTHONPATH=path.lstrip(os.pathsep))
+
+
 def run(start, out_dir, *flags):
     """The lines of its metrics.jsonl without times."""
     command = [sys.executable, *start, *SMALL, *flags, "--out_dir", out_dir]  # later flags win
-    # A copy that stands elsewhere finds reward.py and extras here.
-    path = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(path).rstrip(os.pathsep))
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{own_error(done.stderr)}")
     lines = map(json.loads, Path(out_dir, "metrics.jsonl").read_text().splitlines())

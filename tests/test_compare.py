@@ -20,18 +20,24 @@ from reward import load_rewards
 from tests.common import HERE, fake_run, metrics_of, small_config, small_rows, small_run
 
 SCRIPT = f"{HERE}/extras/compare.py"
+SAME = dict(reward_of="1", eval_accuracy_of="1")  # quantities, in the about of config.json
 SCRIPT_OF_A_RUN = """
 import hashlib, json, os, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 out = flags["--out_dir"]
 with open("starts.txt", "a") as file:
     file.write(" ".join(sys.argv) + "\\n")
-os.makedirs(out, exist_ok=True)
+os.makedirs(out, exist_ok="--resume" in sys.argv)
+if os.path.exists("kill1"):
+    os.kill(os.getpid(), 9)
 config = dict(seed=int(flags["--seed"]), out_dir=out, resume=False, max_steps=4, reward="r.py:f")
 read = [sys.argv[0], "r.py"]
 digests = [hashlib.sha256(open(path, "rb").read()).hexdigest()[:8] for path in read]
-config["about"] = dict(files=dict(zip(read, digests)))
-json.dump(config, open(f"{out}/config.json", "w"))
+config["about"] = dict(SAME, files=dict(zip(read, digests)))
+with open(f"{out}/config.json", "w") as file:
+    json.dump(config, file)
+if os.path.exists("kill2"):
+    os.kill(os.getpid(), 9)
 with open(f"{out}/metrics.jsonl", "a") as file:
     done = len(open(file.name).readlines())
     for step in range(done + 1, 5):
@@ -50,7 +56,7 @@ def write_run(folder, rewards, evals=(), **flags):
         lines.append(dict(step=step, eval_accuracy=accuracy, eval_stderr=0.01, eval_length=3))
     lines = [json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["step"])]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    config = dict(seed=0, out_dir=str(folder), resume=False, max_steps=len(rewards), eval_data="e")
+    config = dict(seed=0, out_dir=str(folder), resume=False, max_steps=len(rewards), about=SAME)
     (folder / "config.json").write_text(json.dumps(config | flags))
     return folder.name
 
@@ -147,8 +153,10 @@ def test_only_steps_that_all_runs_have_count(compare, tmp_path):
 def test_one_run_and_runs_without_evals_have_numbers(compare, tmp_path):
     write_run(tmp_path / "out", [0.1, 0.7])
     write_run(tmp_path / "out.1", [0.1, 0.7], {0: 0.3, 2: 0.625}, learning_rate=1)
-    for names, number in ((["out"], "0.7"), (["out", "out.1"], "0.625")):
-        code, out, _ = compare(*names)
+    write_run(tmp_path / "lists", [0.1, 0.7], betas=[0.5, 0.75])
+    numbers = {"out": "0.7", "out out.1": "0.625", "out lists": "[0.5, 0.75]"}
+    for names, number in numbers.items():
+        code, out, _ = compare(*names.split())
         assert code == 0 and number in out
 
 
@@ -164,12 +172,15 @@ def test_mistakes_are_one_line(names, compare, tmp_path):
     "other, tested",
     [
         (dict(learning_rate=0.5), "reward"),
-        (dict(about=dict(reward_of="2", eval_accuracy_of="1")), "eval_accuracy"),
+        (dict(about=SAME | dict(reward_of="2")), "eval_accuracy"),
         (dict(about=dict(reward_of="2", eval_accuracy_of="2")), None),
+        (dict(about={}, reward="r.py:f"), None),  # nobody knows
     ],
 )
 def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_path):
-    flags = dict(learning_rate=0.25, about=dict(reward_of="1", eval_accuracy_of="1"))
+    flags = dict(learning_rate=0.25)
+    if other.get("about") == {}:
+        flags["about"] = {}
     for seed in (0, 1):
         write_run(tmp_path / f"a.{seed}", [9.0], {0: 0.5, 1: 0.5 + seed}, seed=seed, **flags)
         more = dict(flags | other, seed=seed)
@@ -253,7 +264,8 @@ def scripts(compare):
     """base.py, mine.py, r.py, and starts() -> the commands of all starts since the last call."""
     Path("r.py").touch()
     for name, quality in dict(base=0.1, mine=0.2).items():
-        Path(f"{name}.py").write_text(SCRIPT_OF_A_RUN.replace("QUALITY", str(quality)))
+        text = SCRIPT_OF_A_RUN.replace("QUALITY", str(quality)).replace("SAME", str(SAME))
+        Path(f"{name}.py").write_text(text)
 
     def starts():
         path = Path("starts.txt")
@@ -289,9 +301,43 @@ def test_a_script_that_is_edited_between_its_runs_is_not_one_side(compare, scrip
     text = Path("mine.py").read_text()
     Path("mine.py").write_text(text + "open(sys.argv[0], 'a').write('# edited\\n')\n")
     code, out, err = compare("--run", "base.py", "mine.py", "--seeds", "2")
-    assert (code, out.count("tested"), err.splitlines()[-1].count("mine")) == (2, 0, 3)
+    assert (code, out.count("tested")) == (2, 0) and "mine.py" in err.splitlines()[-1]
     Path("mine.py").write_text(text)
     assert compare("--run", "base.py", "mine.py", "--seeds", "2")[0] == 0
+
+
+@pytest.mark.parametrize("moment", ["kill1", "kill2"])
+def test_a_run_killed_before_its_first_line_is_nothing_yet(moment, compare, scripts):
+    """Another default in the script that was edited since is not the old one."""
+    arguments = ["--run", "base.py", "mine.py", "--seeds", "2"]
+    Path(moment).touch()
+    assert compare(*arguments)[0] > 0
+    Path(moment).unlink()
+    Path("mine.py").write_text(Path("mine.py").read_text() + "# edited")
+    scripts()
+    assert compare(*arguments)[0] == 0
+    started = scripts()
+    assert len(started) == 4 and not any("--resume" in line for line in started)
+
+
+def test_an_error_that_ends_it_is_one_line(tmp_path):
+    script = tmp_path / f"{'n' * 240}.py"  # the name of its log would be too long
+    script.touch()
+    command = [sys.executable, SCRIPT, "--run", script.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    error = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "name too long" in error and "ignored" not in done.stderr
+
+
+def test_a_copy_elsewhere_finds_the_rest_and_one_without_digests_is_no_side(compare, scripts):
+    mine = Path("mine.py")
+    mine.write_text("from extras import digests\nimport reward\n" + mine.read_text())
+    arguments = ["--run", "base.py", "mine.py", "--seeds", "2"]
+    assert compare(*arguments)[0] == 0
+    mine.write_text(mine.read_text().replace("files=", "no_files="))
+    for n_started in (6, 0):
+        code, out, _ = compare(*arguments)
+        assert code == 1 and len(scripts()) == n_started and out.count("digests") == 2
 
 
 def test_what_fails_or_stops_is_said_and_pairs_stay_pairs(compare, scripts):
@@ -313,7 +359,7 @@ def test_what_fails_or_stops_is_said_and_pairs_stay_pairs(compare, scripts):
 def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scripts):
     for name in ("base", "mine"):
         config = "class Config:\n    beta: float = 0.0\n" + "    mine: int = 0\n" * (name == "mine")
-        Path(f"{name}.py").write_text(f"{SCRIPT_OF_A_RUN.replace('QUALITY', '1')}\n{config}")
+        Path(f"{name}.py").write_text(f"{Path(f'{name}.py').read_text()}\n{config}")
     sides = ["--run", "base.py", "mine.py --mine 3"]
     for arguments in (["--mine", "3"], ["--mine=3"], ["--seed", "3"], ["--seeds", "2", "bad.py"]):
         code, out, err = compare(*sides, *arguments)
