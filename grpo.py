@@ -2480,6 +2480,8 @@ def train(cfg: Config) -> list[dict]:
         print_rank_0(f"best checkpoint: {run.path_of(run.best_step())}")
     print_rank_0(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
     print_rank_0(f"out_dir: {run.cfg.out_dir}")
+    if run.step < cfg.max_steps:
+        print_rank_0(f"stopped before its end; to go on: --resume --out_dir {run.cfg.out_dir}")
     return run.history
 
 
