@@ -1742,7 +1742,7 @@ def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
     """The most tokens of a prompt and its completion; the model must have room for them."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
-    why = f"with the longest prompt {longest} tokens; --{flag} has {positions} positions"
+    why = f"with the longest prompt {longest} tokens, but --{flag} has {positions} positions"
     require(longest <= positions, "max_completion_length", why)
     largest = max(int(p.ids.max()) for p in prompts)
     why = f"the tokenizer of --model makes the id {largest}, which is not in its vocabulary"

@@ -27,10 +27,13 @@ def of_values(values):
 
 def loaded_files():
     """{module: its file}, without what is installed."""
+    # pip install --target has made such a folder, whatever its name is.
+    folders = [folder for folder in sys.path if folder and any(Path(folder).glob("*.dist-info"))]
     files = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
-        if not re.search(INSTALLED, path) and os.path.isfile(path):
+        is_installed = re.search(INSTALLED, path) or path.startswith(tuple(folders))
+        if not is_installed and os.path.isfile(path):
             files[name] = path
     return files
 

@@ -192,6 +192,17 @@ def test_only_what_is_the_same_quantity_is_tested(other, tested, compare, tmp_pa
     assert code == 0 and last_difference(out)[0] == (0.5 if tested == "reward" else 0.25)
 
 
+def test_a_folder_of_packages_is_no_code_of_the_user(tmp_path, monkeypatch):
+    """Such as pip install --target makes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, there in (("my_own", {"my_own"}), ("a_package", set())):
+        (tmp_path / f"{name}.py").touch()
+        if not there:
+            (tmp_path / "a_package-1.0.dist-info").mkdir()
+        __import__(name)
+        assert {"my_own", "a_package"} & digests.loaded_files().keys() == there
+
+
 def test_a_run_writes_down_what_it_has_read(tmp_path):
     """So that what `reward` and `eval_accuracy` stand for can be told from its config.json."""
     out = tmp_path / "out"
