@@ -778,7 +778,6 @@ def padded_rows(samples: list[Sample]) -> dict:
 def micro_batches(samples: list[Sample], cfg: Config, one_row: bool = True) -> list[list[Sample]]:
     """Batches of at most micro_batch_tokens, or of one sample; so small that each rank may get one.
     No split changes the gradient: the loss is a sum."""
-
     samples = sorted(samples, key=lambda s: -s.total_length)  # those of similar length together
     if one_row:  # and those of a prompt, because they share it
         samples.sort(key=lambda s: s.prompt.ids.tobytes())
@@ -884,9 +883,9 @@ def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     the weights by its momentum even if the gradient is 0."""
     # Before the first optimizer step the policy is the reference (unless that is a model of its
     # own), and the KL's gradient is rounding. Adam would make a whole step of it.
-    taken = [int(state["step"]) for state in optimizer.state.values()]  # in the whole run
-    if not cfg.reference and max(taken, default=0) == 0:
-        cfg = replace(cfg, beta=0.0)
+    if cfg.beta > 0 and not cfg.reference:
+        if not any(state["step"] > 0 for state in optimizer.state.values()):  # in the whole run
+            cfg = replace(cfg, beta=0.0)
     return any(has_gradient(s, cfg) for s in minibatch)
 
 
@@ -1356,9 +1355,10 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
     has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
     text.encode()  # an error if the text is no Unicode, which tokenizers do not say
     ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
-    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids[-1 - len(plain) :] == [*plain, tokenizer.eos_token_id]:
-        ids = ids[:-1]  # some tokenizers end every text with EOS
+    if ids[-1:] == [tokenizer.eos_token_id]:  # the row's own, or the tokenizer adds it
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids[-1 - len(plain) : -1] == plain:
+            ids = ids[:-1]
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 
 
@@ -2268,7 +2268,7 @@ class Run:
         with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
             lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
             about = {}
-            with contextlib.suppress(Exception):  # only extras/compare.py asks for it
+            with contextlib.suppress(Exception):  # a run goes on without extras/digests.py
                 from extras import digests
 
                 about = digests.about(self, path, STARTED)
