@@ -253,6 +253,9 @@ def test_strings_become_a_users_turn_with_a_system_message(tmp_path, capsys):
     r1, _ = family(tmp_path / "r1", "r1")  # whose template says nothing of other turns
     with pytest.raises(ConfigError, match="row 1: .*developer"):
         load(r1, [dict(prompt=[dict(role="developer", content="Add."), *chat("1+2?")])], tmp_path)
+    of_the_row = dict(chat_template="[{{ messages[0].content }}]")
+    [own] = load(path, [dict(prompt=chat("1+2?"), chat_template_kwargs=of_the_row)], tmp_path)
+    assert own.text == "[1+2?]"
     [lines] = load(path, [dict(prompt="1+2?")], tmp_path, system_prompt=r"Add.\nThink.")
     assert "Add.\nThink.<|im_end|>" in lines.text
     [plain] = load(path, [dict(prompt="1+2?")], tmp_path)

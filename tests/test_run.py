@@ -196,6 +196,19 @@ def draws(completion, row):
     same_run(tmp_path / "one", tmp_path / "two")
 
 
+def test_a_resume_says_which_files_were_edited(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write_rewards(tmp_path, "def one(completion, row):\n    return 1.0\n")
+    cfg = small_config(tmp_path / "rows", reward=f"{path}:one")
+    for edited in (False, True):
+        if edited:
+            with open(path, "a") as file:
+                file.write("# another version\n")
+        train(dataclasses.replace(cfg, out_dir="~/run", max_steps=1 + edited, resume=edited))
+        assert ("edited" in capfd.readouterr().out) == edited
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 2
+
+
 def test_two_runs_in_one_directory_are_refused(tmp_path):
     out = tmp_path / "run"
     small_run(out, max_steps=1)
