@@ -313,7 +313,7 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 # A batch, its logps
 
 
-def collate(samples: list[Sample], device: torch.device, one_row: bool = True) -> dict:
+def collate(samples: list[Sample], device: torch.device, in_one_row: bool = True) -> dict:
     """The tensors of a micro-batch. Its texts stand in one row, without padding: each prompt once,
     and its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
 
@@ -325,7 +325,7 @@ def collate(samples: list[Sample], device: torch.device, one_row: bool = True) -
     The logits at c, place 2, predict both x and z. packed_attention lets a completion see its own
     prompt and itself, and no other text. What the loss needs is [n], too, sample after sample.
     """
-    if one_row:
+    if in_one_row:
         batch = packed_row(samples, device)
     else:  # for models that cannot do this: a padded row for each sample, and the same [n]
         batch = padded_rows(samples)
@@ -346,13 +346,11 @@ class Policy(nn.Module):
     """policy(collate(samples, device)) -> logps [n], the log-probability of each sampled token, and
     entropy [n], how uncertain the model was there (in nats, for the log)."""
 
-    def __init__(self, model, temperature: float, one_row: bool = True):
+    def __init__(self, model, temperature: float):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.one_row = one_row
-        if one_row:
-            use_packed_attention(model)
+        use_packed_attention(model)
 
     def forward(self, batch: dict):
         logits = logits_of(self.model, batch)  # [n, V]
@@ -444,7 +442,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
     for micro_batch, sync_context in micro_batches_of_rank(policy, ddp, minibatch, cfg):
-        batch = collate(micro_batch, policy.model.device, policy.one_row)
+        batch = collate(micro_batch, policy.model.device, takes_one_row(policy.model))
         with sync_context:  # the ranks exchange gradients in the last backward only
             with autocast(cfg, policy.model.device):
                 logps, entropy = ddp(batch)  # [n] both
@@ -715,11 +713,16 @@ AttentionMaskInterface.register("packed", sdpa_mask)  # for sampling
 
 
 def use_packed_attention(model) -> None:
-    """Where attention alone mixes tokens, and by the plain formula. Elsewhere run_model refuses."""
+    """Where attention alone mixes tokens, and by the plain formula."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
     if is_plain and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("packed")
+
+
+def takes_one_row(model) -> bool:
+    """Whether all texts of a batch may stand in one row. Else each sample has a padded row."""
+    return model.config._attn_implementation == "packed"
 
 
 def run_model(model, batch: dict, **options):
@@ -729,15 +732,13 @@ def run_model(model, batch: dict, **options):
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = torch.is_grad_enabled()
-    ids = batch["ids"]
     if "texts" in batch:
-        if model.config._attn_implementation != "packed":
-            raise ValueError("its attention takes one text a row: collate with one_row=False")
-        ids = ids[None]  # [1, L]
+        if not takes_one_row(model):
+            raise ValueError("its attention takes one text a row: collate with in_one_row=False")
         options |= dict(texts=batch["texts"], position_ids=batch["positions"][None])
         # transformers makes no mask of its own if it gets one of four dimensions.
-        options["attention_mask"] = ids.new_empty(1, 1, 1, 1)
-    return model(ids, use_cache=False, **options)
+        options["attention_mask"] = batch["ids"].new_empty(1, 1, 1, 1)
+    return model(torch.atleast_2d(batch["ids"]), use_cache=False, **options)
 
 
 def logits_of(model, batch: dict):
@@ -775,21 +776,23 @@ def padded_rows(samples: list[Sample]) -> dict:
     return dict(ids=[ids.numpy()], read=read)
 
 
-def micro_batches(samples: list[Sample], cfg: Config, one_row: bool = True) -> list[list[Sample]]:
+def micro_batches(
+    samples: list[Sample], cfg: Config, in_one_row: bool = True
+) -> list[list[Sample]]:
     """Batches of at most micro_batch_tokens, or of one sample; so small that each rank may get one.
     No split changes the gradient: the loss is a sum."""
     samples = sorted(samples, key=lambda s: -s.total_length)  # those of similar length together
-    if one_row:  # and those of a prompt, because they share it
+    if in_one_row:  # and those of a prompt, because they share it
         samples.sort(key=lambda s: s.prompt.ids.tobytes())
     added = [s.total_length for s in samples]  # tokens that a sample adds to a batch
     for i, (before, s) in enumerate(itertools.pairwise(samples)):
-        if one_row and s.prompt.ids.tobytes() == before.prompt.ids.tobytes():
+        if in_one_row and s.prompt.ids.tobytes() == before.prompt.ids.tobytes():
             added[i + 1] = len(s.completion_ids)  # its prompt stands there already
     budget = min(cfg.micro_batch_tokens, sum(added) / WORLD_SIZE)
     batches = []
     tokens = math.inf  # of the last batch
     for s, more in zip(samples, added, strict=True):
-        if batches and not one_row:
+        if batches and not in_one_row:
             more = batches[-1][0].total_length  # padded to the first, which is the longest
         tokens += more
         if tokens > budget:
@@ -804,8 +807,9 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
     place_of = {s: i for i, s in enumerate(samples)}
     computed = []
-    for micro_batch in micro_batches(samples, cfg, policy.one_row)[RANK::WORLD_SIZE]:
-        batch = collate(micro_batch, policy.model.device, policy.one_row)
+    in_one_row = takes_one_row(policy.model)
+    for micro_batch in micro_batches(samples, cfg, in_one_row)[RANK::WORLD_SIZE]:
+        batch = collate(micro_batch, policy.model.device, in_one_row)
         with autocast(cfg, policy.model.device):
             logps, _ = policy(batch)  # [n]
         computed.append((micro_batch, logps, batch["lengths"]))
@@ -828,7 +832,7 @@ def micro_batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
     needed = [s for s in minibatch if has_gradient(s, cfg)]
     if not needed:
         needed = minibatch[:1]
-    batches = micro_batches(needed, cfg, policy.one_row)
+    batches = micro_batches(needed, cfg, takes_one_row(policy.model))
     for start in range(0, len(batches), WORLD_SIZE):
         one_each = batches[start : start + WORLD_SIZE]
         samples = one_each[RANK % len(one_each)]
@@ -1563,99 +1567,62 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
         seconds = 8e-15 * tokens * model.num_parameters() * cfg.max_steps
         compile = "on" if device.type == "cuda" and seconds > 25 else "off"
     fast = cfg.fast and not is_small and os.path.exists(f"{HERE}/extras/fast.py")
-    return replace(cfg, dtype=dtype, rollout=rollout, compile=compile, fast=fast)
+    cfg = replace(cfg, dtype=dtype, rollout=rollout, compile=compile, fast=fast)
+    if cfg.micro_batch_tokens == 0:
+        cfg = replace(cfg, micro_batch_tokens=tokens_that_fit(model, device, cfg))
+    return cfg
+
+
+def tokens_that_fit(model, device: torch.device, cfg: Config) -> int:
+    """Of a micro-batch, by what Qwen models keep for backward: 80 bytes for each hidden unit of
+    each layer, and some for each word if the head is the model's own."""
+    if device.type == "cpu":
+        return 2048
+    config = model.config.get_text_config()
+    of_a_token = 80 * config.hidden_size * config.num_hidden_layers
+    if not cfg.fast:
+        of_a_token += 16 * config.vocab_size
+    if cfg.dtype != "bfloat16":
+        of_a_token *= 2
+    taken = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # gradients, moments
+    if cfg.beta > 0:
+        taken += 4 * model.num_parameters()  # the reference
+    free, _ = torch.cuda.mem_get_info()
+    tokens = int(0.8 * (free - taken) / of_a_token)
+    return min(gather([min(65536, max(256, tokens))]))  # the same on all ranks
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
-    """The policy in a form with the right numbers: texts in one row or in rows of their own, with
-    the head of extras/fast.py or the model's. On a CPU the first of these, on a GPU the fastest."""
-    alone = Policy(model, cfg.temperature, one_row=False)
-    policies = {"one row": Policy(model, cfg.temperature), "a row for each text": alone}
+    """The policy in the first form with the right numbers: texts in one row or in rows of their
+    own, with the head of extras/fast.py or the model's."""
+    own_attention = model.config._attn_implementation
+    plain = Policy(model, cfg.temperature)
+    samples = made_up(prompts[:2], cfg)
+    with torch.no_grad():
+        alone = [collate([s], model.device, in_one_row=False) for s in samples]
+        expected = torch.cat([plain(batch)[0] for batch in alone])
+    policies = [plain]
     if cfg.fast:
         from extras import fast
 
-        plain = list(policies.items())
-        policies = {f"{name}, fast.py": fast.FastPolicy(p, hidden_of) for name, p in plain}
-        policies |= plain
-    samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
-    with torch.no_grad():
-        logps = [alone(collate([s], model.device, one_row=False))[0] for s in samples]
-    times = {}
-    for name, policy in policies.items():
-        why = "" if policy is alone else why_not(policy, samples, torch.cat(logps), cfg)
-        if why:
-            print_rank_0(f"{model.name_or_path}: not {name}, because {why}")
-        elif model.device.type == "cpu":
-            return policy
-        else:
-            seconds = math.inf
-            with contextlib.suppress(torch.OutOfMemoryError):
-                for _ in range(2):  # the first one warms up
-                    _, seconds = trial(policy, prompts, cfg.micro_batch_tokens or 8192, cfg)
-            times[name] = sum(gather([round(seconds, 4)]))
-    model.zero_grad()
-    print_rank_0(f"{model.name_or_path}: seconds of {times}")
-    # The first that is nearly as fast as any: noise must not give a resumed run another form.
-    return next(policies[name] for name in times if times[name] <= 1.1 * min(times.values()))
+        policies.insert(0, fast.FastPolicy(plain, hidden_of))
+    for form in ("one row", "a row for each text"):
+        for policy in policies:
+            why = why_not(policy, samples, expected, cfg)
+            if why == "":
+                return policy
+            print_rank_0(f"{model.name_or_path}: not {form}, {type(policy).__name__}: {why}")
+        model.set_attn_implementation(own_attention)
+    return plain
 
 
-def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
-    """For each prompt completions of these lengths."""
+def made_up(prompts: list[Prompt], cfg: Config) -> list[Sample]:
     samples = []
     for group, prompt in enumerate(prompts):
-        for length in lengths:
+        for length in (1, 5, min(32, cfg.max_completion_length)):
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
     return samples
-
-
-def trial(policy, prompts: list[Prompt], tokens: int, cfg: Config) -> tuple:
-    """The gradient of a made-up micro-batch of about so many tokens: their number, and seconds."""
-    length = min(tokens, 512, cfg.max_completion_length)
-    samples = made_up(prompts[:1], [length] * (tokens // length))
-    started = clock()
-    batch = collate(samples, policy.model.device, policy.one_row)
-    with autocast(cfg, policy.model.device):
-        logps, _ = policy(batch)
-    if logps.requires_grad:  # not a reference's
-        logps.sum().backward()
-    return batch["ids"].numel(), clock() - started
-
-
-def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
-    """Compiles the layers, if they can be, and finds the micro-batch that fits a GPU's memory."""
-    if cfg.compile == "on":
-        layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        for layer in layers:
-            layer.compile(dynamic=True)
-        try:
-            trial(policy, prompts, 512, cfg)
-        except Exception as error:  # no C compiler, or code that torch cannot take
-            print_rank_0(f"--compile: the layers are not compiled: {one_line(error)}")
-            cfg = replace(cfg, compile="off")
-            for layer in layers:
-                del layer._compiled_call_impl
-    tokens = cfg.micro_batch_tokens or 2048
-    if cfg.micro_batch_tokens == 0 and policy.model.device.type == "cuda":
-        trial(policy, prompts, 512, cfg)  # makes the gradients
-        taken = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        tokens, _ = trial(policy, prompts, 2048, cfg)
-        of_a_token = (torch.cuda.max_memory_allocated() - taken) / tokens
-        free, _ = torch.cuda.mem_get_info()
-        moments = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        left = free + torch.cuda.memory_reserved() - taken - moments
-        tokens = int(min(65536, max(256, 0.8 * left / of_a_token)))
-    policy.zero_grad()
-    torch.cuda.empty_cache()  # vLLM asks for its share next
-    return replace(cfg, micro_batch_tokens=min(gather([tokens])))  # the same on all ranks
-
-
-def clock() -> float:
-    """Seconds, once the GPU has done what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @torch.no_grad()
@@ -1664,7 +1631,7 @@ def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
     time in float32, up to rounding."""
     device = policy.model.device
     try:
-        batch = collate(samples, device, policy.one_row)
+        batch = collate(samples, device, takes_one_row(policy.model))
         off = (policy(batch)[0] - expected).abs().max().item()
         with autocast(cfg, device):
             rounded = (policy(batch)[0] - expected).abs().mean().item()
@@ -1677,6 +1644,26 @@ def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
     except Exception as error:  # whatever a model raises that cannot do this
         why = one_line(error)
     return max(gather([why]))  # the same on all ranks
+
+
+def compile_layers(policy, prompts: list[Prompt], cfg: Config) -> Config:
+    """--compile, if it can be done here."""
+    device = policy.model.device
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        batch = collate(made_up(prompts[:2], cfg), device, takes_one_row(policy.model))
+        with autocast(cfg, device):
+            logps, _ = policy(batch)
+        logps.sum().backward()
+    except Exception as error:  # no C compiler, or code that torch cannot take
+        print_rank_0(f"--compile: the layers are not compiled: {one_line(error)}")
+        cfg = replace(cfg, compile="off")
+        for layer in layers:
+            del layer._compiled_call_impl
+    policy.zero_grad()
+    return cfg
 
 
 def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device: torch.device):
@@ -2180,7 +2167,9 @@ class Run:
         self.model = model
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
-        self.cfg = cfg = fit(self.policy, prompts, cfg)
+        if cfg.compile == "on":
+            cfg = compile_layers(self.policy, prompts, cfg)
+        self.cfg = cfg
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         self.generation_config = model.generation_config
         self.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
@@ -2296,7 +2285,9 @@ class Run:
 
     def record_time(self, phase: str) -> None:
         """Seconds since the last phase ended."""
-        now = clock()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # until the GPU has done what it was given
+        now = time.perf_counter()
         self.times[f"time_{phase}"] = now - self.phase_started
         self.phase_started = now
 

@@ -125,7 +125,6 @@ class FastPolicy(nn.Module):
         super().__init__()
         self.model = plain.model
         self.temperature = plain.temperature
-        self.one_row = plain.one_row
         self.hidden_of = hidden_of
         keep_freed_memory(self.model.device)
 

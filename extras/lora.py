@@ -46,7 +46,6 @@ class AdaptersOff:
     def __init__(self, policy):
         self.policy = policy
         self.model = policy.model
-        self.one_row = policy.one_row
 
     def __call__(self, batch: dict):
         layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
