@@ -130,7 +130,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from reward import ADDED, Reward, call_reward, load_function, load_rewards
+from reward import Reward, call_reward, load_function, load_rewards
+
+try:
+    from extras import preflight
+except ImportError:
+    preflight = None
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -1125,6 +1130,14 @@ def require(condition, flag: str, why: str) -> None:
         raise ConfigError(f"--{flag}: {why}")
 
 
+def look_at(what: str, *values) -> None:
+    """A check of extras/preflight.py: what people reported is refused there, or said."""
+    if preflight is not None:
+        said = getattr(preflight, what)(*values)
+        if said:
+            print_rank_0(said)
+
+
 def print_rank_0(text: str) -> None:
     if RANK == 0:
         with contextlib.suppress(OSError, RuntimeError):  # a closed pipe; a print inside a print
@@ -1289,41 +1302,22 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
             row = next(rows, None)
             if row is None:
                 break
-            check_row(row, rewards)
+            if not isinstance(row, dict):
+                raise ValueError("is no JSON object")
+            for reward in rewards:
+                with mistakes_in(f"--reward {reward.name}"):
+                    reward.check_row(row)
+            look_at("row", row, rewards, environment, cfg)
             prompts.append(make_prompt(row, len(prompts), tokenizer, environment, cfg))
             if len(prompts) == 1:
-                check_tokenizer(tokenizer, prompts[0])
+                look_at("tokenizer", tokenizer, prompts[0])
     require(prompts, f"{flag} {path}", "has no rows")
     kept = [p for p in prompts if len(p.ids) <= cfg.max_prompt_length]
     left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts are too long"
     require(kept, f"{flag} {path}", left_out)
     if len(kept) < len(prompts):
         print_rank_0(f"--{flag}: {left_out} (--max_prompt_length) and left out")
-    if tokenizer.chat_template and kept[0].messages is None:
-        print_rank_0(f"--{flag}: strings go to this chat model as they are; see --chat")
     return kept
-
-
-def check_row(row, rewards: list[Reward]) -> None:
-    if not isinstance(row, dict):
-        raise ValueError("is no JSON object")
-    for column, value in row.items():
-        with mistakes_in(f"column {column!r}"):
-            json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
-    for column in ADDED:
-        if column in row:
-            raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
-    for reward in rewards:
-        with mistakes_in(f"--reward {reward.name}"):
-            reward.check_row(row)
-    if rewards and not any(reward.applies_to(row) for reward in rewards):
-        raise ValueError("no reward applies to it: what they need is null")
-
-
-def refuse_bytes(value) -> str:
-    if isinstance(value, bytes):
-        raise ValueError("holds bytes: save it as text")
-    return str(value)
 
 
 def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
@@ -1333,17 +1327,11 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         text = fill_template(cfg.prompt_template, row)
     if not text or not isinstance(text, (str, list)):
         raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
-    if row.get("image") or row.get("images"):
-        raise ValueError("has an image, which the model would not see")
-    if row.get("tools") and environment is None and not cfg.prompt_template:
-        raise ValueError("has tools, which the model would not see: take --environment")
     messages = None
     if isinstance(text, list) or cfg.chat or cfg.system_prompt:
         messages = [dict(role="user", content=text)]
         if isinstance(text, list):
             messages = list(map(text_message, text))
-        if cfg.system_prompt and messages[0]["role"] == "system":
-            raise ValueError("has a system message, and --system_prompt would be a second one")
         if cfg.system_prompt:
             messages = [dict(role="system", content=with_newlines(cfg.system_prompt)), *messages]
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
@@ -1352,9 +1340,7 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
             seed = (cfg.seed, row_number)
             messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
         text = chat_text(messages, tokenizer, options)
-        for m in messages:
-            if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
-                raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
+        look_at("chat", messages, text, cfg)
     # One BOS: a chat template writes it, and so does a row that was made by one.
     has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
     text.encode()  # an error if the text is no Unicode, which tokenizers do not say
@@ -1424,16 +1410,6 @@ def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
     return text
 
 
-def check_tokenizer(tokenizer, prompt: Prompt) -> None:
-    """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
-    one up. Blanks beside special tokens may come and go."""
-    decoded = tokenizer.decode(prompt.ids)
-    blanks = "|".join(map(re.escape, [*tokenizer.get_added_vocab(), "\u2581"]))
-    words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
-    if words[0] != words[1]:
-        raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
-
-
 def fill_in_text(s: Sample, run: Run) -> None:
     without_eos = s.completion_ids
     if s.completion_ids[-1] in run.sampler.stop_ids:
@@ -1480,10 +1456,7 @@ def reward_row(s: Sample, run: Run) -> dict:
 
 
 def config_of(path: str):
-    if path.startswith((".", "/")) and not os.path.isdir(path):
-        raise FileNotFoundError("no such folder")
-    if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError("holds adapters: merge them into their model first")
+    look_at("folder", path)
     return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -1507,8 +1480,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
     rounding."""
     with mistakes_in(f"--{flag} {path}"):
         config = config_of(path)
-        if getattr(config, "quantization_config", None):
-            raise ValueError("is quantized: name the model that it is made of")
+        look_at("config", config)
         options = dict(config=without_dropout(config), dtype=torch.float32)
         if cfg.dtype == "float64":
             options["dtype"] = torch.float64
@@ -1519,8 +1491,7 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         if config.get_text_config() is not config:  # a model that sees or hears keeps these parts
             kind = transformers.AutoModelForMultimodalLM
         model, info = kind.from_pretrained(path, output_loading_info=True, **options)
-        if info["missing_keys"]:
-            raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
+        look_at("weights", model, info["missing_keys"])
     model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
@@ -1681,14 +1652,9 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
     check_sizes("reference", model, prompts, cfg)
     theirs = {}
     with contextlib.suppress(Exception):  # a folder may hold the weights alone
-        theirs = {i: token for token, i in load_tokenizer(cfg.reference).get_vocab().items()}
-    other = [i for token, i in tokenizer.get_vocab().items() if theirs.get(i, token) != token]
-    why = f"has another tokenizer than --model: it differs in the ids {other[:3]}"
-    require(not other, f"reference {cfg.reference}", why)
-    # A reference may have more ids, such as those that pad its vocabulary to another size.
-    n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy.model)]
-    why = f"has {n_ids[0]} token ids, --model has {n_ids[1]}"
-    require(n_ids[0] >= n_ids[1], f"reference {cfg.reference}", why)
+        theirs = load_tokenizer(cfg.reference).get_vocab()
+    with mistakes_in(f"--reference {cfg.reference}", (ValueError,)):
+        look_at("reference", model, policy.model, theirs, tokenizer.get_vocab())
     return make_policy(model, prompts, cfg)
 
 
@@ -1731,9 +1697,8 @@ def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
     why = f"with the longest prompt {longest} tokens, but --{flag} has {positions} positions"
     require(longest <= positions, "max_completion_length", why)
-    largest = max(int(p.ids.max()) for p in prompts)
-    why = f"the tokenizer of --model makes the id {largest}, which is not in its vocabulary"
-    require(largest < model.get_input_embeddings().num_embeddings, flag, why)
+    with mistakes_in(f"--{flag}", (ValueError,)):
+        look_at("vocabulary", model, prompts)
     return longest
 
 
@@ -2124,10 +2089,7 @@ class Run:
     def load(self, cfg: Config, device: torch.device) -> None:
         with mistakes_in(f"--model {cfg.model}"):
             self.tokenizer = load_tokenizer(cfg.model)
-        marks = r"[<\[][\w|:]*(?:think|thought|channel)[\w|]*[>\]]"
-        marks = set(re.findall(marks, str(self.tokenizer.chat_template).lower())) - {"<think>"}
-        if marks:
-            print_rank_0(f"the chat template has {min(marks)}; the rewards look for <think>")
+        look_at("thinking", self.tokenizer)
         with mistakes_in(f"--reward {cfg.reward}"):
             self.rewards = load_rewards(cfg.reward)
         environment = self.player = None
@@ -2140,9 +2102,7 @@ class Run:
         self.train_prompts = load_prompts("train_data", *data)
         self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
         prompts = self.train_prompts + self.eval_prompts
-        both = {p.text for p in self.train_prompts} & {p.text for p in self.eval_prompts}
-        if both:
-            print_rank_0(f"{len(both)} prompts are in --train_data and in --eval_data")
+        look_at("both_data", self.train_prompts, self.eval_prompts)
 
         self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
@@ -2152,9 +2112,6 @@ class Run:
         model = load_model("model", cfg.model, cfg, device)
         self.identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
         self.identity["model"] = digest_of_weights(model)
-        ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
-        if ignored:
-            print_rank_0(f"transformers ignores {ignored} in its files, so no checkpoint has them")
         if cfg.lora_rank > 0:
             from extras import lora
 

@@ -1,0 +1,109 @@
+"""What goes wrong without a word, as people reported of trainers, libraries and files. grpo.py takes
+this file if it is there, and lets it look at what a run begins with. A new report is a new check here.
+
+A check raises a ValueError, which ends the run in one line with the flag, the file and the row, or
+returns what the screen should say. Without this file a run begins all the same.
+"""
+
+import json
+import os
+import re
+
+from reward import ADDED
+
+
+# -- Data
+def row(row, rewards, environment, cfg):
+    """The model and the rewards must be able to use a row whole."""
+    for column, value in row.items():
+        try:
+            json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"column {column!r}: {error}") from error
+        if column in ADDED:
+            raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
+    if rewards and not any(reward.applies_to(row) for reward in rewards):
+        raise ValueError("no reward applies to it: what they need is null")
+    if row.get("image") or row.get("images"):
+        raise ValueError("has an image, which the model would not see")
+    if row.get("tools") and environment is None and not cfg.prompt_template:
+        raise ValueError("has tools, which the model would not see: take --environment")
+
+
+def refuse_bytes(value):
+    if isinstance(value, bytes):
+        raise ValueError("holds bytes: save it as text")
+    return str(value)
+
+
+def chat(messages, text, cfg):
+    """The chat template must write each message, and one of the system."""
+    if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
+        raise ValueError("has a system message, and --system_prompt would be a second one")
+    for m in messages:
+        if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
+            raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
+
+
+def tokenizer(tokenizer, prompt):
+    """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
+    one up. Blanks beside special tokens may come and go."""
+    decoded = tokenizer.decode(prompt.ids)
+    blanks = "|".join(map(re.escape, [*tokenizer.get_added_vocab(), "\u2581"]))
+    words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
+    if words[0] != words[1]:
+        raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
+    if tokenizer.chat_template and prompt.messages is None:
+        return "strings go to this chat model as they are; see --chat"
+
+
+def both_data(train_prompts, eval_prompts):
+    both = {p.text for p in train_prompts} & {p.text for p in eval_prompts}
+    if both:
+        return f"{len(both)} prompts are in --train_data and in --eval_data"
+
+
+# -- Models
+def folder(path):
+    if path.startswith((".", "/")) and not os.path.isdir(path):
+        raise ValueError("no such folder")
+    if os.path.exists(f"{path}/adapter_config.json"):
+        raise ValueError("holds adapters: merge them into their model first")
+
+
+def config(config):
+    if getattr(config, "quantization_config", None):
+        raise ValueError("is quantized: name the model that it is made of")
+
+
+def weights(model, missing):
+    if missing:
+        raise ValueError(f"its files have no weights for {min(missing)}")
+    ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
+    if ignored:
+        return f"transformers ignores {ignored} in its files, so no checkpoint has them"
+
+
+def vocabulary(model, prompts):
+    largest = max(int(p.ids.max()) for p in prompts)
+    if largest >= model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"the tokenizer makes the id {largest}, which --model does not have")
+
+
+def reference(model, policy_model, theirs, ours):
+    """The vocabularies of the two tokenizers, and their models' numbers of ids. A reference may have
+    more ids, such as those that pad its vocabulary to another size."""
+    of_id = {i: token for token, i in theirs.items()}
+    other = [i for token, i in ours.items() if of_id.get(i, token) != token]
+    if other:
+        raise ValueError(f"has another tokenizer than --model: it differs in the ids {other[:3]}")
+    n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy_model)]
+    if n_ids[0] < n_ids[1]:
+        raise ValueError(f"has {n_ids[0]} token ids, --model has {n_ids[1]}")
+
+
+def thinking(tokenizer):
+    marks = r"[<\[][\w|:]*(?:think|thought|channel)[\w|]*[>\]]"
+    marks = set(re.findall(marks, str(tokenizer.chat_template).lower())) - {"<think>"}
+    if marks:
+        return f"the chat template has {min(marks)}; the rewards look for <think>"
