@@ -810,22 +810,21 @@ def micro_batches(
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    place_of = {s: i for i, s in enumerate(samples)}
-    computed = []
     in_one_row = takes_one_row(policy.model)
-    for micro_batch in micro_batches(samples, cfg, in_one_row)[RANK::WORLD_SIZE]:
+    batches = micro_batches(samples, cfg, in_one_row)
+    computed = []
+    for micro_batch in batches[RANK::WORLD_SIZE]:
         batch = collate(micro_batch, policy.model.device, in_one_row)
         with autocast(cfg, policy.model.device):
             logps, _ = policy(batch)  # [n]
-        computed.append((micro_batch, logps, batch["lengths"]))
-    rows = []
-    for micro_batch, logps, lengths in computed:  # the GPU has all of its work by now
-        for s, values in zip(micro_batch, logps.cpu().split(lengths), strict=True):
-            row = np.zeros(len(s.sampled), values.numpy().dtype)  # [T]
-            row[s.sampled] = values
-            rows.append((place_of[s], row))
-    for place, row in gather(rows):
-        setattr(samples[place], name, row)
+        computed.append((logps, batch["lengths"]))
+    # The GPU has all of its work by now.
+    parts = [part.numpy() for logps, lengths in computed for part in logps.cpu().split(lengths)]
+    dealt = [s for rank in range(WORLD_SIZE) for b in batches[rank::WORLD_SIZE] for s in b]
+    for s, part in zip(dealt, gather(parts), strict=True):
+        row = np.zeros(len(s.sampled), part.dtype)  # [T]
+        row[s.sampled] = part
+        setattr(s, name, row)
 
 
 def micro_batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
@@ -1210,17 +1209,12 @@ def gather(items: list) -> list:
     """The items of all ranks, on every rank."""
     if WORLD_SIZE == 1:
         return items
-    wait_for_all_ranks()
+    arrived = dist.barrier(async_op=True)
+    while not arrived.is_completed():  # a blocking wait would let no signal in: Run.request_stop
+        time.sleep(0.001)
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
     return [item for one in lists for item in one]
-
-
-def wait_for_all_ranks() -> None:
-    """In a loop, because a blocking wait would let no signal in: see Run.request_stop."""
-    arrived = dist.barrier(async_op=True)
-    while not arrived.is_completed():
-        time.sleep(0.001)
 
 
 def join_ranks(cfg: Config) -> torch.device:
@@ -1746,22 +1740,13 @@ class HFSampler:
         limits = limits or [self.cfg.max_completion_length] * len(prompts)
         completions = []
         for start in range(0, len(prompts), self.BATCH):
-            batch = slice(start, start + self.BATCH)
-            rows, row_logps = self.sample_batch(
-                prompts[batch], seeds[batch], temperature, limits[batch]
-            )
-            for ids, logps, limit in zip(rows, row_logps, limits[batch], strict=True):
-                stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
-                length = limit
-                if len(stops) > 0:
-                    length = stops[0] + 1  # with the token that stops
-                completions.append((ids[:length], logps[:length]))
+            i = slice(start, start + self.BATCH)
+            completions += self.sample_batch(prompts[i], seeds[i], temperature, limits[i])
         return completions
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
-    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> tuple:
-        """Tokens and log-probabilities, [N, T], until all have stopped. generate cuts them."""
+    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> list[tuple]:
         device = self.model.device
         randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
         randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
@@ -1783,8 +1768,13 @@ class HFSampler:
                 eos_token_id=self.stop_ids,
                 pad_token_id=self.stop_ids[0],
             )
-        tokens = rows[:, -len(logps) :]  # [N, T]
-        return tokens.cpu().numpy(), torch.cat(logps, 1).cpu().numpy()
+        rows = rows[:, -len(logps) :].cpu().numpy()  # [N, T], until all have stopped
+        logps = torch.cat(logps, 1).cpu().numpy()  # [N, T]
+        lengths = []
+        for ids, limit in zip(rows, limits, strict=True):
+            stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
+            lengths.append(1 + min(stops, default=limit - 1))  # with the token that stops
+        return [(ids[:T], row[:T]) for ids, row, T in zip(rows, logps, lengths, strict=True)]
 
 
 def draw(logits, temperature: float, random) -> tuple:
@@ -2231,11 +2221,10 @@ class Run:
         """From an optimizer step on, until the update is complete, the weights are of no step."""
         self.must_not_save = True
 
-    def complete(self, step: int, **changes) -> None:
-        """From here on a checkpoint holds this step, with run.state as it is now and `changes`."""
+    def complete(self, step: int) -> None:
+        """From here on a checkpoint holds this step, with run.state as it is now."""
         self.must_not_save = True
         self.step = step
-        self.state |= changes
         json.dumps(self.state, default=refuse_unless_array)
         self.completed_state = copy.deepcopy(self.state)
         self.must_not_save = False
