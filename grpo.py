@@ -602,6 +602,56 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
     return chosen
 
 
+# -- The text of a sample, its rewards
+
+
+def fill_in_text(s: Sample, run: Run) -> None:
+    without_eos = s.completion_ids
+    if s.completion_ids[-1] in run.sampler.stop_ids:
+        without_eos = s.completion_ids[:-1]
+    else:
+        s.finish_reason = "length"  # cut off
+    s.text = decode(run.tokenizer, without_eos)
+
+
+def decode(tokenizer, ids: np.ndarray) -> str:
+    """Special tokens stay: a reward may look for <think>. Ids beyond the vocabulary become ''."""
+    return tokenizer.decode(ids)
+
+
+def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
+    """The values of a reward function, and what it said beside them."""
+    texts = [s.text for s in samples]
+    rows = [reward_row(s, run) for s in samples]  # new ones, because a function may change them
+    transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
+    returned = call_reward(function, texts, rows, run.cfg.call_timeout)
+    values, failures, metrics, extra = returned
+    for i, s in enumerate(samples):
+        s.rewards[function.name] = values[i]
+        s.failure = s.failure or failures.get(i, "")
+        s.logged |= metrics  # of the whole call: sample_metrics takes the mean over samples
+        s.extra |= {column: entries[i] for column, entries in extra.items()}
+
+
+def reward_row(s: Sample, run: Run) -> dict:
+    """What a reward function gets beside the completion: the row of the data, and what the trainer
+    adds. reward.py says how functions in TRL's form get it."""
+    passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
+    known = dict(
+        prompt_text=s.prompt.text,
+        prompt_messages=copy.deepcopy(s.prompt.messages),
+        completion_ids=s.completion_ids.tolist(),
+        completion_length=int(s.sampled.sum()),
+        completion_messages=[dict(role="assistant", content=s.text)],
+        max_completion_length=run.cfg.max_completion_length,
+        finish_reason=s.finish_reason,
+        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
+    )
+    if s.episode is not None:
+        known |= s.episode.reward_columns()
+    return copy.deepcopy(s.prompt.row) | known
+
+
 # -- Numbers
 
 
@@ -1235,17 +1285,6 @@ def join_ranks(cfg: Config) -> torch.device:
     return device
 
 
-def digest_of_weights(model) -> list[int]:
-    """Sums of bits: the same on every device."""
-    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
-    return [int(x.sum(dtype=torch.int64)) for x in bits]
-
-
-def digest(values) -> str:
-    text = json.dumps(values, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 # -- Data
 
 
@@ -1402,48 +1441,6 @@ def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
         own = write(messages[:-1], add_generation_prompt=True)
         text = os.path.commonprefix([before, own]) + words + after
     return text
-
-
-def fill_in_text(s: Sample, run: Run) -> None:
-    without_eos = s.completion_ids
-    if s.completion_ids[-1] in run.sampler.stop_ids:
-        without_eos = s.completion_ids[:-1]
-    else:
-        s.finish_reason = "length"  # cut off
-    s.text = decode(run.tokenizer, without_eos)
-
-
-def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
-    """The values of a reward function, and what it said beside them."""
-    texts = [s.text for s in samples]
-    rows = [reward_row(s, run) for s in samples]  # new ones, because a function may change them
-    transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
-    returned = call_reward(function, texts, rows, run.cfg.call_timeout)
-    values, failures, metrics, extra = returned
-    for i, s in enumerate(samples):
-        s.rewards[function.name] = values[i]
-        s.failure = s.failure or failures.get(i, "")
-        s.logged |= metrics  # of the whole call: sample_metrics takes the mean over samples
-        s.extra |= {column: entries[i] for column, entries in extra.items()}
-
-
-def reward_row(s: Sample, run: Run) -> dict:
-    """What a reward function gets beside the completion: the row of the data, and what the trainer
-    adds. reward.py says how functions in TRL's form get it."""
-    passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
-    known = dict(
-        prompt_text=s.prompt.text,
-        prompt_messages=copy.deepcopy(s.prompt.messages),
-        completion_ids=s.completion_ids.tolist(),
-        completion_length=int(s.sampled.sum()),
-        completion_messages=[dict(role="assistant", content=s.text)],
-        max_completion_length=run.cfg.max_completion_length,
-        finish_reason=s.finish_reason,
-        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
-    )
-    if s.episode is not None:
-        known |= s.episode.reward_columns()
-    return copy.deepcopy(s.prompt.row) | known
 
 
 # -- Models
@@ -1793,11 +1790,6 @@ def draw(logits, temperature: float, random) -> tuple:
     return token, logps.gather(-1, token)
 
 
-def decode(tokenizer, ids: np.ndarray) -> str:
-    """Special tokens stay: a reward may look for <think>. Ids beyond the vocabulary become ''."""
-    return tokenizer.decode(ids)
-
-
 class VLLMSampler:
     """A vLLM engine inside the process of each rank, which gets the weights in memory."""
 
@@ -1913,7 +1905,54 @@ def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
         return VLLMSampler(model, stop_ids, longest, cfg)
 
 
-# -- The run on disk
+# -- What a step says on the screen
+
+SHOWN = {  # metric: its name in the line of a step
+    "reward": "reward",
+    "turns/mean": "turns",
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "cut-off",
+    "frac_reward_zero_std": "no-signal",
+    "grad_norm": "grad",
+    "kl_k1": "kl_k1",
+    "sampler_gap": "gap",
+    "step_time": "seconds",
+    "tokens_per_s": "tok/s",
+}
+
+
+def print_step(step: int, metrics: dict, samples: list[Sample], rewards: list[Reward], cfg: Config):
+    names = SHOWN
+    if len(rewards) > 1:
+        names = SHOWN | {f"rewards/{r.name}/mean": r.name for r in rewards}
+    shown = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
+    if metrics["skipped_steps"] > 0:
+        shown.append("NO OPTIMIZER STEP (the gradient is not finite)")
+    elif metrics["optimizer_steps"] == 0:
+        shown.append("NO OPTIMIZER STEP (in each group all rewards are equal)")
+    print_rank_0(f"step {step}/{cfg.max_steps} {' '.join(shown)}")
+    print_failures(samples)
+    cut_off = [s.reward for s in samples if s.finish_reason == "length"]
+    if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
+        print_rank_0("cut-off completions earn nothing: see --max_completion_length")
+    if step == 1:
+        print_sample(samples[0])
+        if torch.cuda.is_available():
+            print_rank_0(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
+
+
+def print_failures(samples: list[Sample]) -> None:
+    failures = [s.failure for s in samples if s.failure]
+    if failures:
+        print_rank_0(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
+
+
+def print_sample(s: Sample) -> None:
+    answer = f"it answers {s.text!r}, and the reward is {s.reward:.3g}"
+    print_rank_0(f"to {s.prompt.text!r}\n{answer}")
+
+
+# -- What a run writes
 
 
 def checkpoints(out_dir: str) -> list[str]:
@@ -1975,21 +2014,30 @@ def without_nan(metrics: dict) -> dict:
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
-def completion_row(s: Sample, step: int, tokenizer, with_tokens: bool) -> dict:
-    """A line of completions.jsonl."""
-    row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
-    row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
-    row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
-    row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
-    optional = dict(failure=s.failure, extra=s.extra)
-    row |= {name: value for name, value in optional.items() if value}
-    if s.episode is not None:
-        row |= s.episode.log_columns()
-    if with_tokens:
-        values = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
-        row["tokens"] = {k: array.astype(float).round(3).tolist() for k, array in values.items()}
-        row["tokens"]["text"] = tokenizer.batch_decode(s.completion_ids[:, None])
-    return without_nan(row)
+def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
+    """Lines of completions.jsonl. A group's first has the row of the data, and the two groups with
+    the largest advantages have their tokens."""
+    sizes = Counter()
+    for s in samples:
+        sizes[s.group] += np.abs(s.advantages[0])
+    detailed = dict(sizes.most_common(2))
+    rows = []
+    for s in samples:
+        row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
+        row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
+        row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
+        if not rows or rows[-1]["group"] != s.group:
+            row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
+        optional = dict(failure=s.failure, extra=s.extra)
+        row |= {name: value for name, value in optional.items() if value}
+        if s.episode is not None:
+            row |= s.episode.log_columns()
+        if s.group in detailed:
+            tokens = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
+            tokens = {name: x.astype(float).round(3).tolist() for name, x in tokens.items()}
+            row["tokens"] = tokens | dict(text=tokenizer.batch_decode(s.completion_ids[:, None]))
+        rows.append(without_nan(row))
+    return rows
 
 
 def cut(value):
@@ -2030,32 +2078,18 @@ def copy_processors(model: str, folder: str) -> None:
             shutil.copy(path, folder)
 
 
-SHOWN = {  # metric: its name in the line of a step
-    "reward": "reward",
-    "turns/mean": "turns",
-    "completions/mean_length": "length",
-    "completions/clipped_ratio": "cut-off",
-    "frac_reward_zero_std": "no-signal",
-    "grad_norm": "grad",
-    "kl_k1": "kl_k1",
-    "sampler_gap": "gap",
-    "step_time": "seconds",
-    "tokens_per_s": "tok/s",
-}
-
-
 # -- The run: set-up, log, eval, save
 
 
-def show(s: Sample) -> None:
-    answer = f"it answers {s.text!r}, and the reward is {s.reward:.3g}"
-    print_rank_0(f"to {s.prompt.text!r}\n{answer}")
+def digest_of_weights(model) -> list[int]:
+    """Sums of bits: the same on every device."""
+    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
+    return [int(x.sum(dtype=torch.int64)) for x in bits]
 
 
-def print_failures(samples: list[Sample]) -> None:
-    failures = [s.failure for s in samples if s.failure]
-    if failures:
-        print_rank_0(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
+def digest(values) -> str:
+    text = json.dumps(values, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Run:
@@ -2072,28 +2106,34 @@ class Run:
         self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
         self.must_not_save = False  # between optimizer steps, and while a save is going on
         self.save_failed = False
-        self.load(cfg, device)
-        self.check()
+        self.load_task(cfg)
+        self.load_models(cfg, device)
+        self.compare()
         self.open(cleanup)
 
-    def load(self, cfg: Config, device: torch.device) -> None:
+    def load_task(self, cfg: Config) -> None:
+        """What a mistake is likeliest in, and what is read soonest: prompts and rewards."""
         with mistakes_in(f"--model {cfg.model}"):
             self.tokenizer = load_tokenizer(cfg.model)
         look_at("thinking", self.tokenizer)
         with mistakes_in(f"--reward {cfg.reward}"):
             self.rewards = load_rewards(cfg.reward)
-        environment = self.player = None
+        self.environment = None
         if cfg.environment:
             from extras import agents
 
             with mistakes_in(f"--environment {cfg.environment}"):
-                environment = agents.load_environment(cfg.environment, cfg.call_timeout)
-        data = (self.tokenizer, self.rewards, environment, cfg)
+                self.environment = agents.load_environment(cfg.environment, cfg.call_timeout)
+        data = (self.tokenizer, self.rewards, self.environment, cfg)
         self.train_prompts = load_prompts("train_data", *data)
-        self.eval_prompts = load_prompts("eval_data", *data) if cfg.eval_data else []
-        prompts = self.train_prompts + self.eval_prompts
+        self.eval_prompts = []
+        if cfg.eval_data:
+            self.eval_prompts = load_prompts("eval_data", *data)
         look_at("both_data", self.train_prompts, self.eval_prompts)
 
+    def load_models(self, cfg: Config, device: torch.device) -> None:
+        """The policy, of --model or of the checkpoint, and the reference. From here on cfg is as
+        model and machine decide."""
         self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
         self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
         # For your changes: what stands here when run.complete(step) is called survives --resume.
@@ -2109,6 +2149,7 @@ class Run:
                 lora.add_adapters(model, checkpoint, cfg)
         elif checkpoint:
             model = load_model("model", checkpoint["path"], cfg, device)
+        prompts = self.train_prompts + self.eval_prompts
         self.longest = check_sizes("model", model, prompts, cfg)
         cfg = resolve(cfg, model, device)
         self.model = model
@@ -2120,14 +2161,16 @@ class Run:
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         self.generation_config = model.generation_config
         self.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
-        if environment is not None:
+        self.player = None
+        if self.environment is not None:
+            from extras import agents
+
+            parts = (self.environment, self.tokenizer, self.stop_ids, prompts, cfg)
             with mistakes_in(f"--environment {cfg.environment}"):
-                self.player = agents.Player(
-                    environment, self.tokenizer, self.stop_ids, prompts, cfg
-                )
+                self.player = agents.Player(*parts)
             self.stop_ids = self.player.stop_ids
 
-    def check(self) -> None:
+    def compare(self) -> None:
         """A resume must have what the run began with, and all ranks must have the same."""
         prompts = [(p.ids.tolist(), p.row) for p in self.train_prompts]
         self.identity["train_data"] = digest(prompts)
@@ -2286,36 +2329,13 @@ class Run:
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         logged = samples[: cfg.log_completions]
-        sizes = Counter()  # the two groups with the largest advantages have their tokens logged
-        for s in logged:
-            sizes[s.group] += np.abs(s.advantages[0])
-        detailed = dict(sizes.most_common(2))
-        rows = [completion_row(s, self.step, self.tokenizer, s.group in detailed) for s in logged]
-        for before, row in itertools.pairwise(rows):
-            if row["group"] == before["group"]:  # one of them has the row of the data
-                del row["row"]
-        self.log(metrics, rows)
-
-        names = SHOWN
-        if len(self.rewards) > 1:
-            names = SHOWN | {f"rewards/{r.name}/mean": r.name for r in self.rewards}
-        shown = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
-        if metrics["skipped_steps"] > 0:
-            shown.append("NO OPTIMIZER STEP (the gradient is not finite)")
-        elif metrics["optimizer_steps"] == 0:
-            shown.append("NO OPTIMIZER STEP (in each group all rewards are equal)")
-        print_rank_0(f"step {self.step}/{cfg.max_steps} {' '.join(shown)}")
-        print_failures(samples)
-        cut_off = [s.reward for s in samples if s.finish_reason == "length"]
-        if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
-            print_rank_0("cut-off completions earn nothing: see --max_completion_length")
-        if self.step == 1:
-            show(samples[0])
-            if torch.cuda.is_available():
-                print_rank_0(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
-            if all(s.failure or math.isnan(s.reward) for s in samples):
-                raise TrainingError("no sample of the first step has a reward")
-        self.bad_steps = self.bad_steps + 1 if metrics["skipped_steps"] > 0 else 0
+        self.log(metrics, completion_rows(logged, self.step, self.tokenizer))
+        print_step(self.step, metrics, samples, self.rewards, cfg)
+        if self.step == 1 and all(s.failure or math.isnan(s.reward) for s in samples):
+            raise TrainingError("no sample of the first step has a reward")
+        self.bad_steps += 1
+        if metrics["skipped_steps"] == 0:
+            self.bad_steps = 0
         if self.bad_steps == 5:
             raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
 
@@ -2396,7 +2416,7 @@ def train(cfg: Config) -> list[dict]:
         try:
             training_loop(run)
             if run.step >= cfg.max_steps:
-                show(*rollout(run, [run.shown_prompt], EVAL, run.step, 1, 0.0))
+                print_sample(*rollout(run, [run.shown_prompt], EVAL, run.step, 1, 0.0))
         finally:
             run.save()  # the last whole step, also if a signal or an error ended the loop
         if WORLD_SIZE > 1:

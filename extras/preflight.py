@@ -1,5 +1,5 @@
-"""What goes wrong without a word, as people reported of trainers, libraries and files. grpo.py takes
-this file if it is there, and lets it look at what a run begins with. A new report is a new check here.
+"""What goes wrong without a word, as people reported of trainers, libraries and files. grpo.py has
+this file look at what a run begins with, if it is there. A new report is a new check here.
 
 A check raises a ValueError, which ends the run in one line with the flag, the file and the row, or
 returns what the screen should say. Without this file a run begins all the same.
@@ -91,8 +91,8 @@ def vocabulary(model, prompts):
 
 
 def reference(model, policy_model, theirs, ours):
-    """The vocabularies of the two tokenizers, and their models' numbers of ids. A reference may have
-    more ids, such as those that pad its vocabulary to another size."""
+    """theirs, ours: what the tokenizers know. A reference may have more ids, such as those that pad
+    its vocabulary to another size."""
     of_id = {i: token for token, i in theirs.items()}
     other = [i for token, i in ours.items() if of_id.get(i, token) != token]
     if other:
