@@ -128,14 +128,13 @@ from tqdm import tqdm
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from reward import Reward, call_reward, load_function, load_rewards
 
-try:
-    from extras import preflight
-except ImportError:
-    preflight = None
+try:  # what makes it faster, and what people reported
+    from extras import fast, preflight
+except ImportError:  # this file and reward.py alone
+    fast = preflight = None
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -1248,6 +1247,7 @@ def check_flags(cfg: Config) -> None:
     if cfg.kl_in == "reward" and cfg.beta > 0:
         why = "with --kl_in reward only k1 has the right gradient"
         require(cfg.kl_estimator == "k1", "kl_estimator", why)
+    require(fast is not None or cfg.compile != "on", "compile", "needs extras/fast.py")
     with mistakes_in("--chat_template_kwargs: no JSON object", (ValueError, TypeError)):
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
@@ -1507,8 +1507,8 @@ def autocast(cfg: Config, device: torch.device, cache: bool = False):
 
 
 def resolve(cfg: Config, model, device: torch.device) -> Config:
-    """The flags with what the model and the machine decide: a value in place of each `auto`. It
-    happens before anything else takes cfg, and config.json says what was decided."""
+    """The flags with what the model and the machine decide: a value in place of `auto`. It happens
+    before anything else takes cfg, and config.json says what was decided."""
     is_small = model.num_parameters() < SMALL
     if is_small:
         torch.set_num_threads(1)
@@ -1522,36 +1522,8 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
     if rollout == "auto":
         has_vllm = importlib.util.find_spec("vllm") is not None
         rollout = "vllm" if has_vllm and not is_small and dtype != "float64" else "hf"
-    compile = cfg.compile
-    if compile == "auto":
-        # Compiled layers won 8e-15 s for each token and parameter on an H200.
-        tokens = cfg.num_prompts * cfg.num_generations * cfg.max_completion_length / WORLD_SIZE
-        seconds = 8e-15 * tokens * model.num_parameters() * cfg.max_steps
-        compile = "on" if device.type == "cuda" and seconds > 25 else "off"
-    fast = cfg.fast and not is_small and os.path.exists(f"{HERE}/extras/fast.py")
-    cfg = replace(cfg, dtype=dtype, rollout=rollout, compile=compile, fast=fast)
-    if cfg.micro_batch_tokens == 0:
-        cfg = replace(cfg, micro_batch_tokens=tokens_that_fit(model, device, cfg))
-    return cfg
-
-
-def tokens_that_fit(model, device: torch.device, cfg: Config) -> int:
-    """Of a micro-batch, by what Qwen models keep for backward: 80 bytes for each hidden unit of
-    each layer, and some for each word if the head is the model's own."""
-    if device.type == "cpu":
-        return 2048
-    config = model.config.get_text_config()
-    of_a_token = 80 * config.hidden_size * config.num_hidden_layers
-    if not cfg.fast:
-        of_a_token += 16 * config.vocab_size
-    if cfg.dtype != "bfloat16":
-        of_a_token *= 2
-    taken = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # gradients, moments
-    if cfg.beta > 0:
-        taken += 4 * model.num_parameters()  # the reference
-    free, _ = torch.cuda.mem_get_info()
-    tokens = int(0.8 * (free - taken) / of_a_token)
-    return min(gather([min(65536, max(256, tokens))]))  # the same on all ranks
+    has_fast = cfg.fast and fast is not None and not is_small
+    return replace(cfg, dtype=dtype, rollout=rollout, fast=has_fast)
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
@@ -1559,14 +1531,12 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     own, with the head of extras/fast.py or the model's."""
     own_attention = model.config._attn_implementation
     plain = Policy(model, cfg.temperature)
-    samples = made_up(prompts[:2], cfg)
+    samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
     with torch.no_grad():
         alone = [collate([s], model.device, in_one_row=False) for s in samples]
         expected = torch.cat([plain(batch)[0] for batch in alone])
     policies = [plain]
     if cfg.fast:
-        from extras import fast
-
         policies.insert(0, fast.FastPolicy(plain, hidden_of))
     for form in ("one row", "a row for each text"):
         for policy in policies:
@@ -1578,10 +1548,11 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     return plain
 
 
-def made_up(prompts: list[Prompt], cfg: Config) -> list[Sample]:
+def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
+    """For each prompt completions of these lengths."""
     samples = []
     for group, prompt in enumerate(prompts):
-        for length in (1, 5, min(32, cfg.max_completion_length)):
+        for length in lengths:
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
     return samples
@@ -1606,26 +1577,6 @@ def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
     except Exception as error:  # whatever a model raises that cannot do this
         why = one_line(error)
     return max(gather([why]))  # the same on all ranks
-
-
-def compile_layers(policy, prompts: list[Prompt], cfg: Config) -> Config:
-    """--compile, if it can be done here."""
-    device = policy.model.device
-    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.compile(dynamic=True)
-    try:
-        batch = collate(made_up(prompts[:2], cfg), device, takes_one_row(policy.model))
-        with autocast(cfg, device):
-            logps, _ = policy(batch)
-        logps.sum().backward()
-    except Exception as error:  # no C compiler, or code that torch cannot take
-        print_rank_0(f"--compile: the layers are not compiled: {one_line(error)}")
-        cfg = replace(cfg, compile="off")
-        for layer in layers:
-            del layer._compiled_call_impl
-    policy.zero_grad()
-    return cfg
 
 
 def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device: torch.device):
@@ -2155,8 +2106,18 @@ class Run:
         self.model = model
         self.policy = make_policy(model, prompts, cfg)
         self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
-        if cfg.compile == "on":
-            cfg = compile_layers(self.policy, prompts, cfg)
+        speed = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
+        if fast is not None:
+            length = min(512, cfg.max_completion_length)
+            samples = made_up(prompts[:1], [length] * (2048 // length))
+            batch = collate(samples, device, takes_one_row(model))
+            speed, why = fast.fit(
+                self.policy, batch, lambda: autocast(cfg, device), WORLD_SIZE, cfg
+            )
+            if why:
+                print_rank_0(f"--compile: the layers are not compiled: {why}")
+        speed["micro_batch_tokens"] = min(gather([speed["micro_batch_tokens"]]))  # on all ranks
+        cfg = replace(cfg, **speed)
         self.cfg = cfg
         self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
         self.generation_config = model.generation_config

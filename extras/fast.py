@@ -1,7 +1,8 @@
-"""A faster head for large vocabularies. grpo.py takes it if this file is there and the numbers are
-those of the model's own head.
+"""What is there for speed alone: a head for large vocabularies, compiled layers, micro-batches that
+fill a GPU. grpo.py takes it if this file is there; the head, if its numbers are the model's own.
 
-It makes the logits of some words at a time (a tile), and keeps or makes them again for backward.
+The head makes the logits of some words at a time (a tile), and keeps or makes them again for
+backward.
 
 Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of a tile.
 """
@@ -11,6 +12,7 @@ import functools
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
@@ -143,3 +145,51 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep what is freed
+
+
+def fit(policy, batch: dict, autocast, ranks: int, cfg) -> tuple:
+    """What --compile and --micro_batch_tokens become on this machine, and why layers that should be
+    compiled are not. batch: some 2,048 made-up tokens."""
+    on_cuda = policy.model.device.type == "cuda"
+    # Compiled layers won 8e-15 s for each token and parameter on an H200. Compiling takes 25 s.
+    tokens = cfg.num_prompts * cfg.num_generations * cfg.max_completion_length / ranks
+    won = 8e-15 * tokens * policy.model.num_parameters() * cfg.max_steps
+    is_compiled = cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and won > 25)
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    why = ""
+    if is_compiled:
+        for layer in layers:
+            layer.compile(dynamic=True)
+        try:
+            make_gradient(policy, batch, autocast)
+        except Exception as error:  # no C compiler, or code that torch cannot take
+            why = " ".join(str(error).split())[:500]
+            is_compiled = False
+            for layer in layers:
+                del layer._compiled_call_impl
+    tokens = cfg.micro_batch_tokens or 2048
+    if cfg.micro_batch_tokens == 0 and on_cuda:
+        tokens = tokens_that_fit(policy, batch, autocast)
+    policy.zero_grad()
+    if on_cuda:
+        torch.cuda.empty_cache()  # vLLM asks for its share next
+    return dict(compile="on" if is_compiled else "off", micro_batch_tokens=tokens), why
+
+
+def tokens_that_fit(policy, batch: dict, autocast) -> int:
+    """In a micro-batch on this GPU, by the peak of a small one."""
+    make_gradient(policy, batch, autocast)  # from here on the gradients have their memory
+    taken = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    make_gradient(policy, batch, autocast)
+    of_a_token = (torch.cuda.max_memory_allocated() - taken) / batch["ids"].numel()
+    free, _ = torch.cuda.mem_get_info()
+    moments = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    left = free + torch.cuda.memory_reserved() - taken - moments
+    return int(min(65536, max(256, 0.8 * left / of_a_token)))
+
+
+def make_gradient(policy, batch: dict, autocast) -> None:
+    with autocast():
+        logps, _ = policy(batch)
+    logps.sum().backward()

@@ -178,7 +178,7 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
             torch.nn.init.normal_(p, 0, 0.02)
     plain = copy.deepcopy(model)
     calls = []
-    layer = next(m for m in model.modules() if isinstance(m, grpo.GradientCheckpointingLayer))
+    layer = next(m for m in model.modules() if isinstance(m, fast.GradientCheckpointingLayer))
     next(layer.children()).register_forward_hook(lambda *_: calls.append("layer"))
     samples = make_samples()
     policy = choose(model, samples)

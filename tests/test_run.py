@@ -692,8 +692,9 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     assert not (tmp_path / "none").exists()
 
 
-def test_what_auto_means_for_a_small_model_on_a_cpu():
-    model = tiny_model()
-    cfg = grpo.resolve(Config(), model, torch.device("cpu"))
-    assert (cfg.dtype, cfg.rollout, cfg.compile, cfg.fast) == ("float32", "hf", "off", False)
-    assert cfg.micro_batch_tokens == 2048
+def test_what_auto_means_for_a_small_model_on_a_cpu(tmp_path):
+    cfg = grpo.resolve(Config(), tiny_model(), torch.device("cpu"))
+    assert (cfg.dtype, cfg.rollout, cfg.fast) == ("float32", "hf", False)
+    small_run(tmp_path / "run", max_steps=0, micro_batch_tokens=0)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["compile"], config["micro_batch_tokens"]) == ("off", 2048)
