@@ -511,11 +511,11 @@ def update(
 
 
 # ------------------------------------------------------------------------------------------------
-# PLUMBING. First the options of the loss and the helpers of the functions above; then flags, ranks,
-# data, models, vLLM, the run on disk
+# PLUMBING. What the functions above call, in their order; from Flags on, what makes it a program.
+# The first line of a room says what goes in and what comes out.
 # ------------------------------------------------------------------------------------------------
 
-# -- The options of the loss
+# -- The options of the loss: what grpo_loss calls if a flag asks for it
 
 
 def sequence_ratio(logps, old_logps, lengths: list[int]):
@@ -569,7 +569,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
     return torch.cat([x.flip(0).cumsum(0).flip(0) for x in k1.split(lengths)])  # sums from t on
 
 
-# -- Random streams, the order of the data
+# -- Random streams, the order of the data: seed, step -> seeds, prompts
 
 # Every random number of the trainer goes back to a generator seeded with (--seed, stream, step,
 # index). So nothing depends on the number of ranks, and a resumed run has no generator to restore.
@@ -601,7 +601,7 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
     return chosen
 
 
-# -- The text of a sample, its rewards
+# -- The text of a sample, its rewards: token ids -> text -> values
 
 
 def fill_in_text(s: Sample, run: Run) -> None:
@@ -651,7 +651,7 @@ def reward_row(s: Sample, run: Run) -> dict:
     return copy.deepcopy(s.prompt.row) | known
 
 
-# -- Numbers
+# -- Numbers: means without nan, exponents that do not overflow
 
 
 def zero_where_nan_or_rounding(advantages, grouped):
@@ -686,7 +686,7 @@ def capped(exponent):
     return straight_through(exponent.clamp(max=20), exponent)
 
 
-# -- Texts in one row
+# -- Texts in one row: samples -> tensors -> attention that keeps texts apart -> logits
 
 
 def packed_row(samples: list[Sample], device: torch.device) -> dict:
@@ -810,7 +810,7 @@ def hidden_of(model, batch: dict):
     return hidden.flatten(0, 1)[batch["read"]]
 
 
-# -- Micro-batches, and the ranks to which they are dealt
+# -- Micro-batches: samples -> parts of the ranks
 
 
 def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
@@ -960,7 +960,7 @@ def check_gap(gap: float, cfg: Config) -> None:
         )
 
 
-# -- Metrics
+# -- Metrics: samples and sums -> numbers, under TRL's names
 
 
 def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps) -> dict:
@@ -1021,7 +1021,7 @@ def sample_metrics(samples: list[Sample]) -> dict:
     return metrics
 
 
-# -- Eval
+# -- Eval: prompts -> samples -> accuracy
 
 
 def evaluate(run: Run) -> dict:
@@ -1060,7 +1060,7 @@ def check_eval_gap(run: Run, samples: list[Sample], temperature: float) -> None:
     check_gap(np.concatenate(gaps).mean(), run.cfg)
 
 
-# -- Flags
+# -- Flags: a command line -> Config, or one line that says what is wrong
 
 
 @dataclass
@@ -1252,7 +1252,7 @@ def check_flags(cfg: Config) -> None:
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
 
-# -- Ranks
+# -- Ranks: processes -> devices; what one has -> what all have
 
 
 def gather(items: list) -> list:
@@ -1285,7 +1285,7 @@ def join_ranks(cfg: Config) -> torch.device:
     return device
 
 
-# -- Data
+# -- Data: a file -> rows -> prompts, as token ids
 
 
 def read_rows(path: str):
@@ -1443,7 +1443,7 @@ def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
     return text
 
 
-# -- Models
+# -- Models: a folder -> policy, reference, optimizer
 
 
 def config_of(path: str):
@@ -1659,7 +1659,7 @@ def stop_ids_of(model, tokenizer, cfg: Config) -> list[int]:
     return stop_ids
 
 
-# -- Samplers
+# -- Samplers: prompts, seeds -> token ids and their log-probabilities
 
 
 class HFSampler:
@@ -1856,7 +1856,7 @@ def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
         return VLLMSampler(model, stop_ids, longest, cfg)
 
 
-# -- What a step says on the screen
+# -- The screen: samples, metrics -> lines
 
 SHOWN = {  # metric: its name in the line of a step
     "reward": "reward",
@@ -1903,7 +1903,7 @@ def print_sample(s: Sample) -> None:
     print_rank_0(f"to {s.prompt.text!r}\n{answer}")
 
 
-# -- What a run writes
+# -- Files: samples, metrics -> logs; a directory -> the newest checkpoint
 
 
 def checkpoints(out_dir: str) -> list[str]:
@@ -2029,7 +2029,7 @@ def copy_processors(model: str, folder: str) -> None:
             shutil.copy(path, folder)
 
 
-# -- The run: set-up, log, eval, save
+# -- The run: Config -> all of this, then saved until it is over
 
 
 def digest_of_weights(model) -> list[int]:
