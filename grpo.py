@@ -15,7 +15,7 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
         for answer, advantage in zip(answers, advantages):
             logits = model(torch.cat([prompt, answer]))[len(prompt) - 1 : -1]  # [T, V]
             logps = logits.log_softmax(-1)[range(len(answer)), answer]  # [T]
-            (-advantage * logps.sum() / n_tokens).backward()  # n_tokens: in all answers of the step
+            (-advantage * logps.sum() / n_tokens).backward()  # n_tokens: in this optimizer step
     optimizer.step()
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
@@ -32,7 +32,7 @@ policy gradient: REINFORCE, Williams 1992). The mean of grad log p alone is the 
 gradient of 1: it is 0. So a baseline that does not depend on the answer may be subtracted from its
 reward, and lowers the noise. The mean reward of the other answers is such a baseline, and reward -
 mean of the group is reward - mean of the others, times (G - 1) / G for a group of G. The division
-by the standard deviation is a choice, by which groups of small differences teach as much as others.
+by the standard deviation is a choice: rewards of 0 and 1 then teach as much as those of 0 and 100.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
@@ -73,8 +73,8 @@ The nine lines, and where they stand with batches, ranks and options:
     backward, step             accumulate_gradient, update
 
 Shapes: N samples, G of them of one prompt (a group), P prompt tokens, T completion tokens, V tokens
-in the vocabulary. A micro-batch is several texts in one row of L tokens, of which the policy has
-sampled n.
+in the vocabulary. A sequence is a prompt or a completion, as token ids. A micro-batch is several
+sequences, packed one behind the other: L tokens, of which the policy has sampled n.
 
 By default a rollout has one optimizer step and every token counts the same. There is no KL with a
 --model of yours; the bundled task has a little, --beta 0.001. Config has the rest. learn.ipynb is
@@ -162,8 +162,8 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
-    # Log-probabilities of these tokens. The first two are by the same weights, those that sampled,
-    # and differ by rounding, most with vLLM.
+    # Log-probabilities of these tokens. sampler_logps and old_logps are by the same weights, those
+    # that sampled, and differ by rounding, most with vLLM.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     old_logps: np.ndarray | None = None  # by the trainer; None: not needed for one optimizer step
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
@@ -205,7 +205,7 @@ def training_loop(run: Run) -> None:
         run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
         run.record_time("load_weights")
         run.evaluate_if_due()
-        run.save_if_due()  # weights and optimizer: see Run.save
+        run.save_if_due()  # after the eval, so that the best is kept
         run.record_time("eval")
         if run.is_over():
             break
@@ -261,6 +261,55 @@ def rollout(
     return sorted(gather(samples), key=lambda s: s.group)
 
 
+@torch.no_grad()
+def sample_batch(
+    model, prompts: list, seeds: list, temperature: float, limits: list[int], stop_ids, cfg: Config
+) -> list[tuple]:
+    """A completion of each prompt, by the policy's own model: token ids and their logps, [T] each.
+    limits: the most tokens of each. VLLMSampler does the same, and faster for large models."""
+    randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
+    randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T], float64 in [0, 1)
+    logps = []
+
+    def choose(_, logits):  # [N, V], of the next token. What generate gets back allows that only
+        token, logp = draw(logits, temperature, randoms[:, len(logps), None])  # [N, 1] both
+        logps.append(logp)
+        return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
+
+    with autocast(cfg, model.device, cache=True):
+        ids = model.generate(
+            padded(prompts, side="left").to(model.device),  # [N, P]
+            attention_mask=padded([np.ones_like(p) for p in prompts], side="left").to(model.device),
+            logits_processor=[choose],
+            max_new_tokens=max(limits),
+            eos_token_id=stop_ids,
+            pad_token_id=stop_ids[0],
+        )
+    ids = ids[:, -len(logps) :].cpu().numpy()  # [N, T], until all have stopped
+    logps = torch.cat(logps, 1).cpu().numpy()  # [N, T]
+    lengths = []
+    for completion, limit in zip(ids, limits, strict=True):
+        stops = np.flatnonzero(np.isin(completion[:limit], stop_ids))
+        lengths.append(1 + min(stops, default=limit - 1))  # with the token that stops
+    return [(ids[i, :T], logps[i, :T]) for i, T in enumerate(lengths)]
+
+
+def draw(logits, temperature: float, random) -> tuple:
+    """logits [N, V], random numbers in [0, 1) [N, 1] -> one token of each row and its
+    log-probability, [N, 1] both."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        logps = logits.log_softmax(-1)
+        token = logps.argmax(-1, keepdim=True)
+    else:  # the first token at which the cumulative probability exceeds the random number
+        logps = (logits / temperature).log_softmax(-1)  # [N, V]
+        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
+        point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
+        token = torch.searchsorted(cumulative, point, right=True)
+        token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
+    return token, logps.gather(-1, token)
+
+
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
     function gets the text and the row of the data. A call that fails gives 0; nan means that a
@@ -286,23 +335,24 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     """How much better than the mean of its group each sample is: rewards [N], group after group,
     -> [N]. Equal rewards give exactly 0. A reward that is nan is ignored, and gets 0.
 
-    scale: what r - mean is divided by. "group": the standard deviation of the group, so that small
-    differences teach as much as large ones (DeepSeekMath, arXiv 2402.03300). "batch": that of all
-    rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
+    scale: what r - mean is divided by. "group": the standard deviation of the group, so that
+    rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": that
+    of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     advantages = grouped - grouped.nanmean(1, keepdim=True)
-    advantages = zero_where_nan_or_rounding(advantages, grouped)  # equal rewards: exactly 0
+    advantages = without_rounding(advantages, grouped)  # of equal rewards: exactly 0
     if scale == "group":
         advantages = advantages / (nanstd(grouped, 1) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":
         advantages = advantages / (nanstd(grouped.view(1, -1), 1) + eps)  # [N / G, G] / [1, 1]
-    return advantages.flatten().to(rewards.dtype)
+    return advantages.nan_to_num(0.0).flatten().to(rewards.dtype)  # nan: ignored
 
 
 def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
     """Fills in `advantages`. Another algorithm puts its code here: it sets advantages and
-    loss_mask, token by token. state: run.state, for what it remembers from step to step."""
+    loss_mask, token by token. GRPO remembers nothing from step to step; what another one does
+    stands in state, which is run.state."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
@@ -317,22 +367,23 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 # A batch, its logps
 
 
-def collate(samples: list[Sample], device: torch.device, in_one_row: bool = True) -> dict:
-    """The tensors of a micro-batch. Its texts stand in one row, without padding: each prompt once,
-    and its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
+def collate(samples: list[Sample], device: torch.device, packed: bool = True) -> dict:
+    """The tensors of a micro-batch. Its sequences are packed, without padding: each prompt once,
+    its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
 
         ids        a b c x y . z . d e w .    [L]
         positions  0 1 2 3 4 5 3 4 0 1 2 3    [L], counted from the start of the prompt
         targets    x y .   z .   w .          [n], the sampled tokens
         read       2 3 4   2 6   9 10         [n], places whose logits predict the targets
 
-    The logits at c, place 2, predict both x and z. packed_attention lets a completion see its own
-    prompt and itself, and no other text. What the loss needs is [n], too, sample after sample.
+    The logits at c, place 2, predict both x and z. In each layer packed_attention gives x y . the
+    keys at 0 1 2 3 4 5, z . those at 0 1 2 6 7 and w . those at 8 to 11: a completion sees its own
+    prompt and itself, and nothing else. What the loss needs is [n], too, sample after sample.
     """
-    if in_one_row:
-        batch = packed_row(samples, device)
-    else:  # for models that cannot do this: a padded row for each sample, and the same [n]
-        batch = padded_rows(samples)
+    if packed:
+        batch = pack(samples, device)
+    else:  # for models that cannot do this: each sample is padded, and has the same share of n
+        batch = pad(samples)
     batch["targets"] = [s.completion_ids[s.sampled] for s in samples]
     # To give the loss another field of Sample, add its name here.
     for name in ("advantages", "weights", "sampler_logps", "old_logps", "ref_logps"):
@@ -419,8 +470,8 @@ def sampler_weights(old_logps, sampler_logps, cfg: Config):
 
 
 def weigh(minibatch: list[Sample], cfg: Config) -> None:
-    """Fills in `weights`: by what the loss of a token is divided. The counts are those of the whole
-    optimizer step, over all micro-batches and ranks."""
+    """Fills in `weights`: what the loss of each token is multiplied by, such as 1 / n_tokens. The
+    counts are those of the whole optimizer step, over all micro-batches and ranks."""
     lengths = [int((s.sampled & s.loss_mask).sum()) for s in minibatch]
     n_tokens = max(1, sum(lengths))
     n_sequences = max(1, np.count_nonzero(lengths))
@@ -446,7 +497,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
     for micro_batch, sync_context in micro_batches_of_rank(policy, ddp, minibatch, cfg):
-        batch = collate(micro_batch, policy.model.device, takes_one_row(policy.model))
+        batch = batch_for(policy.model, micro_batch)
         with sync_context:  # the ranks exchange gradients in the last backward only
             with autocast(cfg, policy.model.device):
                 logps, entropy = ddp(batch)  # [n] both
@@ -573,9 +624,9 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 
 # Every random number of the trainer goes back to a generator seeded with (--seed, stream, step,
 # index). So nothing depends on the number of ranks, and a resumed run has no generator to restore.
-# The streams (SAMPLING and ORDER may both be 0: sampling begins with step 1, ORDER has step 0):
-SAMPLING = 0  # completions of a step; index: the prompt within the step
-ORDER = 0  # order of the data; index: the pass over the data
+# The streams:
+SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
+ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
 REWARDS = 2  # what reward functions draw from `random` and NumPy; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
@@ -654,11 +705,10 @@ def reward_row(s: Sample, run: Run) -> dict:
 # -- Numbers: means without nan, exponents that do not overflow
 
 
-def zero_where_nan_or_rounding(advantages, grouped):
-    """0.1 + 0.2 and 0.3 are the same reward: their difference must teach nothing."""
-    advantages = advantages.nan_to_num(0.0)
+def without_rounding(advantages, grouped):
+    """0.1 + 0.2 and 0.3 are the same reward: their difference must teach nothing. [N / G, G]"""
     largest = grouped.nan_to_num(0.0).abs().amax(1, keepdim=True)  # [N / G, 1]
-    is_more = advantages.abs().amax(1, keepdim=True) > 1e-15 * largest
+    is_more = advantages.nan_to_num(0.0).abs().amax(1, keepdim=True) > 1e-15 * largest
     return torch.where(is_more, advantages, 0.0)
 
 
@@ -686,19 +736,23 @@ def capped(exponent):
     return straight_through(exponent.clamp(max=20), exponent)
 
 
-# -- Texts in one row: samples -> tensors -> attention that keeps texts apart -> logits
+# -- Packed sequences: samples -> tensors -> attention that keeps sequences apart -> logits
 
 
-def packed_row(samples: list[Sample], device: torch.device) -> dict:
-    """The texts of a batch: arrays that collate puts together, and what attention needs."""
-    row = defaultdict(list)
+def batch_for(model, samples: list[Sample]) -> dict:
+    return collate(samples, model.device, packs(model))
+
+
+def pack(samples: list[Sample], device: torch.device) -> dict:
+    """The sequences of a batch: arrays that collate puts together, and what attention needs."""
+    batch = defaultdict(list)
 
     def append(ids, before):
-        """A text, which also sees the places `before`. Returns its own places."""
-        places = sum(map(len, row["ids"])) + np.arange(len(ids))
-        row["ids"].append(ids)
-        row["positions"].append(len(before) + np.arange(len(ids)))
-        row["seen"].append(np.append(before, places))
+        """A sequence, which also sees the places `before`. Returns its own places."""
+        places = sum(map(len, batch["ids"])) + np.arange(len(ids))
+        batch["ids"].append(ids)
+        batch["positions"].append(len(before) + np.arange(len(ids)))
+        batch["seen"].append(np.append(before, places))
         return places
 
     prompts = {}  # ids of a prompt: its places
@@ -708,20 +762,20 @@ def packed_row(samples: list[Sample], device: torch.device) -> dict:
             prompts[key] = append(s.prompt.ids, before=np.arange(0))
         places = append(s.completion_ids, before=prompts[key])
         read = np.append(prompts[key][-1], places[:-1])  # a token is predicted one place earlier
-        row["read"].append(read[s.sampled])
-    row["texts"] = Texts(row["ids"], row.pop("seen"), device)
-    return dict(row)
+        batch["read"].append(read[s.sampled])
+    batch["sequences"] = Sequences(batch["ids"], batch.pop("seen"), device)
+    return dict(batch)
 
 
-class Texts:
-    """Which texts a row holds, and which places each of them sees: its prompt's, then its own. (No
-    dict, because --compile would look into a dict in every layer.)"""
+class Sequences:
+    """Which sequences a batch holds, and which places each of them sees: its prompt's, then its
+    own. (No dict, because --compile would look into a dict in every layer.)"""
 
-    def __init__(self, texts: list[np.ndarray], seen: list[np.ndarray], device: torch.device):
-        self.lengths = [len(text) for text in texts]
+    def __init__(self, sequences: list[np.ndarray], seen: list[np.ndarray], device: torch.device):
+        self.lengths = [len(ids) for ids in sequences]
         self.seen_lengths = [len(places) for places in seen]
         self.seen = torch.from_numpy(np.concatenate(seen)).to(device, non_blocking=True)
-        self.ends = []  # where each text begins and ends, in the row and in `seen`
+        self.ends = []  # where each sequence begins and ends, in the batch and in `seen`
         for lengths in (self.lengths, self.seen_lengths):
             ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
             self.ends.append(ends.to(device, non_blocking=True))
@@ -729,27 +783,35 @@ class Texts:
 
 @torch.compiler.disable
 def packed_attention(
-    module, query, key, value, attention_mask, texts=None, scaling=None, sliding_window=None, **rest
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    sequences=None,
+    scaling=None,
+    sliding_window=None,
+    **rest,
 ):
     """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
-    The keys of a prompt are gathered for each of its completions, so that what a text sees stands
-    together. Without texts, as while it samples, this is transformers' own attention."""
-    if texts is None:
+    The keys of a prompt are gathered for each of its completions, so that what a sequence sees
+    stands together. Without sequences, as while it samples, this is transformers' own attention."""
+    if sequences is None:
         rest |= dict(scaling=scaling, sliding_window=sliding_window)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, units]
-    key = key[texts.seen]
-    value = value[texts.seen]
+    key = key[sequences.seen]
+    value = value[sequences.seen]
     options = dict(scale=scaling, enable_gqa=True)
     window = sliding_window or getattr(module, "sliding_window", None)  # Qwen2-MoE does not pass it
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
-        options |= dict(max_q=max(texts.lengths), max_k=max(texts.seen_lengths))
+        options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
         options["window_size"] = ((window or 0) - 1, 0)  # -1: all before the token
-        return varlen_attn(query, key, value, *texts.ends, **options)[None], None
-    queries = query.split(texts.lengths)
-    keys = key.split(texts.seen_lengths)
-    values = value.split(texts.seen_lengths)
+        return varlen_attn(query, key, value, *sequences.ends, **options)[None], None
+    queries = query.split(sequences.lengths)
+    keys = key.split(sequences.seen_lengths)
+    values = value.split(sequences.seen_lengths)
     out = []
     for q, k, v in zip(queries, keys, values, strict=True):
         before = len(k) - len(q)  # tokens of the prompt
@@ -774,22 +836,23 @@ def use_packed_attention(model) -> None:
         model.set_attn_implementation("packed")
 
 
-def takes_one_row(model) -> bool:
-    """Whether all texts of a batch may stand in one row. Else each sample has a padded row."""
+def packs(model) -> bool:
+    """Whether the sequences of a batch may be packed. Else each sample is padded."""
     return model.config._attn_implementation == "packed"
 
 
 def run_model(model, batch: dict, **options):
-    """The output of a model, or of its body, for the texts of a batch."""
+    """The output of a model, or of its body, for the sequences of a batch."""
     # The model is in eval mode while it learns, too: no dropout, no jitter. But layers that are
-    # computed again in backward must be in training mode; they themselves, not what is in them.
+    # computed again in backward must be in training mode: only the layer's own flag, so that the
+    # dropout inside stays off.
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = torch.is_grad_enabled()
-    if "texts" in batch:
-        if not takes_one_row(model):
-            raise ValueError("its attention takes one text a row: collate with in_one_row=False")
-        options |= dict(texts=batch["texts"], position_ids=batch["positions"][None])
+    if "sequences" in batch:
+        if not packs(model):
+            raise ValueError("its attention cannot keep sequences apart: collate with packed=False")
+        options |= dict(sequences=batch["sequences"], position_ids=batch["positions"][None])
         # transformers makes no mask of its own if it gets one of four dimensions.
         options["attention_mask"] = batch["ids"].new_empty(1, 1, 1, 1)
     return model(torch.atleast_2d(batch["ids"]), use_cache=False, **options)
@@ -797,7 +860,7 @@ def run_model(model, batch: dict, **options):
 
 def logits_of(model, batch: dict):
     """[n, V], at least in float32: the logits that predict the sampled tokens."""
-    if "texts" in batch:
+    if "sequences" in batch:
         logits = run_model(model, batch, logits_to_keep=batch["read"]).logits[0]
     else:
         logits = run_model(model, batch).logits.flatten(0, 1)[batch["read"]]
@@ -806,7 +869,7 @@ def logits_of(model, batch: dict):
 
 def hidden_of(model, batch: dict):
     """[n, H]: what the head makes these logits of. For extras/fast.py."""
-    hidden = run_model(model.base_model, batch).last_hidden_state  # [1, L, H], or a row a sample
+    hidden = run_model(model.base_model, batch).last_hidden_state  # [1, L, H]; padded [N, L, H]
     return hidden.flatten(0, 1)[batch["read"]]
 
 
@@ -819,34 +882,32 @@ def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
 
-def padded_rows(samples: list[Sample]) -> dict:
-    """Like packed_row, with a row for each sample. Padding stands on the right, where causal layers
-    let no token see it. `read` counts places row after row."""
+def pad(samples: list[Sample]) -> dict:
+    """Like pack, but each sample is prompt and completion. Padding stands on the right, where
+    causal layers let no token see it. `read` counts places sample after sample."""
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
     read = []
-    for row, s in enumerate(samples):
-        first = row * ids.shape[1] + len(s.prompt.ids) - 1
+    for i, s in enumerate(samples):
+        first = i * ids.shape[1] + len(s.prompt.ids) - 1
         read.append(first + np.flatnonzero(s.sampled))
     return dict(ids=[ids.numpy()], read=read)
 
 
-def micro_batches(
-    samples: list[Sample], cfg: Config, in_one_row: bool = True
-) -> list[list[Sample]]:
+def micro_batches(samples: list[Sample], cfg: Config, packed: bool = True) -> list[list[Sample]]:
     """Batches of at most micro_batch_tokens, or of one sample; so small that each rank may get one.
     No split changes the gradient: the loss is a sum."""
     samples = sorted(samples, key=lambda s: -s.total_length)  # those of similar length together
-    if in_one_row:  # and those of a prompt, because they share it
+    if packed:  # and those of a prompt, because they share it
         samples.sort(key=lambda s: s.prompt.ids.tobytes())
     added = [s.total_length for s in samples]  # tokens that a sample adds to a batch
     for i, (before, s) in enumerate(itertools.pairwise(samples)):
-        if in_one_row and s.prompt.ids.tobytes() == before.prompt.ids.tobytes():
+        if packed and s.prompt.ids.tobytes() == before.prompt.ids.tobytes():
             added[i + 1] = len(s.completion_ids)  # its prompt stands there already
     budget = min(cfg.micro_batch_tokens, sum(added) / WORLD_SIZE)
     batches = []
     tokens = math.inf  # of the last batch
     for s, more in zip(samples, added, strict=True):
-        if batches and not in_one_row:
+        if batches and not packed:
             more = batches[-1][0].total_length  # padded to the first, which is the longest
         tokens += more
         if tokens > budget:
@@ -859,11 +920,10 @@ def micro_batches(
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
-    in_one_row = takes_one_row(policy.model)
-    batches = micro_batches(samples, cfg, in_one_row)
+    batches = micro_batches(samples, cfg, packs(policy.model))
     computed = []
     for micro_batch in batches[RANK::WORLD_SIZE]:
-        batch = collate(micro_batch, policy.model.device, in_one_row)
+        batch = batch_for(policy.model, micro_batch)
         with autocast(cfg, policy.model.device):
             logps, _ = policy(batch)  # [n]
         computed.append((logps, batch["lengths"]))
@@ -885,7 +945,7 @@ def micro_batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
     needed = [s for s in minibatch if has_gradient(s, cfg)]
     if not needed:
         needed = minibatch[:1]
-    batches = micro_batches(needed, cfg, takes_one_row(policy.model))
+    batches = micro_batches(needed, cfg, packs(policy.model))
     for start in range(0, len(batches), WORLD_SIZE):
         one_each = batches[start : start + WORLD_SIZE]
         samples = one_each[RANK % len(one_each)]
@@ -1527,18 +1587,18 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
-    """The policy in the first form with the right numbers: texts in one row or in rows of their
-    own, with the head of extras/fast.py or the model's."""
+    """The policy in the first form with the right numbers: sequences packed or padded, with the
+    head of extras/fast.py or the model's."""
     own_attention = model.config._attn_implementation
     plain = Policy(model, cfg.temperature)
     samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
     with torch.no_grad():
-        alone = [collate([s], model.device, in_one_row=False) for s in samples]
+        alone = [collate([s], model.device, packed=False) for s in samples]
         expected = torch.cat([plain(batch)[0] for batch in alone])
     policies = [plain]
     if cfg.fast:
         policies.insert(0, fast.FastPolicy(plain, hidden_of))
-    for form in ("one row", "a row for each text"):
+    for form in ("packed", "padded"):
         for policy in policies:
             why = why_not(policy, samples, expected, cfg)
             if why == "":
@@ -1564,7 +1624,7 @@ def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
     time in float32, up to rounding."""
     device = policy.model.device
     try:
-        batch = collate(samples, device, takes_one_row(policy.model))
+        batch = batch_for(policy.model, samples)
         off = (policy(batch)[0] - expected).abs().max().item()
         with autocast(cfg, device):
             rounded = (policy(batch)[0] - expected).abs().mean().item()
@@ -1680,65 +1740,21 @@ class HFSampler:
 
     def close(self) -> None: ...
 
+    @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
     def generate(
         self, prompts: list[np.ndarray], seeds: list[tuple], temperature: float, limits=None
     ) -> list[tuple]:
         """One completion of each prompt: its ids, and their log-probabilities after the
         temperature, both [T]. Temperature 0 is greedy. limits: the most tokens of each."""
         limits = limits or [self.cfg.max_completion_length] * len(prompts)
+        self.model.eval()
+        self.model.generation_config = transformers.GenerationConfig()  # its own may hold top-p
         completions = []
         for start in range(0, len(prompts), self.BATCH):
             i = slice(start, start + self.BATCH)
-            completions += self.sample_batch(prompts[i], seeds[i], temperature, limits[i])
+            arguments = (prompts[i], seeds[i], temperature, limits[i], self.stop_ids, self.cfg)
+            completions += sample_batch(self.model, *arguments)
         return completions
-
-    @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # the cache grows: every length would be compiled
-    def sample_batch(self, prompts, seeds, temperature: float, limits: list[int]) -> list[tuple]:
-        device = self.model.device
-        randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
-        randoms = torch.tensor(np.array(randoms), device=device)  # [N, T], float64
-        logps = []
-
-        def drawn(_, logits):  # [N, V], of the next token
-            token, logp = draw(logits, temperature, randoms[:, len(logps), None])  # [N, 1] both
-            logps.append(logp)
-            return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)  # generate takes it
-
-        self.model.eval()
-        self.model.generation_config = transformers.GenerationConfig()  # its own may hold top-p
-        with autocast(self.cfg, device, cache=True):
-            rows = self.model.generate(
-                padded(prompts, side="left").to(device),  # [N, P]
-                attention_mask=padded([np.ones_like(p) for p in prompts], side="left").to(device),
-                logits_processor=[drawn],
-                max_new_tokens=max(limits),
-                eos_token_id=self.stop_ids,
-                pad_token_id=self.stop_ids[0],
-            )
-        rows = rows[:, -len(logps) :].cpu().numpy()  # [N, T], until all have stopped
-        logps = torch.cat(logps, 1).cpu().numpy()  # [N, T]
-        lengths = []
-        for ids, limit in zip(rows, limits, strict=True):
-            stops = np.flatnonzero(np.isin(ids[:limit], self.stop_ids))
-            lengths.append(1 + min(stops, default=limit - 1))  # with the token that stops
-        return [(ids[:T], row[:T]) for ids, row, T in zip(rows, logps, lengths, strict=True)]
-
-
-def draw(logits, temperature: float, random) -> tuple:
-    """logits [N, V], random numbers in [0, 1) [N, 1] -> one token of each row and its
-    log-probability, [N, 1] both."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature == 0:
-        logps = logits.log_softmax(-1)
-        token = logps.argmax(-1, keepdim=True)
-    else:  # the first token at which the cumulative probability exceeds the random number
-        logps = (logits / temperature).log_softmax(-1)  # [N, V]
-        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
-        point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
-        token = torch.searchsorted(cumulative, point, right=True)
-        token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
-    return token, logps.gather(-1, token)
 
 
 class VLLMSampler:
@@ -2110,7 +2126,7 @@ class Run:
         if fast is not None:
             length = min(512, cfg.max_completion_length)
             samples = made_up(prompts[:1], [length] * (2048 // length))
-            batch = collate(samples, device, takes_one_row(model))
+            batch = batch_for(model, samples)
             speed, why = fast.fit(
                 self.policy, batch, lambda: autocast(cfg, device), WORLD_SIZE, cfg
             )

@@ -143,7 +143,7 @@ def test_gradient(kind, tmp_path):
         scale_weights(plain, factor)
         expected = one_text_at_a_time(plain, samples)
         policy = choose(model, samples)
-        assert grpo.takes_one_row(model) == (kind in PACKED)
+        assert grpo.packs(model) == (kind in PACKED)
         assert isinstance(policy, fast.FastPolicy) == (kind not in OWN_HEAD)
         grad, _ = update_gradient(CONFIG, samples, policy=policy)
         assert relative(grad, expected) < 1e-6
@@ -155,7 +155,7 @@ def test_gradient(kind, tmp_path):
 
     model = model.float()
     policy = choose(model, samples)
-    assert grpo.takes_one_row(model) == (kind in PACKED)  # in float32, too
+    assert grpo.packs(model) == (kind in PACKED)  # in float32, too
     if kind in CANNOT_SAMPLE:
         return
     prompts = [s.prompt.ids for s in samples]
@@ -191,7 +191,7 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
 
 def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_path):
     model = load("GptOss", tmp_path)
-    with pytest.raises(ValueError, match="in_one_row"):
+    with pytest.raises(ValueError, match="packed"):
         Policy(model, 1.0)(collate(make_samples(), CPU))
 
 

@@ -362,7 +362,7 @@ def test_the_cap_of_gemma_2s_attention_is_applied(tmp_path):
     tiny.save_pretrained(tmp_path)
     loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    batch = grpo.collate(random_samples(4, 2), CPU, in_one_row=False)
+    batch = grpo.collate(random_samples(4, 2), CPU, packed=False)
     ours, _ = grpo.Policy(loaded, 1.0)(batch)
     theirs, _ = grpo.Policy(eager, 1.0)(batch)
     assert torch.allclose(ours, theirs, atol=1e-5)

@@ -215,14 +215,14 @@ def test_minibatches_cover_every_epoch_without_divisibility():
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("in_one_row", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("budget", [1, 30, 1000])
-def test_micro_batches_hold_every_sample_once_within_their_budget(budget, in_one_row):
+def test_micro_batches_hold_every_sample_once_within_their_budget(budget, packed):
     samples = random_samples(17, 3)
-    batches = grpo.micro_batches(samples, Config(micro_batch_tokens=budget), in_one_row)
+    batches = grpo.micro_batches(samples, Config(micro_batch_tokens=budget), packed)
     assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, samples))
     for batch in batches:
-        assert len(batch) == 1 or grpo.collate(batch, CPU, in_one_row)["ids"].numel() <= budget
+        assert len(batch) == 1 or grpo.collate(batch, CPU, packed)["ids"].numel() <= budget
 
 
 def test_several_updates_use_the_rollouts_own_logps():
