@@ -5,7 +5,8 @@
     python studies/gpu.py --list
 
 Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
-seen. README has the lines of the cards that were tried. Please send those of another in an issue.
+seen. The exit code is 1 if a point is WRONG. README has the lines of the cards that were tried.
+Please send those of another in an issue.
 """
 
 import argparse
@@ -135,27 +136,29 @@ def point_fast():
     return cosine(gradient, exact) > 0.999, shown
 
 
-def run(*flags, ranks: int = 1) -> tuple:
-    """A run of grpo.py on the GPU: its directory and the lines of metrics.jsonl."""
+def run(*flags, ranks: int = 0) -> tuple:
+    """A run of grpo.py on the GPU, with ranks by torchrun: its directory and the lines of
+    metrics.jsonl."""
     out = tempfile.mkdtemp()
     command = [sys.executable]
-    if ranks > 1:
+    if ranks > 0:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [os.path.join(os.path.dirname(HERE), "grpo.py"), "--device", "cuda"]
     if "--resume" not in flags:
         command += ["--out_dir", out]
     done = subprocess.run([*command, *flags], capture_output=True, text=True)
     if done.returncode != 0:
+        print(done.stdout[-2000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
     if "--resume" in flags:
         out = flags[flags.index("--out_dir") + 1]
     return out, [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
-def run_500M(*flags) -> tuple:
+def run_500M(*flags, ranks: int = 0) -> tuple:
     folder = model_folder("500M")
     data = ["--train_data", f"{folder}/rows.jsonl", "--reward", "overlong"]
-    return run("--model", folder, *data, *flags)
+    return run("--model", folder, *data, *flags, ranks=ranks)
 
 
 def point_default():
@@ -166,18 +169,25 @@ def point_default():
     return lines[-1]["eval_accuracy"] > 0.95, shown + f"{time.perf_counter() - started:.0f} s"
 
 
-def point_vllm():
+def point_vllm(ranks: int = 0):
     """vLLM has the trainer's weights after a sleep and an update; the phases' seconds."""
     if not grpo.importlib.util.find_spec("vllm"):
         raise Skip("vllm is not installed")
     flags = ["--rollout", "vllm", "--learning_rate", "1e-3", "--max_steps", "3"]
-    _, lines = run_500M(*flags, "--max_completion_length", "256", "--num_prompts", "8")
+    flags += ["--max_completion_length", "256", "--num_prompts", "8"]
+    _, lines = run_500M(*flags, ranks=ranks)
     last = lines[-1]
     phases = [
         f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "load_weights")
     ]
     shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: {', '.join(phases)}"
     return last["sampler_gap"] < 0.05, f"{shown}, {last['tokens_per_s']:.0f} tokens a second"
+
+
+def point_vllm_ranks():
+    """The same by torchrun, an engine in each rank: two ranks, or one if there is one GPU."""
+    right, shown = point_vllm(min(2, torch.cuda.device_count()))
+    return right, f"{min(2, torch.cuda.device_count())} ranks, {shown}"
 
 
 def point_resume():
@@ -221,20 +231,23 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
+    failed = 0
     for name in args.points or POINTS:
         if args.list:
             print(f"{name:14} {POINTS[name].__doc__}")
         elif not args.here:
-            subprocess.run([sys.executable, __file__, name, "--here"])
+            failed |= subprocess.run([sys.executable, __file__, name, "--here"]).returncode
         else:
             try:
                 right, shown = POINTS[name]()
+                failed = int(not right)
                 print(f"{'right' if right else 'WRONG':8} {name:14} {shown}", flush=True)
             except Skip as reason:
                 print(f"skipped  {name:14} {reason}", flush=True)
             except Exception as error:
+                failed = 1
                 print(f"WRONG    {name:14} {error!r}", flush=True)
-    return 0
+    return failed
 
 
 if __name__ == "__main__":
