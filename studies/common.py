@@ -101,7 +101,7 @@ def train(before=None, after=None, stop=None, evals=False, **options) -> list[di
         return metrics
 
     def is_over_or_stopped(run):
-        return is_over(run) or (stop is not None and stop(run.history))
+        return is_over(run) or (stop is not None and stop(run.files.history))
 
     lean = dict(num_prompts=8, beta=0.0, max_sampler_gap=1e9, micro_batch_tokens=2048)
     lean |= dict(dtype="float32", eval_every=0, log_completions=0)

@@ -27,6 +27,7 @@ from tests.common import (
     fake_run,
     flags_of,
     lines,
+    main,
     metrics_of,
     on_ranks,
     random_samples,
@@ -59,7 +60,7 @@ def same_run(a, b):
 @pytest.mark.parametrize(
     "args, named",
     [
-        (["--learning_rat", "1"], ["--learning_rat ", "--learning_rate"]),
+        (["--learning_rat", "1"], ["unknown --learning_rat;", "--learning_rate"]),
         (["--lr", "1"], ["--lr", "--learning_rate"]),
         (["--beta", "x"], ["--beta"]),
         (["--beta", "-1"], ["--beta"]),
@@ -82,7 +83,6 @@ def same_run(a, b):
         (["--max_completion_length", "9999"], ["--max_completion_length"]),
         (["--max_prompt_length", "2"], ["--train_data"]),
         (["--report_to", "trackio"], ["--report_to", "trackio"]),
-        (["--resume", "--out_dir", "nowhere"], ["--resume", "nowhere"]),
         (["--chat"], ["--train_data", "row 1"]),  # the bundled model has no chat template
     ],
 )
@@ -255,6 +255,31 @@ def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
     assert names == ["step_000001", "step_000003", "step_000004"]
 
 
+def test_an_old_checkpoint_that_is_a_link_now_costs_no_save(tmp_path):
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    small_run(out, max_steps=1)
+    shutil.move(out / "step_000001", elsewhere)
+    (out / "step_000001").symlink_to(elsewhere)
+    small_run(out, keep=1, resume=True)
+    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000004"]
+    assert (elsewhere / "model.safetensors").exists()
+
+
+def test_an_accuracy_on_other_eval_data_names_no_best_checkpoint(tmp_path):
+    text = "def r(_, row):\n    return row['value'] + row['trainer_state']['global_step'] / 100\n"
+    reward = write_rewards(tmp_path, text) + ":r"
+    for name, value in (("easy", 0.9), ("hard", 0.1)):
+        Path(tmp_path, name).with_suffix(".jsonl").write_text(
+            json.dumps(dict(prompt="1+1=", value=value)) + "\n"
+        )
+    options = dict(train_data=f"{tmp_path}/easy.jsonl", reward=reward, eval_every=1, keep=1)
+    small_run(tmp_path / "run", eval_data=f"{tmp_path}/easy.jsonl", max_steps=1, **options)
+    hard = dict(eval_data=f"{tmp_path}/hard.jsonl", max_steps=3)
+    small_run(tmp_path / "run", resume=True, **options, **hard)
+    names = [os.path.basename(path) for path in grpo.checkpoints(str(tmp_path / "run"))]
+    assert names == ["step_000003"]
+
+
 def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
     def spoil(policy, *_):
         with torch.no_grad():
@@ -284,12 +309,14 @@ def test_resume_to_the_bit(options, tmp_path):
     same_run(whole, parts)
 
 
-def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["trainer_state.pt", "model.safetensors"])
+def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(name, tmp_path, capsys):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     small_run(whole)
     shutil.copytree(whole, broken)
-    state = broken / "step_000004" / "trainer_state.pt"
-    state.write_bytes(state.read_bytes()[:1000])
+    shutil.copytree(broken / "step_000002", broken / "step_00002b")  # somebody's copy
+    file = broken / "step_000004" / name
+    file.write_bytes(file.read_bytes()[:1000])
     capsys.readouterr()
     small_run(broken, resume=True)
     assert "step_000004" in capsys.readouterr().out
@@ -324,6 +351,27 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     assert "step 2 of 3" in said and "--max_steps was 2 and is 3" in said and "--seed" not in said
     assert len(train(dataclasses.replace(resumed, max_steps=1))) == 3
     assert "step 3 of 1" in capsys.readouterr().out
+
+
+def test_the_same_command_begins_a_run_and_goes_on(tmp_path, monkeypatch, capsys):
+    """With --resume, as a job that may be preempted; without it if torchrun starts it again."""
+    monkeypatch.chdir(tmp_path)
+    flags = flags_of(small_config(tmp_path / "out"))
+    flags = flags[: flags.index("--out_dir")] + flags[flags.index("--out_dir") + 2 :]
+    for named in ([], ["--out_dir", str(tmp_path / "named")]):
+        for steps in ("1", "2"):
+            assert main(*flags, "--resume", *named, "--max_steps", steps) == 0
+        assert "begins at step 1 of 2" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert main(*flags, "--max_steps", "1") == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    assert main(*flags, "--max_steps", "1") == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(*flags, "--max_steps", "2") == 0
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out.1", "out.2"]
+    steps = [len(metrics_of(tmp_path / name)) for name in ("out", "out.1", "out.2")]
+    assert steps == [2, 2, 1]
 
 
 def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
@@ -394,7 +442,7 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_stop_saves_and_the_run_can_go_on(number, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "run"
@@ -530,6 +578,25 @@ def differ(what, out):
     except grpo.ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
+
+
+def wait(out):
+    """Runs on every rank; rank 1 of three takes its time before step 1."""
+    grpo.PATIENCE = 0.05
+    honest = grpo.score
+
+    def slow(samples, run):
+        time.sleep(1.0 * (grpo.RANK == 1))
+        honest(samples, run)
+
+    grpo.score = slow
+    train(small_config(out, max_steps=1))
+
+
+def test_rank_0_says_for_which_ranks_it_waits(tmp_path):
+    done = on_ranks(3, "tests.test_run.wait", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ranks [1]" in done.stdout
 
 
 @pytest.mark.parametrize("what", ["flag", "row", "reward", "weight"])
@@ -671,21 +738,34 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     sent = []
     fake = types.ModuleType(name)
     fake.__spec__ = types.SimpleNamespace(name=name)
-    fake.init = lambda **options: sent.append((options["name"], {}))
-    fake.finish = lambda: sent.append((None, {}))
+    fake.init = lambda **options: sent.append(options)
+    fake.finish = lambda **options: sent.append(options)
+    if name == "wandb":
+        fake.define_metric = lambda *names, step_metric: None
 
-    def log(values, step):
-        sent.append((step, values))
+    def log(values, step=None):
+        assert (step is None) == (name == "wandb")  # with a step wandb would drop some
+        sent.append(values)
         raise ConnectionError("no network")
 
     fake.log = log
     monkeypatch.setitem(sys.modules, name, fake)
     options = dict(report_to=name, eval_data=small_rows(tmp_path), max_steps=1)
-    small_run(tmp_path / "run", **options)
-    small_run(tmp_path / "more", **options)  # in the same process: a run of its own there, too
-    assert [step for step, _ in sent] == ["run", 0, 1, 1, None, "more", 0, 1, 1, None]
-    assert "eval/accuracy" in sent[1][1]
-    assert {"train/reward", "train/completions/mean_length"} <= set(sent[2][1])
+    for folder in ("a", "b"):  # two runs of one name
+        (tmp_path / folder).mkdir()
+        small_run(tmp_path / folder / "run", **options)
+    small_run(tmp_path / "a" / "run", **options | dict(max_steps=2, resume=True))
+    begun, zero, one, *_ = sent
+    assert "eval/accuracy" in zero and zero["train/step"] == 0
+    assert {"train/reward", "train/completions/mean_length"} <= set(one)
+    a, b, again = ((x["name"], x.get("id")) for x in sent if "project" in x)
+    assert a == again != b and a[0].startswith("run")
+    assert [x["resume"] for x in sent if "project" in x] == ["never", "never", "allow"]
+
+    monkeypatch.setattr(grpo, "update", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small_run(tmp_path / "crash", **options)
+    assert sent[-1] == (dict(exit_code=1) if name == "wandb" else {})
     fake.init = None  # as without a key: before a directory is made
     with pytest.raises(grpo.ConfigError, match=name):
         small_run(tmp_path / "none", **options)
