@@ -87,7 +87,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import fcntl
 import functools
 import glob
@@ -95,7 +94,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import io
 import itertools
 import json
 import math
@@ -131,10 +129,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from reward import Reward, call_reward, load_function, load_rewards
 
-try:  # what makes it faster, and what people reported
+try:  # what makes it faster, what people reported, and CSV, parquet, the hub
     from extras import fast, preflight
+    from extras import rows as formats
 except ImportError:  # this file and reward.py alone
-    fast = preflight = None
+    fast = preflight = formats = None
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -1385,39 +1384,16 @@ def join_ranks(cfg: Config) -> torch.device:
 
 
 def read_rows(path: str):
-    """An iterator over the rows of a file, of a hub dataset name:config:split, or of a function."""
-    kind = Path(path).suffix.lower()
+    """An iterator over the rows of JSON lines, of JSON, of a function, or of what rows.py reads."""
     if ".py:" in path:
         return iter(load_function(path)())
-    if kind == ".parquet":  # datasets would take [1] for a pattern, and old rows from its cache
-        from pyarrow.parquet import ParquetFile
-
-        return (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist())
-    if kind in (".json", ".jsonl", ".ndjson", ".csv"):
-        text = Path(path).read_text("utf-8-sig")
-        if kind == ".csv":
-            return rows_of_csv(text)
-        if text.lstrip().startswith("["):
-            return iter(json.loads(text))
-        return map(json.loads, filter(str.strip, text.split("\n")))
-    if os.path.isfile(path):
-        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
-    if path.startswith((".", "/")) and not os.path.exists(path):
-        raise FileNotFoundError("no such file or folder")
-    from datasets import load_dataset
-
-    name, config, split = f"{path}::".split(":", 2)
-    return iter(load_dataset(name, config or None, split=split.rstrip(":") or "train"))
-
-
-def rows_of_csv(text: str):
-    rows = csv.DictReader(io.StringIO(text), strict=True)
-    if len(set(rows.fieldnames or [])) < len(rows.fieldnames or []):
-        raise ValueError("two columns have the same name")
-    for row in rows:
-        if None in row or None in row.values():
-            raise ValueError("more or fewer fields than the header")
-        yield row
+    if Path(path).suffix.lower() not in (".json", ".jsonl", ".ndjson"):
+        require(formats is not None, "train_data", f"{path} needs extras/rows.py")
+        return formats.read(path)
+    text = Path(path).read_text("utf-8-sig")
+    if text.lstrip().startswith("["):
+        return iter(json.loads(text))
+    return map(json.loads, filter(str.strip, text.split("\n")))
 
 
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
@@ -1454,13 +1430,13 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
     text = row.get("prompt")
     if cfg.prompt_template:
         text = fill_template(cfg.prompt_template, row)
+    if formats is not None:
+        text = formats.chat(text)
     if not text or not isinstance(text, (str, list)):
         raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
     messages = None
     if isinstance(text, list) or cfg.chat or cfg.system_prompt:
-        messages = [dict(role="user", content=text)]
-        if isinstance(text, list):
-            messages = list(map(text_message, text))
+        messages = text if isinstance(text, list) else [dict(role="user", content=text)]
         if cfg.system_prompt:
             messages = [dict(role="system", content=with_newlines(cfg.system_prompt)), *messages]
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
@@ -1479,22 +1455,6 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         if ids[-1 - len(plain) : -1] == plain:
             ids = ids[:-1]
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
-
-
-def text_message(message: dict) -> dict:
-    """The message as templates want it: no nulls, which parquet makes, one text instead of parts,
-    and the arguments of tool calls as dicts, where OpenAI has JSON."""
-    message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
-    if isinstance(message.get("content"), list):
-        for part in message["content"]:
-            if part["type"] != "text":
-                raise ValueError(f"the model would not see a part of type {part['type']}")
-        message["content"] = "".join(part["text"] for part in message["content"])
-    for call in message.get("tool_calls", []):
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
-    return message
 
 
 def fill_template(template: str, row: dict) -> str:

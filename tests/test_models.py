@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from extras import lora
+from extras import lora, rows
 from grpo import Config, ConfigError
 from tests.common import (
     CPU,
@@ -302,9 +302,9 @@ def test_calls_of_tools_come_in_openais_form_or_with_nulls_of_parquet():
     plain = dict(role="assistant", tool_calls=[call])
     same_call = dict(id=None, function=dict(name="add", arguments='{"a": 1}'))
     openai = dict(role="assistant", content=None, name=None, tool_calls=[same_call])
-    assert grpo.text_message(openai) == grpo.text_message(plain) == plain
+    assert rows.text_message(openai) == rows.text_message(plain) == plain
     assert openai["content"] is None  # the row stays as it is
-    assert grpo.text_message(dict(role="user", content="x", tool_calls=None)) == chat("x")[0]
+    assert rows.text_message(dict(role="user", content="x", tool_calls=None)) == chat("x")[0]
 
 
 # ------------------------------------------------------------------------------------------------

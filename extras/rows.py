@@ -1,0 +1,118 @@
+"""Rows of CSV, parquet and the hub, and chats as the templates of models want them. grpo.py alone
+reads JSON lines, JSON and functions, and takes messages as they are.
+
+The same rows are the same from every file. A CSV has texts only. Parquet's types:
+
+    text, number, Decimal, bool, null    as they are
+    list, struct, map                    list, dict, dict
+    arrow.json                           what the JSON says: `datasets` has it for mixed columns
+    date, a timestamp at midnight        "2024-02-29": `datasets` makes timestamps of such texts
+    other times, durations, UUID         Python's; extras/preflight.py refuses a time as an answer
+    bytes                                extras/preflight.py refuses them
+"""
+
+import copy
+import csv
+import io
+import json
+import os
+import re
+from datetime import date, datetime, time
+from pathlib import Path
+
+ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
+
+
+# -- A file -> rows
+def read(path: str):
+    """An iterator over the rows, as dicts, of a file or of a hub dataset name:config:split.
+    ValueError, OSError and what the libraries raise"""
+    kind = Path(path).suffix.lower()
+    if kind == ".csv":
+        return rows_of_csv(Path(path).read_text("utf-8-sig"))
+    if kind == ".parquet":
+        return rows_of_parquet(path)
+    if os.path.isfile(path):
+        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
+    if path.startswith((".", "/")) and not os.path.exists(path):
+        raise FileNotFoundError("no such file or folder")
+    from datasets import load_dataset
+
+    name, config, split = f"{path}::".split(":", 2)
+    rows = load_dataset(name, config or None, split=split.rstrip(":") or "train")
+    return map(plain, rows)
+
+
+def rows_of_csv(text):
+    rows = csv.DictReader(io.StringIO(text), strict=True)
+    refuse_twice(rows.fieldnames or [])
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError("more or fewer fields than the header")
+        yield row
+
+
+def rows_of_parquet(path):
+    # Not by `datasets`, which would take [1] for a pattern, and old rows from its cache.
+    from pyarrow import struct
+    from pyarrow.parquet import ParquetFile
+
+    file = ParquetFile(path)
+    refuse_twice(file.schema_arrow.names)
+    kind = struct(file.schema_arrow)
+    for batch in file.iter_batches(1000):
+        for row in batch.to_pylist(maps_as_pydicts="strict"):
+            yield plain(row, kind)
+
+
+def refuse_twice(names):
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have the same name")
+
+
+def plain(value, kind=None):
+    """The value as a JSON line has it. kind: its type in parquet, or None."""
+    if isinstance(value, dict):
+        item = getattr(kind, "item_type", None)  # of a map: the type of all its values
+        kinds = {} if kind is None or item else {field.name: field.type for field in kind}
+        value = {key: plain(x, kinds.get(key, item)) for key, x in value.items()}
+    elif isinstance(value, list):
+        item = getattr(kind, "value_type", None)
+        value = [plain(x, item) for x in value]
+    elif isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+        value = json.loads(value)
+    elif isinstance(value, datetime):
+        if value.tzinfo is None and value.time() == time():
+            value = value.date().isoformat()
+    elif isinstance(value, date):
+        value = value.isoformat()
+    return value
+
+
+# -- A prompt -> a text, or messages
+def chat(prompt):
+    """Messages as templates want them, also where a CSV has them as JSON; another text stays."""
+    if isinstance(prompt, str) and re.match(ROLE, prompt):
+        try:
+            prompt = json.loads(prompt)
+        except ValueError as error:
+            raise ValueError(f"begins like a chat, and is no JSON: {prompt[:80]!r}") from error
+    if isinstance(prompt, list):
+        prompt = list(map(text_message, prompt))
+    return prompt
+
+
+def text_message(message: dict) -> dict:
+    """The message without nulls, which parquet makes, with one text instead of parts, and with the
+    arguments of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
+    message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
+    if isinstance(message.get("content"), list):
+        for part in message["content"]:
+            if part["type"] != "text":
+                raise ValueError(f"the model would not see a part of type {part['type']}")
+        message["content"] = "".join(part["text"] for part in message["content"])
+    for call in message.get("tool_calls", []):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    return message
