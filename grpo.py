@@ -645,10 +645,13 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
     chosen = []
     for i in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
         data_pass, place = divmod(i, len(prompts))
-        if not chosen or place == 0:  # the first prompt of the step, or of a pass
-            order = generator(cfg, ORDER, 0, data_pass).permutation(len(prompts))
-        chosen.append(prompts[order[place]])
+        chosen.append(prompts[order_of_pass(cfg.seed, data_pass, len(prompts))[place]])
     return chosen
+
+
+@functools.lru_cache(2)  # a million rows are not shuffled in each step
+def order_of_pass(seed: int, data_pass: int, n: int) -> np.ndarray:
+    return generator(Config(seed=seed), ORDER, 0, data_pass).permutation(n)
 
 
 # -- The text of a sample, its rewards: token ids -> text -> values
@@ -1293,6 +1296,8 @@ def parse_flags(argv: list[str] | None) -> Config:
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
     parser.error = refuse_flags
     given = parser.parse_args(argv)
+    with mistakes_in("flags", (ValueError,)):
+        look_at("flags", sys.argv[1:] if argv is None else argv)
     path = config_to_resume(given)
     if path:
         with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
@@ -1391,21 +1396,27 @@ def read_rows(path: str):
         require(formats is not None, "train_data", f"{path} needs extras/rows.py")
         return formats.read(path)
     text = Path(path).read_text("utf-8-sig")
+    hook = getattr(preflight, "json_object", None)  # refuses a key that is said twice
+    parse = functools.partial(json.loads, object_pairs_hook=hook)
     if text.lstrip().startswith("["):
-        return iter(json.loads(text))
-    return map(json.loads, filter(str.strip, text.split("\n")))
+        return iter(parse(text))
+    return map(parse, filter(str.strip, text.split("\n")))
+
+
+END = object()  # of the rows, of which one may be null
 
 
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
     """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
     path = getattr(cfg, flag)
+    bar = dict(delay=10, disable=RANK > 0)  # if it takes long
     with mistakes_in(f"--{flag} {path}"):
-        rows = iter(tqdm(read_rows(path), path, delay=10, disable=RANK > 0))  # if it takes long
+        rows = iter(tqdm(read_rows(path), path, unit=" rows", **bar))
     prompts = []
     while True:
         with mistakes_in(f"--{flag} {path} row {len(prompts) + 1}"):
-            row = next(rows, None)
-            if row is None:
+            row = next(rows, END)
+            if row is END:
                 break
             if not isinstance(row, dict):
                 raise ValueError("is no JSON object")
@@ -1413,10 +1424,12 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
                 with mistakes_in(f"--reward {reward.name}"):
                     reward.check_row(row)
             look_at("row", row, rewards, environment, cfg)
-            prompts.append(make_prompt(row, len(prompts), tokenizer, environment, cfg))
-            if len(prompts) == 1:
-                look_at("tokenizer", tokenizer, prompts[0])
+            prompts.append(write_prompt(row, len(prompts), tokenizer, environment, cfg))
     require(prompts, f"{flag} {path}", "has no rows")
+    for start in tqdm(range(0, len(prompts), 1000), "tokens of 1000 rows", **bar):
+        fill_in_ids(prompts[start : start + 1000], tokenizer)
+    with mistakes_in(f"--{flag} {path} row 1"):
+        look_at("tokenizer", tokenizer, prompts[0])
     kept = [p for p in prompts if len(p.ids) <= cfg.max_prompt_length]
     left_out = f"{len(prompts) - len(kept)} of {len(prompts)} prompts are too long"
     require(kept, f"{flag} {path}", left_out)
@@ -1427,11 +1440,18 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
 
 def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
     """The column `prompt`, or --prompt_template filled in, as token ids."""
+    prompt = write_prompt(row, row_number, tokenizer, environment, cfg)
+    fill_in_ids([prompt], tokenizer)
+    return prompt
+
+
+def write_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
+    """The prompt as a text, without its ids yet."""
     text = row.get("prompt")
     if cfg.prompt_template:
         text = fill_template(cfg.prompt_template, row)
     if formats is not None:
-        text = formats.chat(text)
+        text = formats.chat(text, row, cfg.prompt_template)
     if not text or not isinstance(text, (str, list)):
         raise ValueError(f"column 'prompt' has neither a text nor messages: {text!r}")
     messages = None
@@ -1444,17 +1464,27 @@ def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config)
         if environment is not None:
             seed = (cfg.seed, row_number)
             messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
-        text = chat_text(messages, tokenizer, options)
+        begun = messages[-1]["role"] == "assistant"  # the policy goes on in this turn
+        options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
+        text = tokenizer.apply_chat_template(messages, **options)
         look_at("chat", messages, text, cfg)
-    # One BOS: a chat template writes it, and so does a row that was made by one.
-    has_bos = messages is not None or text.startswith(tokenizer.bos_token or "\0")
+    look_at("control_tokens", row, messages, text, tokenizer, cfg)
     text.encode()  # an error if the text is no Unicode, which tokenizers do not say
-    ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
-    if ids[-1:] == [tokenizer.eos_token_id]:  # the row's own, or the tokenizer adds it
-        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[-1 - len(plain) : -1] == plain:
-            ids = ids[:-1]
-    return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
+    return Prompt(np.arange(0), text, row, messages, row_number)
+
+
+def fill_in_ids(prompts: list[Prompt], tokenizer) -> None:
+    """Of many at a time, which is faster. One BOS: a chat template writes it, and so does a row
+    that was made by one. No EOS but the text's own."""
+    lists = tokenizer([p.text for p in prompts], add_special_tokens=False)["input_ids"]
+    start = None  # what the tokenizer puts before a text, such as BOS
+    for p, ids in zip(prompts, lists, strict=True):
+        if p.messages is None and not p.text.startswith(tokenizer.bos_token or "\0"):
+            if start is None:
+                [whole] = tokenizer([p.text])["input_ids"]
+                start = whole[: whole.index(ids[0])]
+            ids = start + ids
+        p.ids = np.array(ids, np.int64)
 
 
 def fill_template(template: str, row: dict) -> str:
@@ -1482,21 +1512,6 @@ def fill_template(template: str, row: dict) -> str:
 def with_newlines(text: str) -> str:
     r"""A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq."""
     return re.sub(r"\\n(?![a-z])", "\n", text)
-
-
-def chat_text(messages: list[dict], tokenizer, options: dict) -> str:
-    """The chat up to where the policy goes on: in a turn of its own, or in one that is begun."""
-    write = functools.partial(tokenizer.apply_chat_template, **options)
-    if messages[-1]["role"] != "assistant":
-        text = write(messages, add_generation_prompt=True)
-    else:
-        begun = write(messages, continue_final_message=True)
-        before, words, after = begun.rpartition(messages[-1]["content"].strip())
-        # Qwen3's template puts an empty think block before these words, but not before a turn that
-        # the policy begins. What both share is the header, such as <|im_start|>assistant.
-        own = write(messages[:-1], add_generation_prompt=True)
-        text = os.path.commonprefix([before, own]) + words + after
-    return text
 
 
 # -- Models: a folder -> policy, reference, optimizer
@@ -1685,6 +1700,8 @@ def load_task(cfg: Config) -> tuple:
     """The tokenizer, the reward functions and the environment, or None."""
     with mistakes_in(f"--model {cfg.model}"):
         tokenizer = load_tokenizer(cfg.model)
+    if preflight is None:
+        print_rank_0("without extras/preflight.py nobody looks at the data and the models")
     look_at("thinking", tokenizer)
     with mistakes_in(f"--reward {cfg.reward}"):
         rewards = load_rewards(cfg.reward)
@@ -2067,8 +2084,15 @@ def digest_of_weights(model) -> list[int]:
 
 
 def digest(values) -> str:
-    text = json.dumps(values, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Of their JSON, one after the other, because that of a million rows is large."""
+    sha = hashlib.sha256(b"[")
+    comma = ""
+    for value in values:
+        text = json.dumps(value, default=lambda value: type(value).__name__)
+        sha.update((comma + text).encode())
+        comma = ", "
+    sha.update(b"]")
+    return sha.hexdigest()
 
 
 def identity_of(cfg: Config, model, prompts: list[Prompt]) -> dict:

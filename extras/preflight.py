@@ -5,14 +5,36 @@ A check raises a ValueError, which ends the run in one line with the flag, the f
 returns what the screen should say. Without this file a run begins all the same.
 """
 
+import functools
 import json
 import os
 import re
+import sys
+from datetime import date, time, timedelta
+from unicodedata import normalize
 
-from reward import ADDED
+from reward import ADDED, BUILT_IN
+
+
+# -- Flags
+def flags(argv):
+    """Of a flag that is given twice only the last would count. --fast and --no_fast are one."""
+    names = [word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    names = [name.replace("__no_", "__") for name in names]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"--{twice[0][2:]} is given twice")
 
 
 # -- Data
+def json_object(pairs):
+    """What json.loads makes of {...}. A million rows share the texts of their keys."""
+    row = {sys.intern(key): value for key, value in pairs}
+    if len(row) < len(pairs):
+        raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+    return row
+
+
 def row(row, rewards, environment, cfg):
     """The model and the rewards must be able to use a row whole."""
     for column, value in row.items():
@@ -22,6 +44,15 @@ def row(row, rewards, environment, cfg):
             raise ValueError(f"column {column!r}: {error}") from error
         if column in ADDED:
             raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
+    as_texts = [c for r in rewards if r.function in BUILT_IN.values() for c in r.columns]
+    as_texts += re.findall(r"\{([^{}\n]+)\}", cfg.prompt_template)
+    for column in as_texts:
+        value = row.get(column)
+        if isinstance(value, (date, time, timedelta)):
+            raise ValueError(f"column {column!r} is a {type(value).__name__}: save it as a text")
+        is_chat = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        if is_chat and cfg.prompt_template != f"{{{column}}}":
+            raise ValueError(f"column {column!r} is a chat: --prompt_template takes one alone")
     if rewards and not any(reward.applies_to(row) for reward in rewards):
         raise ValueError("no reward applies to it: what they need is null")
     if row.get("image") or row.get("images"):
@@ -37,20 +68,53 @@ def refuse_bytes(value):
 
 
 def chat(messages, text, cfg):
-    """The chat template must write each message, and one of the system."""
+    """The chat template must write each message, and one of the system. A last one of the assistant
+    is continued."""
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
         raise ValueError("has a system message, and --system_prompt would be a second one")
     for m in messages:
         if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
             raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
+    if messages[-1]["role"] == "assistant":
+        begun = messages[-1]["content"].strip()
+        if not begun:
+            raise ValueError("the last message, which the policy would continue, is empty")
+        if "<think>" in begun and text.rpartition(begun)[0].rstrip().endswith("</think>"):
+            raise ValueError("the chat template closes a thought before that of the last message")
+
+
+def control_tokens(row, messages, text, tokenizer, cfg):
+    """The words of a row must not end a turn. A text that is the whole prompt may: a chat template
+    has made it before. So may words that --prompt_template, --system_prompt or the row's column
+    `control_tokens` have, too."""
+    meant = cfg.prompt_template + cfg.system_prompt
+    named = str(row.get("control_tokens"))
+    names = control_names(tokenizer)
+    if messages is not None:
+        text = json.dumps(messages, ensure_ascii=False, default=str)
+    elif not any(name in cfg.prompt_template for name in names):
+        return
+    for name in names:
+        if text.count(name) > meant.count(name) and name not in named:
+            why = "if that is meant, name it in a column control_tokens"
+            raise ValueError(f"its words have the control token {name!r}: {why}")
+
+
+@functools.lru_cache(2)
+def control_names(tokenizer):
+    """Special tokens in brackets, and DeepSeek's <|User|>, which is none. Not <think>."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    special = r"[<\[].*[>\]]"
+    return [t.content for t in tokens if re.match(special if t.special else "<[|｜]", t.content)]
 
 
 def tokenizer(tokenizer, prompt):
     """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
-    one up. Blanks beside special tokens may come and go."""
+    one up. Blanks beside special tokens may come and go, and letters with accents are composed."""
     decoded = tokenizer.decode(prompt.ids)
     blanks = "|".join(map(re.escape, [*tokenizer.get_added_vocab(), "\u2581"]))
-    words = [re.sub(blanks, " ", text).split() for text in (decoded, prompt.text)]
+    texts = [normalize("NFC", text) for text in (decoded, prompt.text)]
+    words = [re.sub(blanks, " ", text).split() for text in texts]
     if words[0] != words[1]:
         raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
     if tokenizer.chat_template and prompt.messages is None:

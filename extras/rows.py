@@ -1,14 +1,12 @@
 """Rows of CSV, parquet and the hub, and chats as the templates of models want them. grpo.py alone
-reads JSON lines, JSON and functions, and takes messages as they are.
+reads JSON lines, JSON and functions, and takes messages as they are. Parquet's types become:
 
-The same rows are the same from every file. A CSV has texts only. Parquet's types:
-
-    text, number, Decimal, bool, null    as they are
+    text, number, Decimal, bool, null    what they are
     list, struct, map                    list, dict, dict
     arrow.json                           what the JSON says: `datasets` has it for mixed columns
     date, a timestamp at midnight        "2024-02-29": `datasets` makes timestamps of such texts
-    other times, durations, UUID         Python's; extras/preflight.py refuses a time as an answer
-    bytes                                extras/preflight.py refuses them
+    another time, a duration, a UUID     Python's; extras/preflight.py refuses times as answers
+    bytes                                refused by extras/preflight.py
 """
 
 import copy
@@ -90,21 +88,27 @@ def plain(value, kind=None):
 
 
 # -- A prompt -> a text, or messages
-def chat(prompt):
-    """Messages as templates want them, also where a CSV has them as JSON; another text stays."""
+def chat(prompt, row, template):
+    """Messages as templates want them, also of a --prompt_template that is the name of their column
+    alone, and of JSON, which a CSV has to have. Another text stays."""
+    named = row.get(template[1:-1])
+    if template[:1] == "{" and isinstance(named, list):
+        prompt = named
     if isinstance(prompt, str) and re.match(ROLE, prompt):
         try:
             prompt = json.loads(prompt)
         except ValueError as error:
             raise ValueError(f"begins like a chat, and is no JSON: {prompt[:80]!r}") from error
     if isinstance(prompt, list):
-        prompt = list(map(text_message, prompt))
+        prompt = [text_message(message) for message in prompt]
     return prompt
 
 
 def text_message(message: dict) -> dict:
     """The message without nulls, which parquet makes, with one text instead of parts, and with the
     arguments of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
+    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
+        return message  # of a million rows no copy
     message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
     if isinstance(message.get("content"), list):
         for part in message["content"]:

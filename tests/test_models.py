@@ -129,12 +129,12 @@ def test_a_parquet_file_is_the_one_that_was_named(tmp_path):
     """And not run1/rows.parquet, which this name would match as a pattern."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    for folder, rows in (("run[1]", AB), ("run1", AB[:1]), ("run[1]", AB[1:])):
+    for folder, written in (("run[1]", AB), ("run1", AB[:1]), ("run[1]", AB[1:])):
         path = tmp_path / folder / "rows.parquet"
         path.parent.mkdir(exist_ok=True)
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        parquet.write_table(pyarrow.Table.from_pylist(written), path)
         os.utime(path, (0, 0))  # a file that replaces another may have its time
-        assert list(grpo.read_rows(str(path))) == rows
+        assert list(grpo.read_rows(str(path))) == written
 
 
 def test_rows_that_no_completion_can_earn_are_named(tmp_path):
@@ -205,7 +205,7 @@ QUESTION, SYSTEM = chat(" 1+2? "), chat("*Add. ", "1+2?")
 TURNS_OF_TWO = chat("1+2?", "<think>\nhm\n</think>\n\n3", "2+2?")
 GOES_ON = dict(  # where a begun answer stands
     qwen2="<|im_start|>assistant\nIt is ",
-    qwen3="<|im_start|>assistant\nIt is ",
+    qwen3="<|im_start|>assistant\n<think>\n\n</think>\n\nIt is ",
     llama3="<|start_header_id|>assistant<|end_header_id|>\n\nIt is",
     gemma2="<start_of_turn>model\nIt is",
     r1="<｜Assistant｜>It is ",
@@ -279,11 +279,12 @@ class AddsEos:
 
     bos_token = "<s>"
     eos_token_id = 2
+    added_tokens_decoder = {}
 
-    def __call__(self, text, add_special_tokens=True):
-        ids = [ord(letter) for letter in text]
+    def __call__(self, texts, add_special_tokens=True):
+        ids = [[ord(letter) for letter in text] for text in texts]
         if add_special_tokens:
-            ids = [1, *ids, 2]
+            ids = [[1, *plain, 2] for plain in ids]
         return dict(input_ids=ids)
 
 

@@ -62,9 +62,10 @@ class DropsBlanks:
     """A tokenizer that was rebuilt wrongly. It also writes blanks beside a special token."""
 
     bos_token, eos_token_id, chat_template = None, 1, None
+    added_tokens_decoder = {}
 
-    def __call__(self, text, add_special_tokens=True):
-        return dict(input_ids=[ord(letter) for letter in text if letter != " "])
+    def __call__(self, texts, add_special_tokens=True):
+        return dict(input_ids=[[ord(x) for x in text if x != " "] for text in texts])
 
     def decode(self, ids, **_):
         return "".join(map(chr, ids)).replace("]", "] ")
