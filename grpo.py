@@ -106,7 +106,7 @@ import time
 import typing
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -1302,7 +1302,7 @@ def parse_flags(argv: list[str] | None) -> Config:
     if path:
         with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
             saved = json.loads(Path(path).read_text())
-            for name in ("about", "job"):  # no flags
+            for name in ("about", "began", "job"):  # no flags
                 saved.pop(name, None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
         parser.set_defaults(**asdict(saved))
@@ -1467,9 +1467,7 @@ def write_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config
         begun = messages[-1]["role"] == "assistant"  # the policy goes on in this turn
         options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
         text = tokenizer.apply_chat_template(messages, **options)
-        look_at("chat", messages, text, cfg)
-    look_at("control_tokens", row, messages, text, tokenizer, cfg)
-    text.encode()  # an error if the text is no Unicode, which tokenizers do not say
+    look_at("prompt", row, messages, text, tokenizer, cfg)
     return Prompt(np.arange(0), text, row, messages, row_number)
 
 
@@ -1696,10 +1694,13 @@ def wrap(policy):
     return ddp
 
 
-def load_task(cfg: Config) -> tuple:
+def load_task(cfg: Config, began: datetime) -> tuple:
     """The tokenizer, the reward functions and the environment, or None."""
     with mistakes_in(f"--model {cfg.model}"):
         tokenizer = load_tokenizer(cfg.model)
+    # A chat template that writes the date writes that on which the run began.
+    dated = functools.partial(tokenizer.apply_chat_template, strftime_now=began.strftime)
+    tokenizer.apply_chat_template = dated
     if preflight is None:
         print_rank_0("without extras/preflight.py nobody looks at the data and the models")
     look_at("thinking", tokenizer)
@@ -2111,6 +2112,12 @@ class RunFiles:
         # A reward may call os.chdir, and files of this folder are read and written later, too.
         self.path = os.path.abspath(os.path.expanduser(cfg.out_dir))
         self.is_unnamed = cfg.out_dir == Config.out_dir and not cfg.resume
+        began = datetime.now()
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if cfg.resume:
+                config = json.loads(Path(self.path, "config.json").read_text())
+                began = datetime.fromisoformat(config["began"])
+        self.began = gather([began])[0]  # the day that a chat template writes
         self.keep = cfg.keep
         self.history = []  # the lines of metrics.jsonl
         self.n_written = 0  # how many of them are written
@@ -2200,7 +2207,8 @@ class RunFiles:
             edited = [name for name, said in about["files"].items() if said == "edited"]
             if edited and run.step > 0:
                 print_rank_0(f"edited since the run began: {', '.join(edited)}")
-        config = asdict(cfg) | dict(about=about, job=os.environ.get("TORCHELASTIC_RUN_ID"))
+        config = asdict(cfg) | dict(about=about, began=self.began.isoformat())
+        config["job"] = os.environ.get("TORCHELASTIC_RUN_ID")
         Path(self.path, ".config").write_text(json.dumps(config, indent=1))
         os.replace(f"{self.path}/.config", f"{self.path}/config.json")
 
@@ -2302,7 +2310,7 @@ class Run:
         if os.path.isdir(cfg.model):
             cfg = replace(cfg, model=os.path.abspath(cfg.model))
         # What a mistake is likeliest in, and what is read soonest.
-        self.tokenizer, self.rewards, environment = load_task(cfg)
+        self.tokenizer, self.rewards, environment = load_task(cfg, self.files.began)
         task = (self.tokenizer, self.rewards, environment, cfg)
         self.train_prompts = load_prompts("train_data", *task)
         self.eval_prompts = []
