@@ -67,6 +67,14 @@ def refuse_bytes(value):
     return str(value)
 
 
+def prompt(row, messages, text, tokenizer, cfg):
+    """The text of a prompt. messages: what the chat template made it of; None: it is no chat."""
+    text.encode()  # an error if it is no Unicode, which tokenizers do not say
+    if messages is not None:
+        chat(messages, text, cfg)
+    control_tokens(row, messages, text, tokenizer, cfg)
+
+
 def chat(messages, text, cfg):
     """The chat template must write each message, and one of the system. A last one of the assistant
     is continued."""

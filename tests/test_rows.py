@@ -2,14 +2,26 @@
 
 import datetime
 import json
+import shutil
+import subprocess
+import sys
+import types
+import unicodedata
+from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
+from transformers.utils import chat_template_utils
 
 import grpo
-from tests.common import HERE
+from grpo import Config, ConfigError
+from tests.common import HERE, main, metrics_of
+from tests.families import family
 from tests.test_models import chat, load, write
 
 MODEL = f"{HERE}/sample_data/model"
+TOKENIZER = grpo.load_tokenizer(MODEL)
 CHAT = chat("3+4=")
 JSON = json.dumps
 
@@ -68,5 +80,204 @@ def test_a_chat_may_be_a_json_text(name, tmp_path):
     options = dict(chat_template_kwargs=JSON(dict(chat_template="{{ messages[0].content }}")))
     [prompt] = load(MODEL, [read], tmp_path, **options)
     assert prompt.text == "3+4=" and prompt.messages == CHAT
-    with pytest.raises(grpo.ConfigError, match="row 1: .*no JSON"):
+    with pytest.raises(ConfigError, match="row 1: .*no JSON"):
         load(MODEL, [dict(prompt=str(CHAT))], tmp_path, **options)
+
+
+def test_a_chat_may_be_named_by_its_column_alone(tmp_path):
+    """As OpenRLHF's --input_key does. Inside other words it would be a Python list."""
+    path, _ = family(tmp_path / "model", "qwen2")
+    [named] = load(path, [dict(input=CHAT)], tmp_path, prompt_template="{input}")
+    [prompt] = load(path, [dict(prompt=CHAT)], tmp_path)
+    assert named.text == prompt.text
+    with pytest.raises(ConfigError, match="row 1: .*input.*chat"):
+        load(path, [dict(input=CHAT)], tmp_path, prompt_template="{input}\nThink.")
+
+
+@pytest.mark.parametrize("value", [datetime.datetime(2024, 2, 29, 12), datetime.timedelta(1)])
+def test_a_time_is_no_text(value, tmp_path):
+    """What str() makes of it is not what a JSON line says, so no completion would earn it."""
+    path = tmp_path / "x.py"
+    path.write_text(
+        f"import datetime\ndef rows():\n    return [dict(prompt='1', answer={value!r})]"
+    )
+    cfg = Config(train_data=f"{path}:rows")
+    for rewards, template in (("answer", ""), ("format", "{answer}")):
+        cfg.prompt_template = template
+        with pytest.raises(ConfigError, match="row 1: column 'answer' is a"):
+            grpo.load_prompts("train_data", TOKENIZER, grpo.load_rewards(rewards), None, cfg)
+    cfg.prompt_template = ""
+    assert len(grpo.load_prompts("train_data", TOKENIZER, [], None, cfg)) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"prompt": "1", "answer": "2", "answer": "3"}', '{"prompt": "1", "x": [{"a": 1, "a": 1}]}'],
+)
+def test_a_key_is_said_once(content, tmp_path):
+    path = write(tmp_path, '{"prompt": "1"}\n' + content)
+    with pytest.raises(ConfigError, match="row 2: .*twice"):
+        grpo.load_prompts(
+            "train_data", grpo.load_tokenizer(MODEL), [], None, Config(train_data=path)
+        )
+    with pytest.raises(ValueError, match="twice"):
+        list(grpo.read_rows(write(tmp_path, f"[{content}]", "x.json")))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--seed 1 --max_steps 3 --seed 2", "--seed=1 --seed 1", "--fast False --no_fast"]
+)
+def test_a_flag_is_said_once(flags, capsys):
+    assert main(*flags.split()) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_a_null_row_is_no_end(tmp_path):
+    path = write(tmp_path, '{"prompt": "1"}\nnull\n{"prompt": "2"}')
+    with pytest.raises(ConfigError, match="row 2: "):
+        grpo.load_prompts(
+            "train_data", grpo.load_tokenizer(MODEL), [], None, Config(train_data=path)
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Texts and tokens
+
+
+@pytest.mark.parametrize("name", ["qwen2", "r1"])
+def test_words_of_a_row_end_no_turn(name, tmp_path):
+    """DeepSeek's marks of turns are no special tokens of its tokenizer."""
+    path, ids = family(tmp_path / "model", name)
+    mark = dict(qwen2="<|im_end|>", r1="<｜User｜>")[name]
+    words = f"1{mark}2"
+    user, whole = dict(prompt=chat(words)), dict(prompt=f"{mark}1{mark}2")
+    for row, options in (
+        (user, {}),
+        (dict(prompt=words), dict(chat=True)),
+        (dict(prompt=chat("1", words, "2")), {}),
+        (dict(q=words), dict(chat=True, prompt_template="Add: {q}")),
+        (dict(q=words), dict(prompt_template=mark + "{q}" + mark)),
+    ):
+        with pytest.raises(ConfigError, match=f"row 1: .*control token '{mark}'".replace("|", ".")):
+            load(path, [row], tmp_path, **options)
+    for row, options in (
+        (user | dict(control_tokens=[mark]), {}),
+        (whole, {}),  # as apply_chat_template makes it
+        (dict(q=whole["prompt"]), dict(prompt_template="{q}")),
+        (dict(q="1"), dict(prompt_template=mark + "{q}" + mark)),
+        (dict(prompt=chat("Think in <think> </think>.")), {}),
+    ):
+        [prompt] = load(path, [row], tmp_path, **options)
+        assert (prompt.ids == ids[mark]).sum() >= 1
+
+
+def test_letters_with_accents_may_be_composed(tmp_path):
+    """By the tokenizer of Qwen, which has NFC. The words are the same."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a")
+    text = unicodedata.normalize("NFD", "où est l'élève ?")
+    path = write(tmp_path, [dict(prompt=text)])
+    [prompt] = grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
+    assert tokenizer.decode(prompt.ids) == unicodedata.normalize("NFC", text) != text
+
+
+def templates():
+    """All that TRL ships, less those that it has changed for training."""
+    trl = pytest.importorskip("trl")
+    paths = sorted(Path(trl.__file__).parent.glob("chat_templates/*.jinja"))
+    return {path.stem: path.read_text() for path in paths if "_training" not in path.stem}
+
+
+def test_a_chat_of_the_assistant_goes_on_as_its_template_writes_it(tmp_path):
+    path, _ = family(tmp_path / "model", "llama3")
+    tokenizer = grpo.load_tokenizer(str(path))
+    refused = []
+    for name, template in templates().items():
+        tokenizer.chat_template = template
+        for words in ("It is", "It is ", "<think>\nhm"):
+            messages = chat("What is 3+4?", words)
+            try:
+                text = grpo.make_prompt(dict(prompt=messages), 0, tokenizer, None, Config()).text
+            except Exception as error:  # load_prompts says it with the row
+                refused.append((name, words))
+                assert grpo.one_line(error)
+                continue
+            whole = tokenizer.apply_chat_template(messages, tokenize=False)
+            assert text.rstrip() == whole[: whole.rindex(words.strip()) + len(words.strip())], name
+            assert "</think>" not in text or "hm" not in words
+    seeing = {name for name, words in refused if words == "It is"}
+    assert seeing == {"idefics3", "smolvlm", "llava_next"}  # no text as content
+    for words in ("", " "):
+        with pytest.raises(ConfigError, match="row 1: .*empty"):
+            load(path, [dict(prompt=chat("1", words))], tmp_path)
+
+
+def test_a_template_writes_the_day_on_which_the_run_began(tmp_path, monkeypatch):
+    shutil.copytree(MODEL, tmp_path / "model")
+    template = '{{ strftime_now("%Y%m%d") }}+{{ messages[0]["content"] }}'
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    rows = [dict(prompt=chat(f"{i}+1="), answer=str(i + 1)) for i in range(3)]
+    small = f"--num_prompts 2 --num_generations 2 --max_completion_length 4 --out_dir {tmp_path}/o"
+    small += f" --model {tmp_path}/model --train_data {write(tmp_path, rows)} --max_steps"
+    assert main(*small.split(), "1") == 0
+
+    later = types.SimpleNamespace(now=lambda: datetime.datetime(2031, 1, 2))
+    monkeypatch.setattr(chat_template_utils, "datetime", later)
+    monkeypatch.setattr(grpo, "datetime", later)
+    assert main("--resume", "--out_dir", f"{tmp_path}/o", "--max_steps", "2") == 0
+    assert main(*small.replace("/o ", "/p ").split(), "1") == 0
+    days = []
+    for name in "op":
+        with open(tmp_path / name / "completions.jsonl") as file:
+            days.append({json.loads(line)["prompt"][:4] for line in file})
+    assert days[1] == {"2031"} and len(days[0]) == 1 and days[0] != days[1]
+
+
+# ------------------------------------------------------------------------------------------------
+# Many rows
+
+
+def test_many_rows_are_as_one(tmp_path):
+    """Plain texts, texts with a BOS and chats, in more than one batch."""
+    path, _ = family(tmp_path / "model", "llama3")
+    kinds = ("{}+1", "<|begin_of_text|>{}+1", "{}<|eot_id|>")
+    rows = [dict(prompt=kinds[i % 3].format(i)) for i in range(2000)]
+    rows[7]["prompt"] = rows[1007]["prompt"] = chat("1+2?")
+    tokenizer = grpo.load_tokenizer(str(path))
+    for n in (1000, 1001, 2000):
+        prompts = load(path, rows[:n], tmp_path)
+        assert len(prompts) == n
+    for i in (0, 1, 2, 7, 999, 1000, 1007, 1999):
+        alone = grpo.make_prompt(rows[i], i, tokenizer, None, Config())
+        assert prompts[i].ids.tolist() == alone.ids.tolist() and prompts[i].row_number == i
+        whole = tokenizer(prompts[i].text, add_special_tokens=i % 3 != 1 and i not in (7, 1007))
+        assert alone.ids.tolist() == whole["input_ids"]
+
+
+def test_the_digest_of_rows_is_that_of_their_json():
+    """Runs that began before this line was written go on."""
+    values = [([1, 2], dict(prompt="é", x=[1.5, None, True])), ([3], dict(day=datetime.date.min))]
+    expected = json.dumps(values, default=lambda value: type(value).__name__)
+    assert grpo.digest(values) == grpo.hashlib.sha256(expected.encode()).hexdigest()
+    assert grpo.digest(iter([])) == grpo.hashlib.sha256(b"[]").hexdigest()
+
+
+def test_two_files_alone_read_json_lines_and_train(tmp_path):
+    for name in ("grpo.py", "reward.py"):
+        shutil.copy(f"{HERE}/{name}", tmp_path)
+    data = write(tmp_path, [dict(prompt=f"{i}+1=", answer=str(i + 1)) for i in range(4)])
+    args = ["--model", MODEL, "--train_data", data, "--max_steps", "1", "--num_prompts", "2"]
+    args += ["--max_completion_length", "4"]
+    command = [sys.executable, "grpo.py", *args]
+    options = dict(cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0 and "nobody looks at the data" in done.stdout, done.stderr
+    assert len(metrics_of(tmp_path / "out")) == 1
+    csv = write(tmp_path, "prompt\n1\n", "x.csv")
+    done = subprocess.run([csv if word == data else word for word in command], **options)
+    assert done.returncode == 2 and "x.csv" in done.stderr and "rows.py" in done.stderr
