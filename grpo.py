@@ -805,11 +805,11 @@ def packed_attention(
     key = key[sequences.seen]
     value = value[sequences.seen]
     options = dict(scale=scaling, enable_gqa=True)
-    window = sliding_window or getattr(module, "sliding_window", None)  # Qwen2-MoE does not pass it
+    window = 0 if attention_mask is None else attention_mask.shape[-1]  # see mask_of_layers
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
         options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
-        options["window_size"] = ((window or 0) - 1, 0)  # -1: all before the token
+        options["window_size"] = (window - 1, 0)  # -1: all before the token
         return varlen_attn(query, key, value, *sequences.ends, **options)[None], None
     queries = query.split(sequences.lengths)
     keys = key.split(sequences.seen_lengths)
@@ -819,15 +819,24 @@ def packed_attention(
         before = len(k) - len(q)  # tokens of the prompt
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
         mask = mask.tril(before)
-        if window:
+        if window > 0:
             mask = mask.triu(before + 1 - window)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, units]
         out.append(nn.functional.scaled_dot_product_attention(q, k, v, mask, **options)[0])
     return torch.cat(out, 1).transpose(0, 1).contiguous()[None], None
 
 
+def mask_of_layers(*args, attention_mask=None, local_size=None, **rest):
+    """transformers calls this for each kind of layers that the model has; a layer's mask, not its
+    module, says whether it has a window. In a packed batch, where attention_mask is run_model's,
+    the mask is empty, and its width is the window (0: none)."""
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        return attention_mask.new_empty(1, 1, 1, local_size or 0)
+    return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **rest)
+
+
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", sdpa_mask)  # for sampling
+AttentionMaskInterface.register("packed", mask_of_layers)
 
 
 def use_packed_attention(model) -> None:
@@ -855,8 +864,7 @@ def run_model(model, batch: dict, **options):
         if not packs(model):
             raise ValueError("its attention cannot keep sequences apart: collate with packed=False")
         options |= dict(sequences=batch["sequences"], position_ids=batch["positions"][None])
-        # transformers makes no mask of its own if it gets one of four dimensions.
-        options["attention_mask"] = batch["ids"].new_empty(1, 1, 1, 1)
+        options["attention_mask"] = batch["ids"].new_empty(1, 0)  # see mask_of_layers
     return model(torch.atleast_2d(batch["ids"]), use_cache=False, **options)
 
 
