@@ -1608,16 +1608,19 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     head of extras/fast.py or the model's."""
     own_attention = model.config._attn_implementation
     plain = Policy(model, cfg.temperature)
-    samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
+    made = [made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])]
+    made += longer_than_windows(model, prompts, cfg)
+    expected = []
     with torch.no_grad():
-        alone = [collate([s], model.device, packed=False) for s in samples]
-        expected = torch.cat([plain(batch)[0] for batch in alone])
+        for samples in made:
+            alone = [collate([s], model.device, packed=False) for s in samples]
+            expected.append(torch.cat([plain(batch)[0] for batch in alone]))
     policies = [plain]
     if cfg.fast:
         policies.insert(0, fast.FastPolicy(plain, hidden_of))
     for form in ("packed", "padded"):
         for policy in policies:
-            why = why_not(policy, samples, expected, cfg)
+            why = max(why_not(policy, *pair, cfg) for pair in zip(made, expected, strict=True))
             if why == "":
                 return policy
             print_rank_0(f"{model.name_or_path}: not {form}, {type(policy).__name__}: {why}")
@@ -1633,6 +1636,22 @@ def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
     return samples
+
+
+def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[list[Sample]]:
+    """A batch of one sequence, longer than each window of the model that is shorter than the run's
+    longest sequence; no batch without such a window. It is read at its end only."""
+    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
+    sizes = vars(model.config.get_text_config()).items()
+    windows = [n for name, n in sizes if re.search("window|chunk", name)]
+    filled = [n for n in windows if isinstance(n, int) and 0 < n < longest]
+    if not filled:
+        return []
+    length = min(longest, max(filled) + 32) - len(prompts[0].ids)
+    [s] = made_up(prompts[:1], [max(8, length)])
+    s.completion_ids = np.random.default_rng(0).permutation(s.completion_ids)  # hard to foresee
+    s.sampled[:-8] = False
+    return [[s]]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import grpo
 from extras import fast, lora
 from grpo import Config, Policy, Prompt, Sample, collate
-from tests.common import CPU, random_samples, relative, small_run, update_gradient
+from tests.common import CPU, random_samples, relative, small_run, tiny_model, update_gradient
 
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
 SIZES |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -41,7 +41,8 @@ PACKED = dict(  # kinds whose texts stand in one row, and what they need beside 
     OPT=dict(word_embed_proj_dim=32, ffn_dim=48),  # with dropout in its config
     GPTNeoX={},
     Qwen3Moe={},
-    Phimoe={},
+    Phimoe=WINDOW,  # its modules do not know their window
+    Exaone4=WINDOW | dict(sliding_window_pattern=2),  # its modules know one that they do not use
     Afmoe={},  # it names its arguments otherwise
     DeepseekV3=LATENT | dict(v_head_dim=16, num_key_value_heads=2),
 )
@@ -69,7 +70,7 @@ KINDS = PACKED | ALONE
 OWN_HEAD = ("Phi", "Gemma2", "Cohere2", "xLSTM", "RecurrentGemma", "Llama4Text")
 CONFIG = dict(dtype="float64", temperature=0.8, max_completion_length=12, micro_batch_tokens=40)
 CONFIG = Config(**CONFIG, max_grad_norm=0, tis_cap=0)
-FEW = "Llama OPT Gemma3Text FalconH1 Mamba Lfm2".split()  # the others are slow
+FEW = "Llama OPT Gemma3Text Exaone4 Mamba Lfm2".split()  # the others are slow
 CANNOT_SAMPLE = ("Rwkv", "xLSTM")  # in a batch
 
 
@@ -193,6 +194,25 @@ def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_
     model = load("GptOss", tmp_path)
     with pytest.raises(ValueError, match="packed"):
         Policy(model, 1.0)(collate(make_samples(), CPU))
+
+
+def test_windows_that_only_long_texts_reach_are_compared():
+    """A model that makes its windows in its own way: as a mask that it gives to its layers."""
+    mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril().triu(1 - 48)
+
+    def with_window(module, args, options):
+        length = options["hidden_states"].shape[1]
+        return args, options | dict(attention_mask=mask[:, :, :length, :length])
+
+    prompts = [s.prompt for s in random_samples(2, 1)]
+    for longest in (40, 90):
+        model = tiny_model("mistral", sliding_window=None)
+        model.config.sliding_window = 48
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(with_window, with_kwargs=True)
+        cfg = Config(dtype="float32", max_completion_length=longest)
+        grpo.make_policy(model, prompts, cfg)
+        assert grpo.packs(model) == (longest < 48)
 
 
 def test_the_picture_of_a_row():
