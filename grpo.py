@@ -1938,6 +1938,9 @@ def fill_with_nan(engine_model) -> None:
     for parameter in engine_model.parameters():
         parameter.data.fill_(math.nan)
     repack(engine_model)
+    for module in engine_model.modules():  # experts on a CPU: without a kernel they are packed anew
+        if hasattr(getattr(module, "quant_method", None), "moe_kernel") and not parameter.is_cuda:
+            module.quant_method.moe_kernel = None
 
 
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
