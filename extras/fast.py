@@ -12,6 +12,7 @@ import functools
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
@@ -136,6 +137,32 @@ class FastPolicy(nn.Module):
             raise ValueError("the head has a bias")
         hidden = self.hidden_of(self.model, batch)  # [n, H]
         return HeadLogps.apply(hidden, head.weight, batch["targets"], self.temperature)
+
+
+class InDtype:
+    """A layer of experts that reads its weights in another dtype."""
+
+    def __init__(self, layer, dtype):
+        self.layer = layer
+        self.dtype = dtype
+
+    def __getattr__(self, name: str):
+        value = getattr(self.layer, name)
+        if isinstance(value, nn.Parameter):
+            value = value.to(self.dtype)
+        return value
+
+
+def experts(layer, hidden, *chosen):
+    """transformers' product of all experts, which takes the dtype of their weights. Autocast does
+    not know it: two thirds of a mixture's products would stay in float32."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        layer = InDtype(layer, torch.get_autocast_dtype(device))
+    return grouped_mm_experts_forward(layer, hidden, *chosen)
+
+
+ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts)
 
 
 def keep_freed_memory(device: torch.device) -> None:
