@@ -4,40 +4,51 @@ The model is frozen, and trained products stand beside its linear layers but the
 transformers keeps all experts in one tensor, they stand beside those of the attention only.
 """
 
+import re
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.pytorch_utils import Conv1D
 
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
     """Those of the checkpoint, or fresh ones, which change nothing yet."""
-    has_experts = any(".experts." in name for name, _ in model.named_parameters())
-    targets = []
-    for name, module in model.named_modules():
-        is_head = module is model.get_output_embeddings()
-        # peft would take the name of a feed-forward layer for that of all experts.
-        is_left_out = is_head or (has_experts and ".mlp." in name)
-        # A subclass, such as Llama 4's router, may do more than multiply.
-        if type(module) in (nn.Linear, Conv1D) and not is_left_out:
-            targets.append(name)
+    left_out = "$."  # no layer
+    holder = model
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        left_out = r"\.(mlp|router|gate)\b"
+        holder = nn.ModuleList([model])  # peft would read in its config which layers are experts'
+    # The model reads only the weight of some layers. Adapters there would have no gradient.
+    called = set()
+    hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    with torch.no_grad():
+        model(torch.ones(1, 4, dtype=torch.long, device=model.device), use_cache=False)
+    hook.remove()
+    called.discard(model.get_output_embeddings())
+    # A subclass, such as Llama 4's router, may do more than multiply.
+    linear = [n for n, m in model.named_modules() if m in called and type(m) in (nn.Linear, Conv1D)]
+    targets = [name for name in linear if not re.search(left_out, name)]
     torch.manual_seed(cfg.seed)  # every rank draws the same
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)
-    inject_adapter_in_model(config, model)
+    inject_adapter_in_model(config, holder)
     adapters = checkpoint.get("adapters", {})
-    missing, _ = model.load_state_dict(adapters, strict=False)
+    missing = model.load_state_dict(adapters, strict=False).missing_keys
     missing = [name for name in missing if ".lora_" in name]
     if adapters and missing:
         raise ValueError(f"the checkpoint has no {missing[0]}")
 
 
 def halve_frozen(model) -> None:
-    """Casts frozen linear layers to bfloat16, as autocast would in every pass: half the memory."""
+    """Casts frozen linear layers and experts to bfloat16, as every pass would: half the memory."""
     tied = model.get_input_embeddings().weight
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight is not tied:
-            if not module.weight.requires_grad:
-                module.to(torch.bfloat16)
+        for p in module.parameters(recurse=False):
+            is_experts = p.dim() == 3 and not isinstance(module, nn.Conv1d)
+            if is_experts or isinstance(module, nn.Linear):
+                if p is not tied and not p.requires_grad:
+                    p.data = p.data.bfloat16()
 
 
 class AdaptersOff:
