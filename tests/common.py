@@ -40,7 +40,7 @@ def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
     if dtype == F64:  # other models compute RMSNorm in float32, which is not exact to 1e-12
         sizes = dict(vocab_size=32, n_embd=32, n_layer=2, n_head=2, n_positions=128)
         dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        config = transformers.GPT2Config(**sizes, **dropout, **ids)
+        config = transformers.GPT2Config(**sizes | dropout | ids | options)
     else:
         sizes = dict(
             vocab_size=32,
