@@ -36,7 +36,6 @@ from tests.common import (
 SCALES = ("group", "batch", "none")
 ESTIMATORS = ("k1", "k2", "k3", "k4", "wk3")
 STOP = [1, 2, 3, 4, 5]  # tokens that end a completion
-HELPS, SHORT = 2.0, -0.5  # weights of two reward functions
 
 
 def gradient(value, x):
@@ -116,13 +115,13 @@ def naive_logps(model, s, cfg):
 def naive_reward(s, cfg):
     text = " ".join(str(i) for i in s.completion_ids if i not in STOP)
     total = math.nan
-    for weight, function in ((HELPS, helps), (SHORT, short)):
+    for reward in REWARDS:
         try:
-            value = function(text, s.prompt.row)
+            value = reward.function(text, s.prompt.row)
         except ValueError:
             value = 0.0
         if value is not None:
-            total = weight * value + (0.0 if math.isnan(total) else total)
+            total = reward.weight * value + (0.0 if math.isnan(total) else total)
     if s.finish_reason == "length" and cfg.non_stop_reward is not None and not math.isnan(total):
         total = cfg.non_stop_reward
     return total
@@ -264,9 +263,10 @@ def helps(completion, row):
 
 def short(completion, row):
     length = len(completion.split())
-    if row["kind"] == "equal":
-        return None
-    return None if length == 1 else length / 4
+    return None if row["kind"] == "equal" or length == 1 else length / 4
+
+
+REWARDS = [Reward("helps", 2.0, helps, (), False), Reward("short", -0.5, short, (), False)]
 
 
 def said_by_the_sampler(ids, logps):
@@ -276,9 +276,8 @@ def said_by_the_sampler(ids, logps):
 
 class Sampler(grpo.HFSampler):
     def generate(self, *arguments):
-        return [
-            (ids, said_by_the_sampler(ids, logps)) for ids, logps in super().generate(*arguments)
-        ]
+        drawn = super().generate(*arguments)
+        return [(ids, said_by_the_sampler(ids, logps)) for ids, logps in drawn]
 
 
 def written_by_the_policy(ids):
@@ -312,10 +311,7 @@ def make_run(model, reference, prompts, cfg):
         train_prompts=prompts,
         sampler=Sampler(model, STOP, cfg),
         tokenizer=types.SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-        rewards=[
-            Reward("helps", HELPS, helps, (), False),
-            Reward("short", SHORT, short, (), False),
-        ],
+        rewards=REWARDS,
         player=Player(),
         state={},
         record_time=lambda phase: None,
@@ -344,9 +340,9 @@ IN_REWARD = dict(kl_in="reward", kl_estimator="k1", beta=0.2)
 CASES = {  # each option stands in one of them at least
     "default": dict(max_steps=2),
     "sequence": dict(loss_reduction="sequence", temperature=0.8, micro_batch_tokens=1),
-    "constant": dict(loss_reduction="constant", scale_rewards="none", temperature=1.3),
+    "constant": dict(loss_reduction="constant", scale_rewards="none", num_prompts=7),
     "minibatches": dict(num_minibatches=3, max_steps=2, lr_schedule="cosine", max_grad_norm=0.1),
-    "epochs": dict(num_epochs=2, max_steps=2, lr_schedule="linear", warmup_steps=1),
+    "epochs": dict(num_epochs=2, max_steps=2, lr_schedule="linear", warmup_steps=2),
     "off_policy": OFF_POLICY | dict(tis_cap=0, micro_batch_tokens=10**6, clip_low=0.1),
     "batch": OFF_POLICY | dict(scale_rewards="batch", beta=0.1, packed=False),
     "gspo": OFF_POLICY | SEQUENCE | dict(loss_reduction="sequence"),
@@ -408,7 +404,7 @@ def test_an_eval_is_the_naive_one():
     run.eval_prompts = run.train_prompts
     run.step = 7
     run.sampler = grpo.HFSampler(model, STOP, cfg)
-    run.rewards = [Reward("right", 1.0, right, (), False), *run.rewards]
+    run.rewards = [Reward("right", 1.0, right, (), False), *REWARDS]
     run.player = None
 
     def values(n, temperature):  # [prompts, n]
@@ -452,15 +448,14 @@ def test_the_nine_lines_of_the_docstring_are_the_default_step(monkeypatch):
     model = tiny_model(dtype=F64)
     groups = [samples[i : i + 5] for i in range(0, 15, 5)]
     answers = iter([torch.tensor(s.completion_ids) for s in samples])
+    rewards = iter([s.reward for s in samples])
     names = dict(
         torch=torch,
         prompts=[(torch.tensor(group[0].prompt.ids), group) for group in groups],
         model=lambda ids: model(ids[None]).logits[0],
         sample=lambda model, prompt: next(answers),
         decode=lambda answer: answer,
-        reward=lambda answer, group: next(
-            s.reward for s in group if s.completion_ids.tolist() == answer.tolist()
-        ),
+        reward=lambda answer, group: next(rewards),
         n_tokens=sum(len(s.completion_ids) for s in samples),
         optimizer=torch.optim.SGD(model.parameters(), 0.0),
     )
@@ -708,10 +703,6 @@ def test_kl_values_in_expectation(toy):
         expectation = (p * kl_estimate(logps, ref, logps, name)).sum(0)
         assert torch.allclose(expectation, exact, rtol=1e-12)
 
-    d = logps - ref
-    assert torch.equal(kl_estimate(logps, ref, logps, "k2"), d**2 / 2)
-    assert torch.allclose(kl_estimate(logps, ref, logps, "k3"), (-d).exp() - 1 + d, rtol=1e-9)
-
 
 def expected_gradient(policy, reference, sampler, estimator):
     """The expectation, over sequences of `sampler`, of the gradient of the estimates' sum."""
@@ -788,8 +779,6 @@ def test_the_slope_of_wk3_is_w_times_d_at_any_distance(d):
 
     slope = gradient(kl_estimate(logps, ref, old, "k3"), logps).item()
     assert d == 0 or math.copysign(1, slope) == math.copysign(1, d)
-    if abs(d) < 19:
-        assert slope == pytest.approx(1 - math.exp(-d), rel=1e-4, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------

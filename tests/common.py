@@ -75,30 +75,6 @@ def random_samples(n, group_size, dtype=np.float32, seed=0, longest=12):
     return samples
 
 
-def grpo_loss(logps, old, ref, sampler, advantages, mask, cfg, n_tokens, n_sequences, sampled=None):
-    """grpo.grpo_loss of padded tensors [N, T], for formulas that are written with them."""
-    sampled = (mask if sampled is None else sampled).bool()
-    mask = mask.bool() & sampled
-
-    def flat(x):
-        if x is None:
-            return None
-        if x.dim() == 1:  # advantages [N]
-            x = x[:, None]
-        return x.expand_as(logps)[sampled]
-
-    length = mask.sum(1, keepdim=True).clamp(min=1).double()
-    shares = dict(
-        token=1 / n_tokens,
-        sequence=1 / (length * n_sequences),
-        constant=1 / (n_sequences * cfg.max_completion_length),
-    )
-    weights = torch.as_tensor(shares[cfg.loss_reduction], dtype=logps.dtype)
-    weights = torch.where(mask, weights, 0)
-    tensors = [flat(x) for x in (logps, old, ref, sampler, advantages, weights)]
-    return grpo.grpo_loss(*tensors, cfg, sampled.sum(1).tolist())
-
-
 class Recorder:
     """Takes the optimizer's place and keeps the gradient that update() computed."""
 
@@ -107,10 +83,8 @@ class Recorder:
         self.param_groups = [{"lr": 0.0}]
         self.state = {"a parameter": {"step": 1}}  # as an optimizer has it after its first step
         self.grads = []
-        self.rates = []
 
-    def step(self):
-        self.rates.append(self.param_groups[0]["lr"])
+    def step(self): ...
 
     def zero_grad(self, set_to_none):
         learns = [p for p in self.policy.parameters() if p.grad is not None]
