@@ -928,14 +928,15 @@ def micro_batches(samples: list[Sample], cfg: Config, packed: bool = True) -> li
 
 
 @torch.no_grad()
-def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
-    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+def add_logps(name: str, policy, samples: list[Sample], cfg: Config, output: int = 0) -> None:
+    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all.
+    output: which of the policy's. 1 is the entropy; in a copy it may have more."""
     batches = micro_batches(samples, cfg, packs(policy.model))
     computed = []
     for micro_batch in batches[RANK::WORLD_SIZE]:
         batch = batch_for(policy.model, micro_batch)
         with autocast(cfg, policy.model.device):
-            logps, _ = policy(batch)  # [n]
+            logps = policy(batch)[output]  # [n]
         computed.append((logps, batch["lengths"]))
     # The GPU has all of its work by now.
     parts = [part.numpy() for logps, lengths in computed for part in logps.cpu().split(lengths)]

@@ -218,5 +218,5 @@ def tokens_that_fit(policy, batch: dict, autocast) -> int:
 
 def make_gradient(policy, batch: dict, autocast) -> None:
     with autocast():
-        logps, _ = policy(batch)
+        logps = policy(batch)[0]
     logps.sum().backward()
