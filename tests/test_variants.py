@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.common import (
     F64,
@@ -265,3 +267,90 @@ def test_entropy_bonus(patched):
         metrics = grpo.update(policy, policy, optimizer, samples, step, cfg)
         entropies.append(metrics["entropy"])
     assert entropies[0] < entropies[1] < entropies[2]
+
+
+def test_gdpo(patched):
+    """As TRL's "normalize_then_sum", whose formula this is, and what is equal in all rewards is
+    exactly 0."""
+    grpo = module_of(patched("gdpo"))
+    names, weights = ("exact", "length", "format"), (1.0, 0.2, -0.5)
+    values = np.random.default_rng(0).normal(0, (1, 100, 1), (8, 3))
+    values[4:] = (0.1, 30.0, 0.7)  # the second group: all alike
+    values[2, 1] = math.nan  # does not apply
+    samples = []
+    for i, row in enumerate(values):
+        samples.append(grpo.Sample(i // 4, None, np.zeros(2), np.zeros(2)))
+        samples[-1].rewards = dict(zip(names, row, strict=True))
+        samples[-1].reward = 1.0
+    state = dict(weights=dict(zip(names, weights, strict=True)))
+    grpo.assign_advantages(samples, grpo.Config(num_generations=4), state)
+    sums = []
+    for group in (values[:4], values[4:]):
+        std = np.nanstd(group, 0, ddof=1) + 1e-4
+        apart = (group - np.nanmean(group, 0)) / std * weights
+        sums += np.nansum(apart, 1).tolist()
+    expected = (np.array(sums) - np.mean(sums)) / (np.std(sums, ddof=1) + 1e-4)
+    assert [s.advantages[0] for s in samples] == pytest.approx(expected, abs=1e-12)
+    assert all(s.advantages.any() == (s.group == 0) for s in samples)
+
+
+def float64_logps(folder, s):
+    """[T]: the log-probabilities of a completion, by the plain model of a checkpoint."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).double()
+    ids = torch.from_numpy(np.append(s.prompt.ids, s.completion_ids))
+    logps = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return logps.gather(1, ids[1:, None])[len(s.prompt.ids) - 1 :, 0].detach().numpy()
+
+
+def test_replay(patched, tmp_path, monkeypatch):
+    """Step k learns from its own rollout and the one before, whose old_logps are those of the
+    weights that drew it."""
+    grpo = module_of(patched("replay"))
+    update, learned_from = grpo.update, []
+
+    def spy(policy, ddp, optimizer, samples, *rest):
+        learned_from.append(samples)
+        return update(policy, ddp, optimizer, samples, *rest)
+
+    monkeypatch.setattr(grpo, "update", spy)
+    cfg = small_config(tmp_path / "out", learning_rate=1e-2)
+    assert grpo.main([*flags_of(cfg), "--replay", "2"]) == 0
+    assert [len(samples) for samples in learned_from] == [15, 30, 30, 30]
+    for step, samples in enumerate(learned_from, 1):
+        for i, s in enumerate(samples[-30:]):
+            drawn = step - 1 if i < len(samples) - 15 else step
+            same = learned_from[drawn - 1][i % 15 - 15]
+            assert (s.completion_ids == same.completion_ids).all() and s.reward == same.reward
+            assert (s.advantages == same.advantages).all()
+    for i, weights in ((0, 2), (15, 3)):  # of step 4
+        s = learned_from[3][i]
+        expected = float64_logps(tmp_path / f"out/step_{weights:06d}", s)
+        assert s.old_logps == pytest.approx(expected, abs=1e-5)
+
+
+def test_critic(patched):
+    """Advantages by the sum that defines GAE, and the gradient of 0.5 (V - return)^2 by hand."""
+    grpo = module_of(patched("critic"))
+    policy = grpo.Policy(tiny_model(), 1.0)
+    cfg = grpo.Config(max_sampler_gap=1e9, micro_batch_tokens=40)
+    torch.nn.init.normal_(policy.critic)
+    samples = []
+    for i, s in enumerate(random_samples(8, 4)):
+        samples.append(grpo.Sample(s.group, s.prompt, s.completion_ids, s.sampler_logps))
+        samples[-1].reward = i / 8
+    grpo.add_logps("values", policy, samples, cfg, output=2)
+    grpo.assign_advantages(samples, cfg)
+    grpo.accumulate_gradient(policy, policy, samples, cfg)
+    n_tokens = sum(len(s.completion_ids) for s in samples)
+    expected = torch.zeros_like(policy.critic)
+    for s in samples:
+        ids = torch.from_numpy(np.append(s.prompt.ids, s.completion_ids))
+        body = policy.model.base_model
+        hidden = body(ids[None]).last_hidden_state[0, len(s.prompt.ids) - 1 : -1].detach()
+        v = (hidden.double() @ policy.critic.double()).tolist()
+        delta = [after - now for now, after in zip(v, [*v[1:], s.reward], strict=True)]
+        for t in range(len(v)):
+            gae = sum(0.95**later * d for later, d in enumerate(delta[t:]))
+            assert s.advantages[t] == pytest.approx(gae, abs=1e-5)
+            expected -= gae * hidden[t] / n_tokens
+    assert torch.allclose(policy.critic.grad, expected, rtol=1e-4, atol=1e-5)
