@@ -193,6 +193,11 @@ def same(x, **_):
     return x
 
 
+class Base:
+    def __init__(self, **_):
+        pass
+
+
 def trl(at):
     names = "GRPOTrainer._compute_loss"
     cut_out = cut(at / "trl/trainer/grpo_trainer.py", names, nanmin=torch.min, nanmax=torch.max)
@@ -200,13 +205,12 @@ def trl(at):
     def loss(b, kl):
         accelerator = Namespace(num_processes=1, gather=same, gather_for_metrics=same, reduce=same)
         args = Anything(use_bias_correction_kl=True, steps_per_generation=b.parts)
-        me = Anything(
-            **dict(args=args, model=Namespace(training=True), accelerator=accelerator, beta=kl),
-            **dict(loss_type="dapo", importance_sampling_level="token", top_entropy_quantile=1.0),
-            **dict(epsilon_low=0.2, epsilon_high=0.2, current_gradient_accumulation_steps=b.parts),
-            _metrics=dict(train=defaultdict(list)),
-            _get_per_token_logps_and_entropies=lambda *_, **__: (b.logps, b.logps * 0, None),
-        )
+        me = Anything(model=Namespace(training=True), args=args, accelerator=accelerator, beta=kl)
+        me.loss_type, me.importance_sampling_level, me.top_entropy_quantile = "dapo", "token", 1.0
+        me.epsilon_low = me.epsilon_high = 0.2
+        me.current_gradient_accumulation_steps = b.parts
+        me._metrics = dict(train=defaultdict(list))
+        me._get_per_token_logps_and_entropies = lambda *_, **__: (b.logps, b.logps * 0, None)
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
         inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=b.mask)
         inputs |= dict(advantages=b.advantages, old_per_token_logps=b.old)
@@ -217,8 +221,7 @@ def trl(at):
 
 
 def unsloth(at):
-    file = at / "unsloth_zoo/rl_replacements.py"
-    cut_out = cut(file, "grpo_compute_loss")
+    cut_out = cut(at / "unsloth_zoo/rl_replacements.py", "grpo_compute_loss")
 
     def loss(b, kl):
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
@@ -263,8 +266,7 @@ def siirl(at):
 def trinity(at):
     folder = at / "trinity/algorithm"
     f = cut(folder / "utils.py", "masked_sum masked_mean aggregate_loss")
-    base = type("Base", (), dict(__init__=lambda self, **_: None))
-    given = vars(f) | dict(PolicyLossFn=base, GroupAdvantage=base)
+    given = vars(f) | dict(PolicyLossFn=Base, GroupAdvantage=Base)
     name = "PPOPolicyLossFn"
     policy = cut(folder / "policy_loss_fn/ppo_policy_loss.py", name, **given).PPOPolicyLossFn
     policy = policy(**policy.default_args())
@@ -380,24 +382,19 @@ def skyrl(at):
 
 
 def swift(at):
-    from_file = at / "swift/rl_core/advantage.py"
-    core = cut(from_file, "compute_advantages")
+    estimate = cut(at / "swift/rl_core/advantage.py", "compute_advantages").compute_advantages
     names = "GRPOTrainer._compute_loss_and_metrics WINDOW_NORMALIZED_LOSS_TYPES"
     given = dict(gather_object=same, nanmin=torch.min, nanmax=torch.max)
     trainer = cut(at / "swift/rlhf_trainers/grpo_trainer.py", names, **given)
 
     def advantages(rewards, size):
-        return core.compute_advantages(rewards[:, None], torch.ones(1, dtype=rewards.dtype), size)[
-            0
-        ]
+        return estimate(rewards[:, None], torch.ones(1, dtype=rewards.dtype), size)[0]
 
     def loss(b, kl):
         me = Anything(model=Namespace(training=True), beta=kl, loss_type="grpo", sdar_loss_coef=0)
-        me.args, me.importance_sampling_level, me.epsilon_low = Anything(), "token", 0.2
-        me.epsilon_high, me._get_per_token_logps_and_entropies = (
-            0.2,
-            lambda *_, **__: (b.logps, None),
-        )
+        me.args, me.importance_sampling_level = Anything(), "token"
+        me.epsilon_low = me.epsilon_high = 0.2
+        me._get_per_token_logps_and_entropies = lambda *_, **__: (b.logps, None)
         me.accelerator = Namespace(gather_for_metrics=same, num_processes=1)
         batch = Anything(completion_mask=b.mask > 0, ref_per_token_logps=b.ref)
         batch.old_per_token_logps, batch.advantages = b.old, b.advantages
@@ -497,8 +494,7 @@ def areno(at):
 
 
 def invokerl(at):
-    base = type("Base", (), dict(__init__=lambda self, **_: None))
-    core = cut(at / "invokerl/algorithms/grpo.py", "GRPO", BaseAlgorithm=base)
+    core = cut(at / "invokerl/algorithms/grpo.py", "GRPO", BaseAlgorithm=Base)
 
     def advantages(rewards, size):
         ones = torch.ones(len(rewards), 1)
