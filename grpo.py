@@ -4,7 +4,7 @@ that beat the mean of their group more likely.
     python grpo.py                             # the bundled tiny model learns to add, on a CPU
     torchrun --nproc_per_node=2 grpo.py        # the same run, the same gradient, two processes
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
-        --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
+        --train_data train.jsonl --prompt_template '{question}' --reward gsm8k  # tried on one GPU
 
 A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient with this file's.)
 
@@ -1609,19 +1609,17 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     head of extras/fast.py or the model's."""
     own_attention = model.config._attn_implementation
     plain = Policy(model, cfg.temperature)
-    made = [made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])]
-    made += longer_than_windows(model, prompts, cfg)
-    expected = []
+    samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
+    samples += longer_than_windows(model, prompts, cfg)
     with torch.no_grad():
-        for samples in made:
-            alone = [collate([s], model.device, packed=False) for s in samples]
-            expected.append(torch.cat([plain(batch)[0] for batch in alone]))
+        alone = [collate([s], model.device, packed=False) for s in samples]
+        expected = torch.cat([plain(batch)[0] for batch in alone])
     policies = [plain]
     if cfg.fast:
         policies.insert(0, fast.FastPolicy(plain, hidden_of))
     for form in ("packed", "padded"):
         for policy in policies:
-            why = max(why_not(policy, *pair, cfg) for pair in zip(made, expected, strict=True))
+            why = why_not(policy, samples, expected, cfg)
             if why == "":
                 return policy
             print_rank_0(f"{model.name_or_path}: not {form}, {type(policy).__name__}: {why}")
@@ -1639,9 +1637,9 @@ def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
     return samples
 
 
-def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[list[Sample]]:
-    """A batch of one sequence, longer than each window of the model that is shorter than the run's
-    longest sequence; no batch without such a window. It is read at its end only."""
+def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[Sample]:
+    """A sample that is longer than each window of the model that the run can fill; none without
+    such a window. Only its last tokens are compared."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     sizes = vars(model.config.get_text_config()).items()
     windows = [n for name, n in sizes if re.search("window|chunk", name)]
@@ -1652,7 +1650,7 @@ def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[list[
     [s] = made_up(prompts[:1], [max(8, length)])
     s.completion_ids = np.random.default_rng(0).permutation(s.completion_ids)  # hard to foresee
     s.sampled[:-8] = False
-    return [[s]]
+    return [s]
 
 
 @torch.no_grad()
