@@ -4,7 +4,7 @@ that beat the mean of their group more likely.
     python grpo.py                             # the bundled tiny model learns to add, on a CPU
     torchrun --nproc_per_node=2 grpo.py        # the same run, the same gradient, two processes
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
-        --train_data train.jsonl --prompt_template '{question}' --reward gsm8k  # tried on one GPU
+        --train_data train.jsonl --prompt_template '{question}' --reward gsm8k  # 8 GPUs: not tried
 
 A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient with this file's.)
 
