@@ -257,7 +257,9 @@ def rollout(
     started = time.perf_counter()
     score(samples, run)
     run.times["time_reward"] = time.perf_counter() - started
-    return sorted(gather(samples), key=lambda s: s.group)
+    samples = sorted(gather(samples), key=lambda s: s.group)
+    check_finite(samples, run.cfg)
+    return samples
 
 
 @torch.no_grad()
@@ -539,7 +541,7 @@ def update(
     cfg: Config,
 ) -> dict:
     """All optimizer steps on a rollout, by default one. Returns metrics."""
-    sums = Counter()
+    sums = []
     norms = []
     taken = 0
     for number, minibatch in enumerate(minibatches(samples, step, cfg)):
@@ -548,7 +550,7 @@ def update(
         new_sums = accumulate_gradient(policy, ddp, minibatch, cfg)
         if number == 0:  # The weights are still those that sampled: sampler and trainer must agree.
             check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
-        sums.update(new_sums)  # a Counter adds
+        sums.append(new_sums)
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf)
         norms.append(norm.item())  # before clipping
         # No step with a nan. And none if there is nothing to learn, as with equal rewards in each
@@ -1017,6 +1019,12 @@ def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
     return any(has_gradient(s, cfg) for s in minibatch)
 
 
+def check_finite(samples: list[Sample], cfg: Config) -> None:
+    """Of all samples: check_gap sees those that get a pass."""
+    if not all(np.isfinite(s.sampler_logps[s.sampled]).all() for s in samples):
+        check_gap(math.nan, cfg)
+
+
 def check_gap(gap: float, cfg: Config) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
     rounding, the samples are not the policy's, and what is learned from them is wrong."""
@@ -1038,7 +1046,9 @@ def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps)
     """Sums over the tokens in the loss, and of the sampler's gap over all tokens. in_loss [n]."""
     stats = {"tokens": in_loss.sum(), "clip_ratio/region_mean": (is_clipped & in_loss).sum()}
     if sampler_logps is not None:
-        stats["sampler_gap"] = (old_logps - sampler_logps).abs().sum()
+        gap = (old_logps - sampler_logps).abs()  # [n]
+        stats["sampler_gap"] = gap.sum()
+        stats["sampler_gap_max"] = nn.functional.pad(gap, (0, 1)).max()  # n may be 0
         stats["sampled_tokens"] = torch.ones_like(logps).sum()
     if ref_logps is not None:
         k3 = kl_estimate(logps, ref_logps, logps, "k3").detach()
@@ -1048,19 +1058,29 @@ def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps)
 
 
 def sum_over_ranks(stats: list[dict]) -> Counter:
-    """The tensors stay on the device until here, so that no pass waits for them."""
+    """Sums, and the largest of what ends in _max. The tensors stay on the device until here, so
+    that no pass waits for them."""
     rows = [torch.stack([value.double() for value in row.values()]) for row in stats]
-    sums = torch.stack(rows).sum(0)
+    rows = torch.stack(rows)  # [micro-batches, metrics]
     if WORLD_SIZE > 1:
-        dist.all_reduce(sums)
-    return Counter(dict(zip(stats[0], sums.tolist(), strict=True)))
+        of_ranks = [torch.empty_like(rows) for _ in range(WORLD_SIZE)]
+        dist.all_gather(of_ranks, rows)
+        rows = torch.cat(of_ranks)
+    totals = dict(zip(stats[0], rows.sum(0).tolist(), strict=True))
+    largest = dict(zip(stats[0], rows.amax(0).tolist(), strict=True))
+    return Counter(totals | {k: v for k, v in largest.items() if k.endswith("_max")})
 
 
-def update_metrics(sums: Counter, norms: list[float]) -> dict:
+def update_metrics(of_steps: list[Counter], norms: list[float]) -> dict:
     """Metrics of the optimizer steps on a rollout."""
+    largest = max(sums.pop("sampler_gap_max") for sums in of_steps)
+    sums = Counter()
+    for new_sums in of_steps:
+        sums.update(new_sums)  # a Counter adds
     metrics = dict(grad_norm=float(np.mean(norms)), loss=sums.pop("loss") / len(norms))
     metrics["skipped_steps"] = len(norms) - sum(map(math.isfinite, norms))
     metrics["sampler_gap"] = sums.pop("sampler_gap") / max(1, sums.pop("sampled_tokens"))
+    metrics["sampler_gap_max"] = largest
     tokens = max(1, sums.pop("tokens"))
     return metrics | {name: value / tokens for name, value in sums.items()}
 
@@ -1112,7 +1132,7 @@ def eval_rewards(run: Run, n: int, temperature: float) -> tuple:
     """The first reward of n completions of each eval prompt, [prompts, n], without the prompts to
     which it does not apply or for which it failed."""
     samples = rollout(run, run.eval_prompts, EVAL, run.step, n, temperature)
-    check_eval_gap(run, samples[:8], temperature)
+    check_samples(run.policy, samples[:: 1 + len(samples) // 32], temperature, run.cfg)
     print_failures(samples)
     name = run.rewards[0].name
     values = np.array([math.nan if s.failure else s.rewards[name] for s in samples])
@@ -1122,13 +1142,27 @@ def eval_rewards(run: Run, n: int, temperature: float) -> tuple:
     return values[~np.isnan(values).any(1)], metrics
 
 
-def check_eval_gap(run: Run, samples: list[Sample], temperature: float) -> None:
-    """An eval is wrong, too, if the sampler has other weights than the policy."""
-    policy = copy.copy(run.policy)
+def check_samples(policy, samples: list[Sample], temperature: float, cfg: Config) -> None:
+    """check_gap for samples that get no pass of an update. An eval is wrong, too, if the sampler
+    has other weights than the policy."""
+    policy = copy.copy(policy)
     policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
-    add_logps("old_logps", policy, samples, run.cfg)
+    add_logps("old_logps", policy, samples, cfg)
     gaps = [np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples]
-    check_gap(np.concatenate(gaps).mean(), run.cfg)
+    check_gap(np.concatenate(gaps).mean(), cfg)
+
+
+def check_padding(policy, prompt: Prompt, stop_ids: list[int], cfg: Config) -> None:
+    """The hf sampler pads on the left and has a cache. What these change must be rounding in
+    float32, too, before bfloat16 hides it."""
+    if cfg.dtype == "bfloat16":
+        cfg = replace(cfg, dtype="float32")
+    prompts = [replace(prompt, ids=np.resize(prompt.ids, n)) for n in (1, 9)]
+    with mistakes_in(f"--rollout hf: {type(policy.model).__name__} cannot sample"):
+        sampler = HFSampler(policy.model, stop_ids, cfg)
+        completions = sampler.generate([p.ids for p in prompts], [0, 1], 1.0, [4, 4])
+        samples = [Sample(0, p, *c) for p, c in zip(prompts, completions, strict=True)]
+        check_samples(policy, samples, 1.0, cfg)
 
 
 # -- Flags: a command line -> Config, or one line that says what is wrong
@@ -1944,10 +1978,7 @@ def fill_with_nan(engine_model) -> None:
 
 def make_sampler(model, stop_ids: list[int], longest: int, cfg: Config):
     if cfg.rollout == "hf":
-        sampler = HFSampler(model, stop_ids, cfg)
-        with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
-            sampler.generate([np.array(stop_ids[:1] * n) for n in (1, 2)], [0, 1], 1.0, [2, 2])
-        return sampler
+        return HFSampler(model, stop_ids, cfg)
     why = "vLLM takes 0.01 to 2; --rollout hf takes any"
     require(0.01 <= cfg.temperature <= 2, f"temperature {cfg.temperature}", why)
     print_rank_0("vLLM starts, which takes a minute or more")
@@ -2368,6 +2399,8 @@ class Run:
         self.player = make_player(environment, self, prompts)  # None: no --environment
         if self.player is not None:
             self.stop_ids = self.player.stop_ids
+        if self.cfg.rollout == "hf":
+            check_padding(self.policy, prompts[0], self.stop_ids, self.cfg)
         self.compare(checkpoint)
 
         # What samples, learns and writes.
