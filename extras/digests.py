@@ -3,7 +3,9 @@ by it whether a file was edited since, and which metrics of two runs are the sam
 
 import ast
 import contextlib
+import functools
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -20,66 +22,68 @@ def of_file(path):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
 
 
-def of_values(values):
-    text = json.dumps(values, default=lambda value: type(value).__name__)
+def of_values(*values):
+    """A prompt counts by its row."""
+    text = json.dumps(values, default=lambda x: getattr(x, "row", type(x).__name__))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def loaded_files():
     """{module: its file}, without what is installed."""
     # pip install --target has made such a folder, whatever its name is.
-    folders = [folder for folder in sys.path if folder and any(Path(folder).glob("*.dist-info"))]
+    folders = {str(path.parent) for top in sys.path for path in Path(top).glob("*.dist-info")}
     files = {}
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None) or ""
+        path = str(getattr(module, "__file__", ""))
         is_installed = re.search(INSTALLED, path) or path.startswith(tuple(folders))
-        if not is_installed and os.path.isfile(path):
+        if os.path.isfile(path) and not is_installed:
             files[name] = path
     return files
 
 
-def with_imports(names, files):
-    """Of the loaded modules those with these names, all that they import, and so on."""
-    words, found = set(names), set()
-    while more := {name for name in files if name.split(".")[-1] in words} - found:
-        found |= more
+# Of the first run in this process. A later run finds, too, what the earlier ones loaded on the way.
+first_loaded_files = functools.cache(loaded_files)
+
+
+def behind(functions, files):
+    """Of the loaded modules those in these names of functions, reward.py, what they import, and so
+    on: {module: its file}."""
+    words, found = {"reward", *re.findall(r"([^,/\s]+)\.py:", functions)}, {}
+    while more := {name for name in files if name.split(".")[-1] in words} - found.keys():
         for name in more:
+            found[name] = files[name]
             with contextlib.suppress(SyntaxError, ValueError):  # compiled code
                 for node in ast.walk(ast.parse(Path(files[name]).read_bytes())):
                     if isinstance(node, ast.Import | ast.ImportFrom):
-                        words |= set(re.findall(r"\w+", ast.unparse(node)))
+                        words.update(re.findall(r"\w+", ast.unparse(node)))
     return found
 
 
 def about(run, out_dir, started):
     """started: when the process began, before it read anything."""
     cfg = run.cfg
-    code = loaded_files()
+    functions = f"{cfg.reward},{cfg.environment}"
+    code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
     read = {*code.values(), cfg.train_data, cfg.eval_data}
-    files = {path: of_file(path) for path in sorted(read) if os.path.isfile(path)}
-
-    def code_of(names):
-        """Digests of reward.py, of the modules in the names of functions, and of their imports."""
-        modules = re.findall(r"\s*([^,/]+)\.py:", names) + [type(run.rewards[0]).__module__]
-        return sorted(files[code[name]] for name in with_imports(modules, code))
-
-    first = cfg.reward.split(",")[0]  # whose mean is the eval accuracy
-    if first.startswith("environment"):
-        first += f",{cfg.environment}"
-    eval_accuracy_of = [first, code_of(first), [prompt.row for prompt in run.eval_prompts]]
-    reward_of = [cfg.reward, code_of(f"{cfg.reward},{cfg.environment}")]
-    reward_of += [cfg.environment, cfg.temperature, cfg.non_stop_reward]
-    reward_of += [eval_accuracy_of, [prompt.row for prompt in run.train_prompts]]
-    before = {}
+    files = {path: digest for path in sorted(read) if (digest := of_file(path))}
+    before = dict(files={}, flags={})
     if run.step > 0:  # the run goes on
-        config = json.loads(Path(out_dir, "config.json").read_text())
-        before = config.get("about", {}).get("files", {})
+        before = json.loads(Path(out_dir, "config.json").read_text())["about"]
     for path, digest in files.items():
-        if os.path.getmtime(path) > started or before.get(path, digest) != digest:
+        if os.path.getmtime(path) > started or before["files"].get(path, digest) != digest:
             files[path] = "edited"  # while it ran: it is no version
+
+    def code_of(functions):
+        return sorted(files[path] for path in behind(functions, code).values())
+
+    # Whose mean is the eval accuracy.
+    first = re.sub("^environment", cfg.environment, cfg.reward.split(",")[0])
+    settings = functions, cfg.temperature, cfg.non_stop_reward
     return dict(
-        eval_accuracy_of=of_values(eval_accuracy_of),
-        reward_of=of_values(reward_of),
+        trainer=of_file(inspect.getfile(type(cfg))),
+        eval_accuracy_of=of_values(first, code_of(first), run.eval_prompts),
+        reward_of=of_values(settings, code_of(functions), run.train_prompts),
         weights=of_values(run.identity["model"]),
         files=files,
+        flags=before["flags"] | {str(run.step): vars(cfg)},  # from each step on
     )

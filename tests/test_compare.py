@@ -230,7 +230,9 @@ def test_a_run_writes_down_what_it_has_read(tmp_path):
         cfg = small_config(out, **(flags | more))
         run = fake_run(cfg, step=step, identity={"model": 0}, rewards=load_rewards(cfg.reward))
         run.train_prompts = run.eval_prompts = prompts
-        return digests.about(run, out, started)
+        read = digests.about(run, out, started)
+        del read["flags"]
+        return read
 
     first, hotter, longer = about(), about(temperature=0.5), about(n_rows=2)
     assert about(learning_rate=1.0) == first
