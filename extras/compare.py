@@ -19,6 +19,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -48,13 +49,15 @@ class Run:
         self.log = view.read_log(folder, "metrics.jsonl")
         flags = json.loads(Path(folder, "config.json").read_text())
         self.seed = flags["seed"]
-        about = flags.pop("about", {})  # digests of what it had read when it began
+        self.flags = about = flags.pop("about", {})  # digests of what it had read when it began
         self.files = about.pop("files", {})
         self.is_stale = self.files != {path: digests.of_file(path) for path in self.files}
-        flags |= about | dict.fromkeys(NEUTRAL, "")
-        self.flags = {name: str(value) for name, value in flags.items()}
+        parts = [*about.pop("flags", {}).values(), flags]  # a resume may have changed them
+        for name in flags:
+            about[name] = ", then ".join(dict.fromkeys(str(part.get(name)) for part in parts))
         for path, digest in self.files.items():
-            self.flags[f"{Path(path).name} {digest}"] = ""  # the other side has another folder
+            about[f"{Path(path).name} {digest}"] = ""  # the other side has another folder
+        about |= dict.fromkeys(NEUTRAL, "")
         self.last = self.log[-1]["step"]
         evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
@@ -63,8 +66,8 @@ class Run:
 def check_flags(script, flags):
     """ValueError if the script has a Config, and the Config no such flag."""
     text = Path(script).read_text()
-    for flag in flags[:1] + [flag for flag in flags if flag.startswith("--")]:
-        name = flag.partition("=")[0].removeprefix("--")
+    for flag in flags[:1] + [flag for flag in flags if re.match(r"--[\w-]+(=|$)", flag)]:
+        name = re.match("(?:--)?(?:no[_-])?([^=]*)", flag)[1].replace("-", "_")
         is_unknown = "\nclass Config:" in text and f"\n    {name}: " not in text
         if is_unknown or name in ("seed", "out_dir", "resume"):
             raise ValueError(f"{script} takes no {flag}; flags of one side: 'mine.py --x 3'")
@@ -82,7 +85,8 @@ def make_run(seed, side, flags, bar):
     """Adds to the runs of a side the one of this seed, or says why it failed."""
     name, runs = side  # the script and, after blanks, flags of its own
     script, *own = shlex.split(name)
-    command = [sys.executable, os.path.abspath(script), "--keep", "1", *flags, *own]
+    flags = selfcheck.last_of_each(["--keep", "1", *flags, *own])
+    command = [sys.executable, os.path.abspath(script), *flags]
     folder = f"compare/{Path(script).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
     log = claim(folder)
     while (run := run_in(folder)) and run.is_stale:
@@ -130,13 +134,6 @@ def read_sides(names):
     return sides
 
 
-def check_side(runs):
-    for a, b in combinations(runs, 2):
-        if a.flags != b.flags or a.seed == b.seed:
-            differ = dict(a.flags.items() ^ b.flags.items()) or "the same seed"
-            raise ValueError(f"{a.folder} and {b.folder} cannot be on one side: {differ}")
-
-
 def curves_of(runs, metric):
     """The steps at which all runs have the metric, and its values [runs, steps]."""
     points = [view.points_of(run.log, metric) for run in runs] or [{}]
@@ -148,12 +145,12 @@ def metric_to_test(sides):
     for metric in ("reward", "eval_accuracy"):
         if len({run.flags.get(f"{metric}_of", name) for name in sides for run in sides[name]}) < 2:
             return metric
-    differ = "the sides have other rewards and eval data, or do not say which (no extras/ there)"
-    raise ValueError(f"{differ}; --metric NAME tests any metric")
+    why = "the sides have other rewards and eval data, or do not say which (no extras/ there)"
+    raise ValueError(f"{why}; --metric NAME tests any metric")
 
 
 def mean_and_error(values):
-    return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}".ljust(20)
+    return f"{np.mean(values):.3g} +- {np.std(values) / (len(values) - 1) ** 0.5:.2g}"
 
 
 def report(sides, n_made, wanted):
@@ -161,7 +158,10 @@ def report(sides, n_made, wanted):
     whether a run is missing or incomplete."""
     runs = sum(sides.values(), [])
     for side in sides.values():
-        check_side(side)
+        for a, b in combinations(side, 2):
+            differ = a.flags.items() ^ b.flags.items() or {a.seed} & {b.seed}
+            if differ:
+                raise ValueError(f"{a.folder} and {b.folder} are not two seeds of a side: {differ}")
     metric = wanted or metric_to_test(sides)
     last = min([run.last for run in runs], default=0)
     for run in runs:  # all numbers are of the same steps
@@ -182,12 +182,12 @@ def report(sides, n_made, wanted):
         if not side:
             continue
         print(f"{name}: {len(side)} seeds", dict(sorted(side[0].flags.items() - shared)))
-        print(f"{'+- standard error':24} {'first':20} {'last':20} {'highest':20} mean")
+        print("+- standard error\tfirst\tlast\thighest\tmean".expandtabs(24))
         for row in METRICS:
             at, curves = curves_of(side, row)
             if at:
                 columns = curves.T[0], curves.T[-1], curves.max(1), curves.mean(1)
-                print(row.ljust(24), *map(mean_and_error, columns))
+                print("\t".join([row, *map(mean_and_error, columns)]).expandtabs(24))
     if metric == "eval_accuracy" != wanted:
         print("the sides' rewards are not the same quantity")
     print(f"tested: the mean {metric} of {n} steps, up to step {steps[-1]}")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+import grpo
 from extras import digests, selfcheck
 from grpo import Prompt
 from reward import load_rewards
@@ -371,14 +372,61 @@ def test_what_fails_or_stops_is_said_and_pairs_stay_pairs(compare, scripts):
 
 def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scripts):
     for name in ("base", "mine"):
-        config = "class Config:\n    beta: float = 0.0\n" + "    mine: int = 0\n" * (name == "mine")
+        config = (
+            "class Config:\n    beta: float = 0.0\n"
+            + "    mine: int = 0\n" * (name == "mine")
+            + "    keep: int = 0\n"
+        )
         Path(f"{name}.py").write_text(f"{Path(f'{name}.py').read_text()}\n{config}")
     sides = ["--run", "base.py", "mine.py --mine 3"]
     for arguments in (["--mine", "3"], ["--mine=3"], ["--seed", "3"], ["--seeds", "2", "bad.py"]):
         code, out, err = compare(*sides, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
     assert scripts() == []
-    assert compare(*sides, "--beta", "1")[0] == 0
+    sides[-1] += " --beta 2"
+    assert compare(*sides, "--beta", "1", "--keep", "3")[0] == 0
+    for words in map(str.split, scripts()):
+        flags = [word for word in words if word.startswith("--")]
+        assert len(set(flags)) == len(flags) and words[words.index("--keep") + 1] == "3"
+        assert words[words.index("--beta") + 1] == str(1 + ("--mine" in flags))
+
+
+def test_flags_are_taken_as_the_trainer_takes_them(compare):
+    """The error is that of no flags: there are no runs to compare."""
+    flags = ["--num-prompts=2", "--no_fast", "--no-fast", "--non_stop_reward", "-1"]
+    flags += ["--system_prompt", "--- be kind ---"]
+    grpo.parse_flags(flags)
+    arguments = ["--run", f"{HERE}/grpo.py", "--seeds", "0"]
+    assert compare(*arguments, *flags)[2] == compare(*arguments)[2]
+
+
+IN_ONE_PROCESS = """
+import extras.view
+from tests.common import small_config, small_run
+extras.view.draw = str  # a picture takes as long as a run
+small_run("run0", seed=0, max_steps=2)
+import later
+small_run("run1", seed=1, max_steps=2)
+small_run("run2", seed=2, max_steps=1, learning_rate=0.1)
+small_run("run2", seed=2, max_steps=2, resume=True)
+import mine
+mine.train(mine.Config(**vars(small_config("mine", seed=3, max_steps=2))))
+"""
+
+
+def test_a_side_is_what_was_trained_and_how(compare, tmp_path):
+    """A later run of a process begins with more modules than the first. A run that was resumed
+    with other flags, or made by another trainer, is of another side."""
+    small_rows(tmp_path)
+    Path("later.py").touch()
+    Path("mine.py").write_text(Path(HERE, "grpo.py").read_text() + "# mine\n")
+    environment = os.environ | dict(PYTHONPATH=HERE)
+    subprocess.run([sys.executable, "-c", IN_ONE_PROCESS], env=environment, check=True)
+    assert compare("side=run0,run1")[0] == 0
+    for other in ("run2", "mine"):
+        code, out, err = compare(f"side=run0,{other}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "0.1" in compare("run0", "run2")[1]
 
 
 def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path, monkeypatch):
@@ -395,6 +443,35 @@ def test_selfcheck_shows_the_error_of_the_rank_that_failed_first(tmp_path, monke
     error = str(stop.value).splitlines()[1:]
     assert "ZeroDivisionError: division by zero" in error and len(error) < 10
     assert any(re.search("rank *: 1 ", line) for line in error)
+
+
+SCRIPT_OF_A_SELFCHECK = """
+import json, os, sys
+flags = [word.partition("=")[0] for word in sys.argv if word.startswith("--")]
+assert len(set(flags)) == len(flags) and sys.argv[sys.argv.index("--dtype") + 1] == "float32"
+out = sys.argv[sys.argv.index("--out_dir") + 1]
+os.makedirs(f"{out}/step_000004", exist_ok="--resume" in flags)
+with open(f"{out}/metrics.jsonl", "w") as file:
+    file.write(json.dumps(dict(step=1, step_time=os.getpid(), grad_norm=0.0)))
+sys.exit("RANK" in os.environ)
+"""
+
+
+def test_selfcheck_says_what_it_knows_before_a_run_fails(tmp_path):
+    """Its runs have each flag once, and one dtype. Here two ranks fail."""
+    (tmp_path / "mine.py").write_text(SCRIPT_OF_A_SELFCHECK)
+    command = [sys.executable, f"{HERE}/extras/selfcheck.py", "mine.py", "--max-steps", "4"]
+    outputs = {"": "yes", "resume": "yes", "signal": "NO"}
+    for only, answer in outputs.items():
+        more = ["--only", only] * bool(only)
+        done = subprocess.run(command + more, cwd=tmp_path, capture_output=True, text=True)
+        answers = [line.split()[0] for line in done.stdout.splitlines()]
+        assert answers == [answer] and done.returncode == int(only != "resume"), done.stderr
+
+
+@pytest.mark.slow
+def test_selfcheck_says_yes_to_the_plain_file():
+    assert selfcheck.main(selfcheck.QUESTIONS, f"{HERE}/grpo.py") is False
 
 
 @pytest.mark.slow
