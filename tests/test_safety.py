@@ -1,5 +1,5 @@
-"""What a run must not lose, by the real thing: a full disk, a launcher that kills, files that were
-cut off, a file system without locks."""
+"""No work is lost, by the real thing: a full disk, a launcher that kills, files that were cut off,
+a file system without locks."""
 
 import concurrent.futures
 import ctypes
@@ -78,6 +78,31 @@ def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, mo
     monkeypatch.setattr(grpo, "assign_advantages", remember)
     with pytest.raises(grpo.TrainingError, match="Sample"):
         small_run(tmp_path / "run", max_steps=1)
+
+
+def test_half_a_line_of_the_checkpoints_own_step_is_cut_off(tmp_path):
+    out = tmp_path / "run"
+    small_run(out, max_steps=2)
+    log = out / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-20])
+    small_run(out, max_steps=3, resume=True)
+    assert [m["step"] for m in lines(log)] == [1, 3]
+
+
+def test_a_signal_in_an_update_saves_the_state_of_the_last_whole_step(tmp_path, monkeypatch):
+    assign = grpo.assign_advantages
+
+    def remember(samples, cfg, state):
+        assign(samples, cfg)
+        state["calls"] = state.get("calls", 0) + 1
+        if state["calls"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)  # it saves at once
+
+    monkeypatch.setattr(grpo, "assign_advantages", remember)
+    small_run(tmp_path / "run", save_every=0)
+    for step in (2, 3):
+        state = torch.load(tmp_path / "run" / f"step_00000{step}" / "trainer_state.pt")
+        assert (state["step"], state["state"]) == (step, dict(calls=step))
 
 
 # ------------------------------------------------------------------------------------------------
