@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
 WORDS = 2**14  # of a tile on a GPU
+BLOCK = 2**16  # logits of a tile on a CPU that stay in its cache from one operation to the next
 
 
 class HeadLogps(torch.autograd.Function):
@@ -35,16 +36,16 @@ class HeadLogps(torch.autograd.Function):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         ctx.temperature = temperature
         ctx.kept = {}  # first word of a tile: its product
-        parts = []  # of each tile log Z and sum p z
+        parts = []  # of each tile [n, 2]: log Z and sum p z
         of_targets = 0
         with torch.autocast(device, enabled=False):
             for words, _, z in tiles(ctx, hidden, weight):
-                parts.append(fused(sums, z)(z, temperature))  # [n] both
+                parts.append(fused(sums, temperature, z))
                 column, inside = columns_of(targets, words)  # [n, 1]
                 of_targets += widened(z.gather(-1, column).where(inside, 0))
                 if words.stop * len(hidden) <= KEPT[device]:
                     ctx.kept[words.start] = z
-        log_zs, means = map(torch.stack, zip(*parts, strict=True))  # [tiles, n] both
+        log_zs, means = torch.stack(parts).unbind(-1)  # [tiles, n] both
         log_z = log_zs.logsumexp(0)  # [n]
         p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
         entropy = log_z - (p * means).sum(0)  # [n]
@@ -63,7 +64,7 @@ class HeadLogps(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # not with adapters
             grad_weight = torch.empty_like(weight)  # [V, H]
         for words, tile_weight, z in tiles(ctx, hidden, weight):
-            grad_z = fused(gradient, z)(z, log_z, grad, ctx.temperature)  # [n, v]
+            grad_z = fused(gradient, ctx.temperature, z, log_z, grad)  # [n, v]
             column, inside = columns_of(targets, words)
             grad_z.scatter_(-1, column, at_target.where(inside, grad_z.gather(-1, column)))
             grad_hidden += grad_z @ tile_weight
@@ -94,13 +95,16 @@ def columns_of(targets, words: slice):
     return nearest, nearest == column
 
 
-def sums(z, temperature: float):
-    """log Z and sum p z of a tile, [n] both."""
+def sums(temperature: float, z):
+    """log Z and sum p z of a tile, [n, 2]."""
     z = widened(z) / temperature
-    return z.logsumexp(-1), (z.softmax(-1) * z).sum(-1)
+    largest = z.amax(-1, keepdim=True)  # [n, 1]
+    e = (z - largest).exp_()  # [n, v]
+    total = e.sum(-1)
+    return torch.stack([largest[:, 0] + total.log(), (e * z).sum(-1) / total], -1)
 
 
-def gradient(z, log_z, grad, temperature: float):
+def gradient(temperature: float, z, log_z, grad):
     """By z, except at the target."""
     p = (widened(z) / temperature).sub_(log_z[:, None]).exp_()
     return p.mul_(-grad[:, None]).to(z.dtype)
@@ -113,12 +117,16 @@ def widened(z):
 compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
 
 
-def fused(function, z):
-    """On a GPU compiled: one pass over z instead of one for each operation."""
-    if not z.is_cuda:
-        return function
-    torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
-    return compiled(function)
+def fused(function, temperature: float, *tensors):
+    """function(temperature, *tensors) as if it read the tensors once. On a GPU it is compiled; a
+    CPU takes a few rows after the other."""
+    z = tensors[0]
+    if z.is_cuda:
+        torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
+        return compiled(function)(temperature, *tensors)
+    rows = 1 + BLOCK // z.shape[1]
+    parts = zip(*(x.split(rows) for x in tensors), strict=True)
+    return torch.cat([function(temperature, *part) for part in parts])
 
 
 class FastPolicy(nn.Module):
