@@ -1009,6 +1009,7 @@ def learning_rate_at(index: int, cfg: Config) -> float:
 
 
 def trained_advantages(s: Sample) -> np.ndarray:
+    """Of the tokens in the loss. They may differ from token to token."""
     return s.advantages[s.sampled & s.loss_mask]
 
 
@@ -1097,17 +1098,22 @@ def update_metrics(of_steps: list[Counter], norms: list[float]) -> dict:
     return metrics | {name: value / tokens for name, value in sums.items()}
 
 
+def mean_size(advantages) -> float:
+    """0 if none of a sample's tokens is in the loss."""
+    return float(np.abs(advantages).sum()) / max(1, len(advantages))
+
+
 def sample_metrics(samples: list[Sample]) -> dict:
     """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
     reward, reward_std = mean_and_std([s.reward for s in samples])
     lengths = [int(s.sampled.sum()) for s in samples]
-    largest = np.array([np.abs(trained_advantages(s)).max(initial=0) for s in samples])
+    sizes = np.array([mean_size(trained_advantages(s)) for s in samples])
     group_size = sum(s.group == samples[0].group for s in samples)
     metrics = {
         "reward": reward,
         "reward_std": reward_std,
-        "advantage_abs": float(largest.mean()),
-        "frac_reward_zero_std": float((largest.reshape(-1, group_size).max(1) == 0).mean()),
+        "advantage_abs": float(sizes.mean()),
+        "frac_reward_zero_std": float((sizes.reshape(-1, group_size).max(1) == 0).mean()),
         "completions/mean_length": float(np.mean(lengths)),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
@@ -2096,12 +2102,13 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
     the largest advantages have their tokens."""
     sizes = Counter()
     for s in samples:
-        sizes[s.group] += np.abs(s.advantages[0])
+        sizes[s.group] += mean_size(trained_advantages(s))
     detailed = dict(sizes.most_common(2))
     rows = []
     for s in samples:
         row = dict(step=step, group=s.group, prompt=s.prompt.text, completion=s.text)
-        row |= dict(reward=s.reward, rewards=without_nan(s.rewards), advantage=s.advantages[0])
+        row |= dict(reward=s.reward, rewards=without_nan(s.rewards))
+        row |= advantage_columns(trained_advantages(s))
         row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
         if not rows or rows[-1]["group"] != s.group:
             row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
@@ -2115,6 +2122,17 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
             row["tokens"] = tokens | dict(text=tokenizer.batch_decode(s.completion_ids[:, None]))
         rows.append(without_nan(row))
     return rows
+
+
+def advantage_columns(advantages) -> dict:
+    """Of the tokens of a sample the mean; if they differ, the sum, mean size and largest, too."""
+    total = float(advantages.sum())
+    columns = dict(advantage=total / max(1, len(advantages)))
+    if len(set(advantages)) > 1:
+        largest = float(np.abs(advantages).max())
+        columns |= dict(advantage_sum=total, advantage_abs=mean_size(advantages))
+        columns |= dict(advantage_max=largest)
+    return columns
 
 
 def cut(value):
