@@ -30,7 +30,7 @@ PANELS = [  # title, unit, names in metrics.jsonl; * stands for what only the ru
     ("Reward", "mean of the samples", ["rewards/*/mean", "reward"]),
     ("Eval accuracy", "share right, ± 1 standard error", ["eval_pass@*", "eval_accuracy"]),
     ("Length", "tokens a completion", ["completions/mean_length", "eval_length"]),
-    ("No signal", "share of groups with equal rewards", ["frac_reward_zero_std"]),
+    ("No signal", "share of groups, all advantages 0", ["frac_reward_zero_std"]),
     ("Gradient norm", "before clipping", ["grad_norm"]),
     ("KL to the reference", "nats a token", ["kl", "kl_k1"]),
     ("Entropy", "nats a token", ["entropy"]),
@@ -71,11 +71,9 @@ def about(out_dir) -> str:
     config = Path(out_dir, "config.json")
     if not config.exists():
         return ""
-    date = time.strftime(", %Y-%m-%d %H:%M", time.localtime(config.stat().st_mtime))
-    return (
-        "model {model}, reward {reward}, seed {seed}".format(**json.loads(config.read_text()))
-        + date
-    )
+    date = time.ctime(config.stat().st_mtime)
+    flags = json.loads(config.read_text())
+    return "model {model}, reward {reward}, seed {seed}, {}".format(date, **flags)
 
 
 def is_number(value) -> bool:
@@ -91,12 +89,7 @@ def shown(value, sign: str = "") -> str:
 
 def visible(text) -> str:
     """Escapes control, right-to-left and other invisible characters: completions are untrusted."""
-    characters = []
-    for character in str(text):
-        if not character.isprintable():
-            character = ascii(character)[1:-1]
-        characters.append(character)
-    return "".join(characters)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 # -- curves
@@ -115,7 +108,8 @@ def make_panels(lines) -> list[dict]:
         curves = [make_curve(lines, name) for name in names]
         curves = [curve for curve in curves if curve["steps"]]
         low, high = range_of(curves)
-        panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
+        if curves:  # with --beta 0 there is no KL
+            panels.append(dict(title=title, unit=unit, low=low, high=high, curves=curves))
     return panels
 
 
@@ -159,13 +153,13 @@ def draw(out_dir) -> str:
 
     panels = make_panels(read_log(out_dir, "metrics.jsonl"))
     path = os.path.join(out_dir, "curves.png")
-    rows = math.ceil(len(panels) / 4)
+    rows = max(1, math.ceil(len(panels) / 4))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(18, 4.5 * rows), dpi=100, layout="constrained")
         for number, panel in enumerate(panels, 1):
             draw_panel(figure.add_subplot(rows, 4, number), **panel)
         figure.suptitle(f"{visible(out_dir)}: {visible(about(out_dir))}")
-        figure.supxlabel("step; dots: every step, line: mean over 5 % of the run", fontsize=12)
+        figure.supxlabel("step; dots: every step, line: mean over 5 % of the run")
         figure.savefig(path)
     return path
 
@@ -176,8 +170,7 @@ def draw_panel(ax, title: str, unit: str, low: float, high: float, curves: list)
         look = dict(color=color, fmt="o", ms=3, alpha=0.4, capsize=4)
         ax.errorbar(steps, curve["values"], curve["errors"], **look)
         ax.plot(steps, curve["smooth"], color=color, lw=2.5, label=visible(curve["name"]))
-    if curves:
-        ax.legend(fontsize=10)
+    ax.legend(fontsize=10)
     ax.set(title=visible(title), ylabel=unit, ylim=(1.05 * low, 1.05 * high))
     ax.locator_params("x", integer=True)
 
@@ -189,8 +182,7 @@ def print_summary(out_dir) -> None:
     for panel in make_panels(lines):
         for curve in panel["curves"]:
             values = curve["smooth"]
-            ends = f"{shown(values[0])} -> {shown(values[-1])}"
-            print(f"{visible(curve['name']):25s} {ends}")
+            print(f"{visible(curve['name']):25s} {shown(values[0])} -> {shown(values[-1])}")
 
 
 # -- a step: its groups, their samples
@@ -230,7 +222,7 @@ def make_group(samples, by_token: bool) -> dict:
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
-    mean = fmean(abs(sample["advantage"]) for sample in samples)
+    mean = fmean(sample.get("advantage_abs", abs(sample["advantage"])) for sample in samples)
     return dict(
         title=f"group {first['group']}: {len(samples)} samples, mean |advantage| {shown(mean)}",
         signal=mean,
@@ -244,7 +236,8 @@ def facts_of(sample) -> str:
     """The line above a sample."""
     facts = [f"reward {shown(sample.get('reward'))}"]
     facts += [f"{name} {shown(value)}" for name, value in sample["rewards"].items()]
-    facts += [f"advantage {shown(sample['advantage'], '+')}", f"{sample['length']} tokens"]
+    facts += [f"{k} {shown(sample[k], '+')}" for k in fnmatch.filter(sample, "advantage*")]
+    facts.append(f"{sample['length']} tokens")
     if sample["finish_reason"] == "length":
         facts.append("cut off")
     if sample.get("failure"):
@@ -347,8 +340,8 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out_dir", nargs="?", metavar="DIR")
-    parser.add_argument("--step", type=int, nargs="?", const=-1, metavar="N")
+    parser.add_argument("out_dir", nargs="?")
+    parser.add_argument("--step", type=int, nargs="?", const=-1)
     parser.add_argument("--html", action="store_true")
     parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)

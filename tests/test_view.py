@@ -10,6 +10,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import grpo
@@ -122,6 +123,27 @@ def test_groups_by_signal_samples_by_reward_equal_ones_once(tmp_path, capsys):
     places = [shown.index(word) for word in words]
     assert places == sorted(places)
     assert shown.count("zero") == 1 and "KeyError: no" in shown
+
+
+def test_advantages_token_by_token_are_counted_whole(tmp_path, capsys):
+    """In the log, the metrics, the choice of the groups with tokens, and the order of groups."""
+    samples = []
+    for group, advantages in enumerate([[1, 1, 1, 1], [0, 3, -3, 0], [0, 0, 8, 0]]):
+        prompt = grpo.Prompt(np.arange(1), f"question {group}", {})
+        samples.append(grpo.Sample(group, prompt, np.arange(4), np.zeros(4)))
+        samples[-1].advantages[:] = advantages
+    samples[2].loss_mask[2] = False  # this advantage teaches nothing
+    rows = grpo.completion_rows(samples, 1, grpo.load_tokenizer(f"{HERE}/sample_data/model"))
+    logged = [{k: v for k, v in row.items() if k.startswith("advantage")} for row in rows]
+    of_tokens = dict(advantage=0, advantage_sum=0, advantage_abs=1.5, advantage_max=3)
+    assert logged == [dict(advantage=1), of_tokens, dict(advantage=0)]
+    assert [row["group"] for row in rows if "tokens" in row] == [0, 1]
+    metrics = grpo.sample_metrics(samples)
+    assert metrics["advantage_abs"] == pytest.approx(2.5 / 3)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    view.main([write_run(tmp_path / "run", rows, METRICS), "--step"])
+    shown = capsys.readouterr().out
+    assert shown.index("question 1") < shown.index("question 0") < shown.index("question 2")
 
 
 def test_an_episode_shows_who_wrote_what(tmp_path, capsys):
