@@ -2267,7 +2267,11 @@ class RunFiles:
                 raise ValueError("holds files already; name another, or take --resume")
         cfg = replace(cfg, out_dir=self.path)
         if cfg.report_to != "none":
-            self.open_dashboard(cfg, cleanup)
+            with mistakes_in(f"--report_to {cfg.report_to}"):
+                from extras import dashboard
+
+                self.dashboard = dashboard.Dashboard(cfg.report_to, self.path, asdict(cfg))
+                cleanup.push(self.dashboard.close)
         with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
             lock(cleanup.enter_context(open(f"{self.path}/metrics.jsonl", "a")))
             self.write_config(run, cfg)
@@ -2275,18 +2279,6 @@ class RunFiles:
             lines = cut_log(f"{self.path}/metrics.jsonl", run.step)
             self.history = list(map(json.loads, lines))
             self.n_written = len(self.history)
-
-    def open_dashboard(self, cfg: Config, cleanup: contextlib.ExitStack) -> None:
-        try:
-            with mistakes_in(f"--report_to {cfg.report_to}"):
-                from extras import dashboard
-
-                self.dashboard = dashboard.Dashboard(cfg.report_to, self.path, asdict(cfg))
-                cleanup.push(self.dashboard.close)
-        except ConfigError:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.path)  # unless it holds files
-            raise
 
     def write_config(self, run: Run, cfg: Config) -> None:
         about = {}

@@ -4,6 +4,7 @@ A new run is a new one there, and a resumed run goes on in its own: the file das
 run's directory has the id. A run that crashed is shown as crashed.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,14 @@ class Dashboard:
     """kind: "wandb" or "trackio". config: what to show as the run's settings."""
 
     def __init__(self, kind: str, out_dir: str, config: dict):
+        try:
+            self.open(kind, out_dir, config)
+        except Exception:
+            with contextlib.suppress(OSError):
+                os.rmdir(out_dir)  # of a run that does not begin, unless it holds files
+            raise
+
+    def open(self, kind: str, out_dir: str, config: dict) -> None:
         self.module = importlib.import_module(kind)
         self.counts_steps = not hasattr(self.module, "define_metric")
         file = Path(out_dir, "dashboard.json")
