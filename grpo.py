@@ -1170,16 +1170,18 @@ def check_samples(policy, samples: list[Sample], temperature: float, cfg: Config
     check_gap(np.concatenate(gaps).mean(), cfg)
 
 
-def check_padding(policy, prompt: Prompt, stop_ids: list[int], cfg: Config) -> None:
+def check_padding(policy, prompts: list[Prompt], stop_ids: list[int], cfg: Config) -> None:
     """The hf sampler pads on the left and has a cache. What these change must be rounding in
-    float32, too, before bfloat16 hides it."""
+    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window."""
+    model = policy.model
+    longest = max([12, *(s.total_length for s in longer_than_windows(model, prompts, cfg))])
     if cfg.dtype == "bfloat16":
         cfg = replace(cfg, dtype="float32")
-    prompts = [replace(prompt, ids=np.resize(prompt.ids, n)) for n in (1, 9)]
-    with mistakes_in(f"--rollout hf: {type(policy.model).__name__} cannot sample"):
-        sampler = HFSampler(policy.model, stop_ids, cfg)
-        completions = sampler.generate([p.ids for p in prompts], [0, 1], 1.0, [4, 4])
-        samples = [Sample(0, p, *c) for p, c in zip(prompts, completions, strict=True)]
+    beside = [replace(prompts[0], ids=np.resize(prompts[0].ids, n)) for n in (1, longest - 4)]
+    with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
+        sampler = HFSampler(model, stop_ids, cfg)
+        completions = sampler.generate([p.ids for p in beside], [0, 1], 1.0, [4, 4])
+        samples = [Sample(0, p, *c) for p, c in zip(beside, completions, strict=True)]
         check_samples(policy, samples, 1.0, cfg)
 
 
@@ -2422,7 +2424,7 @@ class Run:
         if self.player is not None:
             self.stop_ids = self.player.stop_ids
         if self.cfg.rollout == "hf":
-            check_padding(self.policy, prompts[0], self.stop_ids, self.cfg)
+            check_padding(self.policy, prompts, self.stop_ids, self.cfg)
         self.compare(checkpoint)
 
         # What samples, learns and writes.

@@ -215,6 +215,33 @@ def test_windows_that_only_long_texts_reach_are_compared():
         assert grpo.packs(model) == (longest < 48)
 
 
+def test_experts_multiply_in_bfloat16_and_are_stored_so_if_they_are_frozen(monkeypatch):
+    model = tiny_model("mixtral")
+    multiply = fast.grouped_mm_experts_forward
+    dtypes = []
+
+    def spied(layer, *args):
+        dtypes.append(layer.down_proj.dtype)
+        return multiply(layer, *args)
+
+    monkeypatch.setattr(fast, "grouped_mm_experts_forward", spied)
+    policy = Policy(model, 1.0)
+    batch = collate(random_samples(4, 2), CPU)
+    exact, _ = policy(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = policy(batch)
+        rounded.sum().backward()
+        assert model.model.layers[0].mlp.experts.down_proj.grad.dtype == torch.float32
+        lora.add_adapters(model, {}, Config(lora_rank=2))
+        lora.halve_frozen(model)
+        assert torch.equal(policy(batch)[0], rounded)
+    assert 1e-4 < (rounded - exact).abs().mean() < 0.05
+    assert dtypes == 2 * [torch.float32] + 2 * [torch.bfloat16] + dtypes[4:]
+    layers = [p for n, p in model.model.layers.named_parameters() if p.dim() > 1]
+    frozen = {p.dtype for p in layers if not p.requires_grad and len(p) != 8}  # no router
+    assert frozen == {torch.bfloat16}
+
+
 def test_the_picture_of_a_row():
     """That of collate's docstring."""
     texts = [("abc", "xy."), ("abc", "z."), ("de", "w.")]

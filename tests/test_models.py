@@ -641,6 +641,38 @@ def test_experts_in_one_tensor_get_no_adapters_and_other_layers_do(name):
         assert moved == {n for n in linear if ".self_attn." in n}
 
 
+Q_K_V_O = {f"self_attn.{x}_proj" for x in "qkvo"}
+MAMBA = {f"mamba.{x}_proj" for x in ("in", "x", "out")}  # of its dt_proj only the weight is read
+DENSE = {f"feed_forward.{x}_proj" for x in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    "kind, options, expected",
+    [
+        ("Afmoe", {}, Q_K_V_O | {"self_attn.gate_proj"}),
+        ("Jamba", {}, Q_K_V_O | MAMBA | DENSE),
+        ("Jamba", dict(num_experts=1, num_experts_per_tok=1), Q_K_V_O | MAMBA | DENSE),
+        ("JetMoe", {}, {"self_attention.kv_proj"}),
+    ],
+)
+def test_layers_that_get_adapters_have_a_gradient_and_routers_get_none(kind, options, expected):
+    sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, intermediate_size=48, head_dim=16, kv_channels=16)
+    sizes |= dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+    sizes |= dict(moe_intermediate_size=16, attn_layer_period=2, attn_layer_offset=1)
+    sizes |= dict(use_mamba_kernels=False, eos_token_id=1, pad_token_id=0) | options
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    lora.add_adapters(model, {}, Config(lora_rank=2))
+    names = {n.split(".", 3)[-1] for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert names == expected
+    policy = grpo.Policy(model, 1.0)
+    logps, _ = policy(grpo.batch_for(model, random_samples(4, 2)))
+    logps.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_layers_that_peft_refuses_are_said(tmp_path, two_rows):
     path, _ = family(tmp_path / "model", "qwen2")
     config = transformers.MambaConfig(vocab_size=320, hidden_size=16, num_hidden_layers=1)

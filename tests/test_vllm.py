@@ -3,6 +3,7 @@ run. Each slow test has a process of its own, since an engine cannot be started 
 
 import ctypes
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import grpo
 from grpo import Config, Prompt, Sample
@@ -90,7 +92,9 @@ def needs_vllm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("llama", False), ("gemma2", True)])
+@pytest.mark.parametrize(
+    "kind, tied", [("qwen2", True), ("llama", False), ("gemma2", True), ("mixtral", False)]
+)
 def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
     needs_vllm()
     assert in_a_process("gap_after_pushes", kind, tied, tmp_path) < 1e-4
@@ -193,6 +197,42 @@ def test_two_ranks_with_vllm(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # Without an engine
+
+
+@pytest.mark.parametrize("off, reward", [(0.02, "overlong"), (np.nan, "overlong:0")])
+def test_one_wrong_token_is_seen(off, reward, tmp_path, monkeypatch):
+    """Even of a sample that gets no pass, if its log-probability is no number."""
+    generate = grpo.HFSampler.generate
+
+    def faulty(self, *args):
+        completions = generate(self, *args)
+        completions[-1][1][-1] += off
+        return completions
+
+    monkeypatch.setattr(grpo.HFSampler, "generate", faulty)
+    monkeypatch.setattr(grpo, "check_padding", lambda *_: None)
+    options = dict(reward=reward, max_sampler_gap=0.1, max_steps=1, beta=0.1, num_minibatches=2)
+    if off > 0:
+        [metrics] = small_run(tmp_path / "out", **options)
+        assert metrics["sampler_gap_max"] == pytest.approx(0.02, abs=1e-4)
+        assert metrics["sampler_gap"] < 0.002
+    else:
+        with pytest.raises(grpo.TrainingError, match="nan"):
+            small_run(tmp_path / "out", **options | dict(beta=0.0))
+
+
+def test_a_sampler_that_padding_disturbs_is_said_at_the_start(tmp_path):
+    """With Moshi's cache a token does not see the tokens of its window."""
+    path = tmp_path / "model"
+    shutil.copytree(f"{HERE}/sample_data/model", path)
+    sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, ffn_dim=48, head_dim=16, sliding_window=6)
+    config = transformers.MoshiConfig(**sizes, eos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    options = dict(model=str(path), dtype="bfloat16", max_sampler_gap=0.0)
+    with pytest.raises(grpo.ConfigError, match="--rollout hf: Moshi.*padding"):
+        small_run(tmp_path / "out", **options)
 
 
 def test_an_engine_that_does_not_start_is_one_line(tmp_path, monkeypatch, capfd):
