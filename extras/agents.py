@@ -16,61 +16,38 @@ policy is told what a tool raises. Other errors, and too long a call, end their 
 import copy
 import inspect
 import json
-import random
 import re
-from concurrent.futures import wait
+from os.path import commonprefix
 
 import numpy as np
 
-from reward import FAILURES, begin, finish, load_function, time_limit
+from extras.rows import text_message
+from extras.sessions import Episode, Sessions, at_once, call, methods_of, place_of, seed_random, why
+from reward import FAILURES, load_function
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
-CALL = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
-CALL["transform"] = {"function": "{content}"}
+CALL = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True}
+CALL |= {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
 HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response_template goes first
     "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end by opening the thinking
-    "fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": CALL},
+    "fields": {"reasoning_content": THOUGHT, "tool_calls": CALL, "content": {}},
 }
-
-
-class Episode:
-    def __init__(self, seed):
-        self.seed = seed  # for the policy's turns
-        self.object = None  # the instance of the environment's class
-        self.turns = []  # the policy's texts
-        self.replies = []  # after each turn: a text, or messages of tools
-        self.messages = []  # both as a chat, in TRL's form
-        self.turn_start = 0  # index of the last turn's first token in the completion
-        self.calls = self.failed_calls = 0
-        self.failed = False
-
-    def __getstate__(self):  # ranks send each other episodes, and cannot send such objects
-        return self.__dict__ | dict(object=None)
-
-    def log_columns(self):
-        """What completions.jsonl has of an episode."""
-        return dict(turns=self.turns, replies=self.replies)
-
-    def reward_columns(self):
-        """What reward functions get of it. environments: the object of a class."""
-        columns = copy.deepcopy(self.log_columns() | dict(completion_messages=self.messages))
-        if self.object is not None:
-            columns["environments"] = self.object
-        return columns
 
 
 def load_environment(spec: str, seconds: float):
     """The environment of `file.py:name`, whose calls may take so many seconds each."""
-    return Environment(load_function(spec), seconds)
+    return Environment(load_function(spec), seconds, spec)
 
 
 class Environment:
-    def __init__(self, target, seconds):
+    def __init__(self, target, seconds, spec="environment"):
         from transformers.utils import get_json_schema
 
         self.seconds = seconds
-        self.openings = {}
+        self.spec = spec
+        self.told = set()
         self.function, self.classes, self.tool_sets = None, {}, {None: []}  # one of the three
         self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
         classes = target if isinstance(target, dict) else {None: target}
@@ -98,84 +75,38 @@ class Environment:
             raise ValueError(f"column 'environment' must be one of {list(self.tool_sets)}")
         return self.tool_sets[name]
 
-    def open_chat(self, messages: list, row: dict, seed: tuple, tokenizer) -> tuple:
-        """The messages, which end with what reset() says about the row, made harmless; and the
-        functions that the chat template describes, or None. seed: (cfg.seed, number of the row),
-        as in the row's episodes. ValueError"""
-        tools = self.tools(row) or None
-        [started] = at_once([self.start(row, seed)], self.seconds)
-        if isinstance(started, FAILURES):
-            raise ValueError(f"no episode can begin: {started!r}")
-        content = messages[-1]["content"] + harmless(tokenizer, started[1])
-        return [*messages[:-1], messages[-1] | dict(content=content)], tools
+    def open_chat(self, messages: list, row: dict, said, tokenizer) -> tuple:
+        """The messages, which end with what reset() said, a text or parts, made harmless; and the
+        functions that the chat template describes, or None. ValueError"""
+        said = text_message(dict(role="user", content=said))["content"]
+        content = messages[-1]["content"] + harmless(tokenizer, str(said))
+        return [*messages[:-1], messages[-1] | dict(content=content)], self.tools(row) or None
 
-    def start(self, row, seed):  # -> a new object of the row's class, what its reset() says
-        if not self.classes:
-            return None, ""
-        seed_random(*seed, 0)
-        instance = yield from self.call(self.classes[row.get(self.column)])
-        row = copy.deepcopy(row)  # which the class may change
-        columns = {key: row[key] for key in row if key != self.column}  # as in TRL
-        words = str((yield from self.call(instance.reset, **columns)) or "")
-        if words != self.openings.setdefault(hash((seed, str(row))), words):
-            raise ValueError("reset() says two things to one row and seed")
-        return instance, words
+    def say_once(self, name, error):  # that a line of the user's code raised, which may be meant
+        place = place_of(error, self.spec)
+        if place and place not in self.told:
+            self.told.add(place)
+            print(
+                f"tool {name} of {self.spec} failed{place}: {error!r:.500}, as the policy is told"
+            )
 
     def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
         tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
         messages = []
-        for call in calls:
-            name, arguments = call["function"].values()
+        for written in calls:
+            name, arguments = written["function"].values()
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
                 if not isinstance(arguments, dict):
                     raise ValueError("The arguments must be an object.")
-                content = str((yield from self.call(tools[name], **arguments)))
+                content = str((yield from call(self.seconds, tools[name], **arguments)))
             except Exception as error:
                 content = str({"error": str(error)})
                 episode.failed_calls += 1
+                self.say_once(name, error)
             messages.append(dict(role="tool", name=str(name), content=content))
         return messages
-
-    def call(self, function, /, *arguments, **named):
-        # The result of the user's code. A coroutine is yielded: at_once sends its Future.
-        with time_limit(self.seconds):
-            result = function(*arguments, **named)
-        if inspect.iscoroutine(result):
-            seed = random.random()  # for what it draws, and for what this episode draws after it
-            result = finish((yield result, seed), 0)
-            seed_random(seed, 1)
-        return result
-
-
-async def seeded(coroutine, seed):
-    seed_random(seed)
-    return await coroutine
-
-
-def at_once(generators, seconds):
-    """What each returns, or its error. The coroutines that they yield run at the same time."""
-    futures = dict.fromkeys(generators)
-    ended = {**futures}
-    while futures:
-        waiting = {}
-        for generator, future in futures.items():
-            try:
-                waiting[generator] = generator.send(future)
-            except StopIteration as end:
-                ended[generator] = end.value
-            except FAILURES as error:
-                ended[generator] = error
-        futures = {g: begin(seconds, seeded, *waiting[g]) for g in waiting}
-        wait(futures.values(), seconds)
-    return list(ended.values())
-
-
-def methods_of(instance):
-    members = inspect.getmembers(type(instance), inspect.isfunction)
-    pattern = "(?!_|(reset|get_reward)$)"
-    return [getattr(instance, name) for name, _ in members if re.match(pattern, name)]
 
 
 def append(sample, ids, logps, sampled: bool):
@@ -185,11 +116,6 @@ def append(sample, ids, logps, sampled: bool):
     sample.sampled = np.append(sample.sampled, np.full(len(ids), sampled))
     sample.loss_mask = sample.advantages = None
     sample.__post_init__()
-
-
-def seed_random(*numbers):  # what the user's code draws is a function of seed, row and turn
-    random.seed(str(numbers))
-    np.random.seed(random.getrandbits(32))
 
 
 def harmless(tokenizer, words: str) -> str:
@@ -202,13 +128,15 @@ def harmless(tokenizer, words: str) -> str:
 
 class Player:
     """Plays the environment's side of episodes of all these prompts; ValueError if one cannot be
-    played. stop_ids end a turn: EOS, and the tokens of a text function's `stop`."""
+    played. stop_ids end a turn: EOS, and the tokens of a text function's `stop`. make_prompt:
+    that of grpo.py; room: the most tokens that it may make of a prompt and reset()'s words."""
 
-    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg):
+    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg, make_prompt=None, room=0):
         self.environment = environment
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.cfg = cfg
+        self.sessions = Sessions(environment, tokenizer, cfg, make_prompt, room)
         self.options = dict(tokenize=False, add_generation_prompt=True)
         # A tokenizer may have a template of its own for chats with tools.
         self.options["tools"] = sum(environment.tool_sets.values(), []) or None
@@ -232,7 +160,8 @@ class Player:
     def check_template(self):
         # The policy has to see its tools and the replies, and its calls have to be read.
         tools = self.options["tools"]
-        shown = self.tokenizer.apply_chat_template([QUESTION], **self.options)
+        options = self.options | dict(add_generation_prompt=False)
+        shown = self.tokenizer.apply_chat_template([QUESTION], **options)
         if tools and tools[0].__name__ not in shown:
             raise ValueError("the chat template leaves out the tools")
         role = "tool" if tools else "user"
@@ -242,21 +171,30 @@ class Player:
             following = ""
         if "2b4c" not in following:
             raise ValueError(f"the chat template writes no {role} message after the model's turn")
-        if tools and self.schema is HERMES and not self.calls_in(turn, "", tools):
-            why = "the chat template writes calls in a form that only a tokenizer with a"
-            raise ValueError(f"{why} response_template can read; this one has none")
+        turn = turn.removeprefix(commonprefix([turn, shown]))  # which may explain <tool_call> tags
+        calls = self.read(turn, "", tools).get("tool_calls")
+        if tools and self.schema is HERMES and str({MARK: MARK}) not in str(calls):
+            form = "the chat template writes calls in a form that only a tokenizer with a"
+            raise ValueError(f"{form} response_template can read; this one has none")
+
+    def open(self, prompts: list, strict: bool = False) -> list:
+        """Begins an episode of each prompt for play(). Returns the prompts, which end with what a
+        class's reset() says. See Sessions."""
+        return self.sessions.open(prompts, strict)
 
     def play(self, samples, seeds, generate, temperature):
         """Plays all turns after the first, and changes the samples. seeds: a tuple for each.
         generate(prompts, seeds, temperature, limits) samples a turn each: (ids [T], logps [T])"""
-        for sample, seed in zip(samples, seeds, strict=True):
-            sample.episode = Episode(seed)
+        episodes = self.sessions.episodes or [Episode() for _ in samples]
+        for sample, episode, seed in zip(samples, episodes, seeds, strict=True):
+            sample.episode = episode
+            episode.seed = seed
         while True:
             ends = at_once(map(self.answer, samples), self.environment.seconds)
             for sample, end in zip(samples, ends, strict=True):
                 if isinstance(end, FAILURES):
-                    sample.failure = repr(end)
-                    sample.episode.failed = True
+                    sample.episode.failure = why(end, self.environment.spec)
+                sample.failure = sample.episode.failure
             samples = [s for s, end in zip(samples, ends, strict=True) if end is None]
             if not samples:
                 break
@@ -274,26 +212,28 @@ class Player:
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
         episode.turns.append(sample.text)
-        episode.messages.append(dict(role="assistant", content=sample.text))
-        if len(episode.turns) == 1:
-            seed = (self.cfg.seed, prompt.row_number)
-            episode.object, _ = yield from environment.start(prompt.row, seed)
-        if sample.finish_reason == "length":
-            return "cut off"
+        message = dict(role="assistant", content=sample.text)
+        if environment.function is None:
+            tools = environment.tools(prompt.row)
+            before = np.append(prompt.ids, sample.completion_ids[: episode.turn_start])
+            words = sample.text if self.schema is HERMES else self.tokenizer.decode(turn)
+            message = self.read(words, before, tools)
+        episode.messages.append(message)
+        if episode.failure or sample.finish_reason == "length":
+            return "it did not begin, or is cut off"
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
             row = copy.deepcopy(prompt.row)  # which the function may change
-            reply = yield from environment.call(environment.function, [*episode.turns], row)
+            reply = yield from call(
+                environment.seconds, environment.function, [*episode.turns], row
+            )
             messages = [dict(role="user", content=reply)]
             if reply is None:
                 return "it said nothing"
         else:
-            before = np.append(prompt.ids, sample.completion_ids[: episode.turn_start])
-            tools = environment.tools(prompt.row)
-            calls = self.calls_in(turn, before, tools)
+            calls = message.get("tool_calls")
             if not calls:
                 return "no call"
-            episode.messages[-1]["tool_calls"] = calls
             episode.calls += len(calls)
             reply = messages = yield from environment.run_tools(calls, episode, tools)
         added = self.reply_ids(sample, messages)
@@ -305,18 +245,21 @@ class Player:
         episode.messages += messages
         append(sample, np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
 
-    def calls_in(self, turn, before, tools):
-        # In TRL's form. A malformed call counts as text.
+    def read(self, words, before, tools):
+        """A turn as a message in TRL's form. A malformed call makes a mere text of all of it."""
         calls = []
         try:
-            message = self.tokenizer.parse_response(turn, self.schema, prefix=before, tools=tools)
-            for written in [call["function"] for call in message["tool_calls"]]:
+            message = self.tokenizer.parse_response(words, self.schema, prefix=before, tools=tools)
+            for written in [call["function"] for call in message.pop("tool_calls", [])]:
                 for f in written if isinstance(written, list) else [written]:  # SmolLM: a list
                     function = dict(name=f["name"], arguments=f.get("arguments", {}))
                     calls.append(dict(type="function", function=function))
         except Exception:  # the policy writes what it likes, and parsers raise what they like
-            return []
-        return calls
+            message, calls = dict(content=words), []
+        if calls:
+            message["tool_calls"] = calls
+        content = message.get("content", "").removesuffix(self.tokenizer.eos_token)
+        return message | dict(role="assistant", content=content)
 
     def reply_ids(self, sample, messages):
         plain = [{key: harmless(self.tokenizer, m[key]) for key in m} for m in messages]
@@ -345,7 +288,7 @@ class Player:
     def metrics(self, samples):
         """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
         episodes = [sample.episode for sample in samples]
-        counts = [(len(e.turns), e.calls, e.failed_calls, e.failed) for e in episodes]
+        counts = [(len(e.turns), e.calls, e.failed_calls, bool(e.failure)) for e in episodes]
         turns, calls, failed_calls, failed = np.sum(counts, 0).tolist()
         metrics = {"turns/mean": turns / len(samples), "environment/failed": failed}
         if self.environment.function is None:  # the policy calls tools

@@ -1,5 +1,9 @@
 """Directories as the hub has them, of tiny models of many families."""
 
+import ast
+import contextlib
+import functools
+import importlib.util
 import json
 from pathlib import Path
 
@@ -7,6 +11,7 @@ import pytest
 
 from tests.common import tiny_model
 
+TRL = Path(getattr(importlib.util.find_spec("trl"), "origin", "none/none")).parent
 MISTRAL = """{{ bos_token }}{% set turns = namespace(n=0) %}
 {%- if messages[0].role == 'system' %}
     {%- set system, messages = messages[0].content, messages[1:] %}
@@ -23,8 +28,21 @@ def template_of(name):
     """A chat template of the hub, as TRL's package has it."""
     if name == "mistral":
         return MISTRAL
-    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
-    return (folder / f"{name}.jinja").read_text("utf-8")
+    pytest.importorskip("trl")
+    return (TRL / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
+@functools.cache
+def of_trl(file):
+    """What a file of TRL defines: its functions, and what else needs none of its imports, because
+    those need `datasets`."""
+    tree = ast.parse((TRL / file).read_text("utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    defined = dict(__file__=str(TRL / file))
+    for node in [*tree.body, *functions]:
+        with contextlib.suppress(Exception):
+            exec(compile(ast.Module([node], []), "trl", "exec"), defined)
+    return defined
 
 
 IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -1,8 +1,8 @@
 """Environments and tools: what they are called with, what the policy reads of them, what becomes of
 those that fail. This file is the user's file, too: --environment tests/test_agents.py:name."""
 
-import ast
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -11,6 +11,10 @@ import pathlib
 import pickle
 import random
 import re
+import shutil
+import socket
+import socketserver
+import threading
 import time
 import types
 
@@ -21,8 +25,11 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from extras import agents
-from grpo import ConfigError, Prompt, Sample, mistakes_in
+from grpo import Config, ConfigError, Prompt, Sample, make_prompt, mistakes_in
+from tests import common
+from tests.families import TRL, of_trl, template_of
 
+TEMPLATES = sorted(path.stem for path in TRL.glob("chat_templates/*.jinja"))
 SAMPLE_DATA = pathlib.Path(__file__).parent.parent / "sample_data"
 QUESTION = [dict(role="user", content="Well?")]
 
@@ -115,6 +122,34 @@ async def meets(turns, row):
     return "so" * (len(turns) < 3) or None
 
 
+class Remote:  # an object holds a place of a server
+    file = None
+
+    def reset(self, prompt, port, says):
+        self.file = self.file or socket.create_connection(("127.0.0.1", port)).makefile("rw")
+        if self._ask("reset") == "full\n" or says == "fail":
+            raise ConnectionError
+        return [dict(type="text", text=f"{random.randint(0, 9)}{says}")]
+
+    def _ask(self, words):
+        print(words, file=self.file, flush=True)
+        return self.file.readline()
+
+    async def close(self):
+        self._ask("close")
+
+
+class Place(socketserver.StreamRequestHandler):
+    def handle(self):
+        taken = self.server.taken
+        taken.append(self)
+        for line in self.rfile:
+            self.server.most = max(self.server.most, len(taken))
+            self.wfile.write(b"full\n" if len(taken) > 4 else line)
+            if line == b"close\n":
+                taken.remove(self)
+
+
 GAMES = {"count": Counter, "guess": Guess}
 NOT_ALL_CLASSES = {"count": Counter, "number": 3}
 
@@ -152,7 +187,8 @@ def tokenizer_of(kind="bytes", words=WORDS, template=CHAT, eos="<|im_end|>"):
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     backend.add_tokens([AddedToken(word, normalized=False) for word in words])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokens = dict(eos_token=eos, bos_token=words[0])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -165,24 +201,18 @@ def call_text(name, arguments):
     return f"<tool_call>{json.dumps(dict(name=name, arguments=arguments))}</tool_call>"
 
 
-def make_player(name, rows, tokenizer=None, seconds=5.0, **flags):
+def make_player(name, rows, tokenizer=None, seconds=5.0, ends=(), **flags):
     """A player of an environment of this file, with prompts as grpo.py makes them."""
     tokenizer = tokenizer or tokenizer_of()
-    flags = dict(max_turns=8, max_completion_length=2000, chat_template_kwargs="", seed=3) | flags
+    flags = dict(max_completion_length=2000, seed=3) | flags
     spec = name if ":" in name else f"{__file__}:{name}"
     environment = agents.load_environment(spec, seconds)
-    prompts = []
-    for number, row in enumerate(rows):
-        text, messages = row["prompt"], None
-        if isinstance(text, list):
-            seed = (flags["seed"], number)
-            messages, tools = environment.open_chat(text, row, seed, tokenizer)
-            options = dict(tools=tools, tokenize=False, add_generation_prompt=True)
-            text = tokenizer.apply_chat_template(messages, **options)
-        prompts.append(Prompt(np.array(ids_in(text, tokenizer)), text, row, messages, number))
-    cfg = types.SimpleNamespace(**flags)
-    player = agents.Player(environment, tokenizer, [tokenizer.eos_token_id], prompts, cfg)
-    player.prompts, player.asked = prompts, []
+    cfg = Config(**flags)
+    prompts = [make_prompt(r, i, tokenizer, environment, cfg) for i, r in enumerate(rows)]
+    ends = tokenizer.convert_tokens_to_ids(ends or [tokenizer.eos_token])
+    player = agents.Player(environment, tokenizer, ends, prompts, cfg, make_prompt, 2000)
+    player.data, player.asked = prompts, []
+    player.prompts = player.open(prompts, strict=True)
     return player
 
 
@@ -203,8 +233,8 @@ def perform(player, *rounds):
     n = len(rounds[0])
     samples = []
     turns = generate(None, None, None, [player.cfg.max_completion_length] * n)
-    for i, (ids, logps) in enumerate(turns):
-        prompt = player.prompts[i * len(player.prompts) // n]
+    prompts = player.open([player.data[i * len(player.data) // n] for i in range(n)])
+    for prompt, (ids, logps) in zip(prompts, turns, strict=True):
         reason = "stop" if ids[-1] in player.stop_ids else "length"
         samples.append(Sample(0, prompt, ids, logps, finish_reason=reason))
     player.play(samples, [(7, i) for i in range(n)], generate, 0.5)
@@ -219,7 +249,7 @@ def results_of(sample):
 # -- Refused at the start
 
 WORDS_ONLY = "{% for m in messages %}<|im_start|>{{ m.role + m.content }}<|im_end|>{% endfor %}"
-NO_RESULTS = CHAT.replace("message.content }}", "message.content[:1] }}")
+NO_RESULTS = CHAT.replace("message.content }}", "(message.content if not message.name) }}")
 NO_ANSWERS = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"
 OTHER_CALLS = CHAT.replace("call.function | tojson", "call.function | string")
 STRING, TALK = [dict(prompt="1+1?", says=[])], [dict(prompt=QUESTION, says=[])]
@@ -288,7 +318,7 @@ def test_tools_answer_as_in_trl():
     assert player.metrics([other])["tools/call_frequency"] == 0
 
 
-CALLS = dict(open="<call>", close="</call>")
+CALLS = dict(open="<call>", close_pattern=r"</call>\s*")
 SCHEMA = {  # TRL's qwen3_template, but for the tags
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -337,8 +367,13 @@ def test_which_calls_are_made(template, turn, results, schema):
         first, turn = first.replace("tool_call>", "call>"), turn.replace("tool_call>", "call>")
     [sample] = perform(player, [first], [turn], *[["end"]] * bool(results))
     assert results_of(sample) == ["4", *results] and not sample.failure
-    if not results:
-        assert sample.episode.messages[-1] == dict(role="assistant", content=turn)
+    if schema is None and not turn.startswith("<tool_call>["):
+        trl = of_trl("chat_template_utils.py")
+        tokenizer.response_template = trl["qwen3_template"]
+        ids = ids_in(turn + "<|im_end|>", tokenizer)
+        message = trl["parse_response"](tokenizer, ids, player.asked[1][0][0], TOOLS)
+        message = json.dumps(message).replace("<|im_end|>", "")  # which TRL leaves in a thought
+        assert sample.episode.messages[2] == json.loads(message)
 
 
 def test_classes_keep_their_state_and_a_reward_sees_it():
@@ -357,7 +392,7 @@ def test_classes_keep_their_state_and_a_reward_sees_it():
     assert columns["environments"].get_reward() == 5
     assert columns["turns"] == [two, one + two, "end"] and len(columns["replies"]) == 2
     call = dict(type="function", function=dict(name="increment", arguments=dict(step=2)))
-    asked = dict(role="assistant", content=two, tool_calls=[call])
+    asked = dict(role="assistant", content="", tool_calls=[call])
     told = dict(role="tool", name="increment", content="2")
     assert columns["completion_messages"][:2] == [asked, told] == [asked, *columns["replies"][0]]
     assert columns["completion_messages"][-1] == dict(role="assistant", content="end")
@@ -396,20 +431,24 @@ def test_each_misbehaviour_costs_its_own_episode():
     rows = [dict(prompt=QUESTION, how=how) for how in hows]
     player = make_player("misbehaves", rows, seconds=0.2, max_turns=2)
     samples = perform(player, ["a"] * len(hows))
-    causes = ["KeyError", "SystemExit", "TimeUp", "TypeError", "TypeError"]
-    assert [s.failure.partition("(")[0] for s in samples] == causes
+    causes = ["KeyError('x')", "SystemExit(3)", "TimeUp('", "TypeError(", "TypeError("]
+    assert all(cause in s.failure for cause, s in zip(causes, samples, strict=True))
+    line = 1 + pathlib.Path(__file__).read_text().split("\n").index("        raise RAISED[how]")
+    for sample in samples[:2]:  # what raised, and where
+        assert re.search(rf"test_agents.py:misbehaves .*\b{line}\b", sample.failure)
     assert samples[0].episode.turns == ["a"] and samples[0].sampled.all()
 
     # What a tool raises is told to the policy; what ends or holds the process ends the episode.
     player = make_player("TOOLS", [dict(prompt=QUESTION)], seconds=0.2)
     samples = perform(player, [call_text("fail", dict(how=how)) for how in hows[:4]], ["end"] * 2)
-    assert [s.failure.partition("(")[0] for s in samples] == ["", *causes[1:3], ""]
+    assert all(cause in s.failure for cause, s in zip(causes[1:3], samples[1:3], strict=True))
+    assert samples[0].failure == samples[3].failure == ""
     assert [results_of(s) for s in samples] == [[str({"error": "'x'"})], [], [], ["5"]]
     samples[0].failure = "of a reward"
     assert player.metrics(samples)["environment/failed"] == 2
 
-    [sample] = perform(make_player("Guess", [dict(prompt=QUESTION, how="unseeded")]), ["a"])
-    assert "two things" in sample.failure and sample.episode.turns == ["a"]
+    first, other = perform(make_player("Guess", [dict(prompt=QUESTION, how="unseeded")]), ["a"] * 2)
+    assert "two things" in other.failure and other.episode.turns == ["a"]
     for name, turn in (("misbehaves", "a"), ("TOOLS", call_text("fail", dict(how="interrupt")))):
         player = make_player(name, [dict(prompt=QUESTION, how="interrupt")])
         with pytest.raises(KeyboardInterrupt):
@@ -431,6 +470,7 @@ def test_what_was_sampled_is_never_encoded_again(hint):
     assert first.completion_ids[~first.sampled].tolist() == reply * 2
     assert (first.sampler_logps == np.where(first.sampled, -1, 0)).all()
     assert first.episode.turns == ["55=", "=", "5"] and first.finish_reason == "stop"
+    assert len(first.loss_mask) == len(first.advantages) == len(first.completion_ids)
     [prompt] = player.asked[-1][0]  # the sampler got all of it, and nothing else
     assert prompt.tolist() == [*first.prompt.ids, *first.completion_ids[: -len(end)]]
 
@@ -487,42 +527,55 @@ def test_the_limits_of_an_episode():
 
 
 TOKEN = r"<[|｜][^<>'\" {}]{1,40}[|｜]>|<[a-z_]+(?:\||_of_[a-z]+)?>|<\|[a-z_]+>|</[a-z_]+>"
-ENDS = {  # TRL's templates, one of each kind: the ends of a turn, EOS first
-    "llama3_1": ["<|eot_id|>"],
-    "qwen2_5": ["<|im_end|>"],
-    "qwen3_training": ["<|im_end|>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-    "gemma4": ["<eos>", "<turn|>", "<|tool_response>"],
-    "glm4moe_training": ["<|endoftext|>", "<|observation|>", "<|user|>"],
-    "deepseekv3_training": ["<｜end▁of▁sentence｜>"],
-}
+# Tokens that end a turn, EOS first; the policy ends a call with the last.
+ENDS = dict(llama3=["<|eot_id|>"], gptoss=["<|return|>", "<|call|>"], gemma4_v2=["<turn|>"])
+ENDS["gemma4"] = ["<eos>", "<turn|>", "<|tool_response>"]
+ENDS["glm4moe"] = ["<|endoftext|>", "<|observation|>", "<|user|>"]
+JSON_CALLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"]
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_results_are_written_as_trl_writes_them(name):
-    folder = pathlib.Path(pytest.importorskip("trl").__file__).parent
-    template = (folder / "chat_templates" / f"{name}.jinja").read_text("utf-8")
-    words = sorted({*re.findall(TOKEN, template), *ENDS[name]})
-    tokenizer = tokenizer_of(words=words, template=template, eos=ENDS[name][0])
-    results = [dict(role="tool", name="multiply", content=text) for text in ("12", "7 apples")]
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+def test_templates_of_trl_are_refused_or_played_as_trl_plays_them(name):
+    """With the response_template that TRL gives the tokenizer, or without."""
+    trl = of_trl("chat_template_utils.py") | of_trl("trainer/grpo_trainer.py")
+    template = template_of(name)
+    ends = next((ENDS[family] for family in ENDS if name.startswith(family)), ["<|im_end|>"])
+    words = sorted({*re.findall(TOKEN, template), *ends})
+    plain, known = (tokenizer_of(words=words, template=template, eos=ends[0]) for _ in range(2))
+    with contextlib.suppress(ValueError):
+        trl["add_response_schema"](known)
+    can_be_read = getattr(known, "response_template", None) and trl["supports_tool_calling"](known)
+    function = dict(name="multiply", arguments=dict(a=6, function=7))
+    call = dict(role="assistant", content="", tool_calls=[dict(type="function", function=function)])
+    result = dict(role="tool", name="multiply", content="42")
+    for tokenizer, is_played in ((plain, name in JSON_CALLS), (known, can_be_read)):
+        if not is_played:
+            with pytest.raises(ValueError, match="^the chat template .*$"):
+                make_player("TOOLS", [dict(prompt=QUESTION)], tokenizer, ends=ends)
+            continue
+        player = make_player("TOOLS", [dict(prompt=QUESTION)], tokenizer, ends=ends)
+        # A call as the template writes it, behind what prompt and chat have in common.
+        chat = [*QUESTION, call, result]
+        chat = tokenizer.apply_chat_template(chat, tools=TOOLS, tokenize=False)
+        text = os.path.commonprefix([player.prompts[0].text, chat])
+        turn = re.match(f"(.*?)({'|'.join(map(re.escape, ends))})", chat[len(text) :], re.S)[1]
+        texts = (text, turn + ends[-1], "It is 42." + ends[0])
+        prompt, first, last = (ids_in(text, tokenizer) for text in texts)
+        player.data = [Prompt(np.array(prompt), text, dict(prompt=QUESTION), QUESTION)]
+        [sample] = perform(player, [first], [last])
 
-    trl = {}  # the method of TRL's trainer, without the imports of its file
-    tree = ast.parse((folder / "trainer" / "grpo_trainer.py").read_text("utf-8"))
-    function = "_get_tool_suffix_ids"
-    nodes = [node for node in ast.walk(tree) if getattr(node, "name", "") == function]
-    exec(compile(ast.Module(nodes, []), "trl", "exec"), trl)
-    trainer = types.SimpleNamespace(_is_vlm=False, chat_template=None, chat_template_kwargs={})
-    trainer.processing_class = trainer._tokenizer = tokenizer
-    theirs = trl[function](trainer, results)
-
-    ends = [tokenizer.get_vocab()[end] for end in ENDS[name]]
-    cfg = types.SimpleNamespace(max_turns=8, chat_template_kwargs="")
-    environment = agents.load_environment(f"{__file__}:says", 1.0)
-    player = agents.Player(environment, tokenizer, ends, [], cfg)
-    prompt = Prompt(np.array([1]), "", {}, QUESTION)
-    turns = [np.array([1, end]) for end in ends]  # the policy ends its turn as the template does
-    samples = [Sample(0, prompt, ids, np.zeros(2, np.float32)) for ids in turns]
-    assert theirs in [player.reply_ids(sample, results) for sample in samples]
+        trainer = types.SimpleNamespace(_is_vlm=False, chat_template=None, chat_template_kwargs={})
+        trainer.processing_class = trainer._tokenizer = tokenizer
+        if not trl["is_chat_template_prefix_preserving"](known):
+            trainer.chat_template = trl["get_training_chat_template"](known)
+        reply, two = (trl["_get_tool_suffix_ids"](trainer, [result] * n) for n in (1, 2))
+        read = functools.partial(trl["parse_response"], known, tools=TOOLS)
+        messages = [read(first, prompt), result, read(last, [*prompt, *first, *reply])]
+        assert sample.episode.messages == messages and "tool_calls" in messages[0]
+        assert sample.completion_ids.tolist() == [*first, *reply, *last]
+        assert sample.completion_ids[~sample.sampled].tolist() == reply
+        sample.completion_ids = np.array(first)
+        assert player.reply_ids(sample, [result] * 2) == two
 
 
 SUMS = [("<think>3+7=", "12"), (" 2+4+1=", "7"), ("172", None), ("7=", None), ("3+8=", None)]
@@ -546,10 +599,31 @@ def test_the_environments_of_the_sample_data(spec, turn, reply):
     assert sample.finish_reason == ("length" if reply else "stop")
 
 
-def test_a_turn_of_the_environment_is_appended_as_context():
-    s = Sample(0, Prompt(np.array([2]), "", {}), np.array([3, 4]), np.zeros(2, np.float32))
-    agents.append(s, np.array([5]), np.zeros(1, np.float32), sampled=False)
-    agents.append(s, np.array([6, 1]), np.ones(2, np.float32), sampled=True)
-    assert s.completion_ids.tolist() == [3, 4, 5, 6, 1]
-    assert s.sampled.tolist() == [True, True, False, True, True]
-    assert len(s.loss_mask) == len(s.advantages) == s.total_length - 1 == 5
+def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
+    """Four samples a step, an eval of six rows, a row that fails; resumed, and on two ranks."""
+    model = shutil.copytree(SAMPLE_DATA / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Place)
+    server.taken, server.most, server.daemon_threads = [], 0, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    row = dict(prompt=[dict(role="user", content="3+")], port=server.server_address[1])
+    options = dict(environment=f"{__file__}:Remote", model=str(model), save_every=2)
+    options |= dict(num_prompts=2, num_generations=2)
+    for name, last in (("train_data", "fail"), ("eval_data", "0=")):
+        rows = [row | dict(says=says) for says in ("1=", "2=", "3=", "5=", last, "8=")]
+        options[name] = f"{tmp_path}/{name}.jsonl"
+        pathlib.Path(options[name]).write_text("\n".join(map(json.dumps, rows)))
+    common.small_run(tmp_path / "one", **options)
+    shutil.copytree(tmp_path / "one", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "step_000004")
+    common.small_run(tmp_path / "half", **options, resume=True)
+    flags = common.flags_of(common.small_config(tmp_path / "two", **options))
+    assert common.on_ranks(2, "tests.common.main", *flags).returncode == 0
+    server.shutdown()
+    assert server.most == 4 and server.taken == []
+    one, half, two = (common.metrics_of(tmp_path / name) for name in ("one", "half", "two"))
+    assert one == half == [pytest.approx(m, rel=1e-4, abs=1e-6) for m in two]
+    failed = [m["environment/failed"] for m in one if "environment/failed" in m]
+    assert set(failed) == {0, 2} and sum(m["failed_rewards"] for m in one) == sum(failed)
+    prompts = {line["prompt"] for line in common.lines(tmp_path / "one" / "completions.jsonl")}
+    assert "3+" in prompts and all(re.fullmatch(r"3\+(\d\d=)?", text) for text in prompts)
