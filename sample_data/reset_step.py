@@ -1,10 +1,20 @@
-"""An adapter for environments with reset(seed) and step(action), the shape of gem-llm, textarena,
-skyrl-gym and OpenEnv. The game stands for theirs: put your class in the place of GuessTheNumber.
+"""An adapter for environments with reset(seed) and step(action), as gem-llm has them. The game
+stands for theirs: put your class in the place of GuessTheNumber.
 
     python grpo.py --model MODEL --chat --environment sample_data/reset_step.py:play \\
         --train_data sample_data/reset_step.py:rows --reward sample_data/reset_step.py:score
 
-A row is a seed. Each call plays the turns so far again, so nothing is kept between calls.
+A row is a seed. Each call plays the turns so far again, so nothing is kept between calls. Others
+have other lines in replay():
+
+    textarena   environment.reset(num_players=1, seed=seed)
+                _, said = environment.get_observation()  # with all that was said before
+                is_over, _ = environment.step(turn)
+                rewards, _ = environment.close()  # when it is over: {0: total}
+    skyrl-gym   messages, _ = environment.init(messages)
+                made = environment.step(turn)  # a dict with observations (messages), reward, done
+    OpenEnv     result = await client.step(action)  # with observation, reward, done
+                A client is a session of a server: write a class, see REFERENCE.md.
 """
 
 import random
