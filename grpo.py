@@ -1278,10 +1278,6 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
     eval_every=5,
 )
 
-LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
-LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
-LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
-
 
 class ConfigError(Exception):
     """The user's mistake: one line on the screen, exit code 2."""
@@ -1331,14 +1327,9 @@ def print_rank_0(text: str) -> None:
 
 
 def refuse_flags(message: str) -> None:
-    """argparse's words, or the flags that may be meant: lr is short for learning_rate."""
-    unknown = re.match(r"unrecognized arguments: --(\w+)", message)
-    if unknown:
-        pattern = "(^|_)" + ".*".join(unknown[1])
-        meant = [f"--{f.name}" for f in fields(Config) if re.search(pattern, f.name)]
-        message = f"unknown --{unknown[1]}; --help lists the flags"
-        if meant:
-            message = f"unknown --{unknown[1]}; did you mean {' or '.join(meant)}?"
+    """What argparse says of the flags, or what the user may have meant."""
+    if preflight is not None:
+        message = preflight.meant(message, [f.name for f in fields(Config)])
     raise ConfigError(message)
 
 
@@ -1391,28 +1382,6 @@ def parse_flags(argv: list[str] | None) -> Config:
         if path and name != "out_dir" and value != getattr(saved, name):
             print_rank_0(f"--{name} was {getattr(saved, name)!r} and is {value!r}")
     return cfg
-
-
-def check_flags(cfg: Config) -> None:
-    """Refuses impossible values before anything is loaded or written."""
-    for name, kind in typing.get_type_hints(Config).items():
-        value = getattr(cfg, name)
-        if kind in (int, float):
-            low = LOWEST.get(name, 0)
-            require(low <= value < math.inf, name, f"{value} is no number from {low} on")
-        elif typing.get_origin(kind) is Literal:
-            choices = typing.get_args(kind)
-            require(value in choices, name, f"{value} is none of {', '.join(choices)}")
-    require(cfg.model, "model", "is empty; Config(**BUNDLED) is the bundled task")
-    require(cfg.train_data, "train_data", "required if --model is given")
-    samples = cfg.num_prompts * cfg.num_generations
-    require(cfg.num_minibatches <= samples, "num_minibatches", "more than the step's samples")
-    if cfg.kl_in == "reward" and cfg.beta > 0:
-        why = "with --kl_in reward only k1 has the right gradient"
-        require(cfg.kl_estimator == "k1", "kl_estimator", why)
-    require(fast is not None or cfg.compile != "on", "compile", "needs extras/fast.py")
-    with mistakes_in("--chat_template_kwargs: no JSON object", (ValueError, TypeError)):
-        dict(**json.loads(cfg.chat_template_kwargs or "{}"))
 
 
 # -- Ranks: processes -> devices; what one has -> what all have
@@ -1820,6 +1789,7 @@ def make_player(environment, run: Run, prompts: list[Prompt]):
 
 def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
     """The flags with what extras/fast.py finds: compiled layers, the micro-batch that fits."""
+    require(fast is not None or cfg.compile != "on", "compile", "needs extras/fast.py")
     speed = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     if fast is not None:
         length = min(512, cfg.max_completion_length)
@@ -2597,7 +2567,8 @@ class Run:
 
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
-    check_flags(cfg)
+    with mistakes_in("flags", (ValueError,)):
+        look_at("values", cfg)
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
     with contextlib.ExitStack() as cleanup:

@@ -7,16 +7,57 @@ returns what the screen should say. Without this file a run begins all the same.
 
 import functools
 import json
+import math
 import os
 import re
 import sys
+import typing
 from datetime import date, time, timedelta
 from unicodedata import normalize
 
 from reward import ADDED, BUILT_IN
 
+LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
+LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
+LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
+
 
 # -- Flags
+def meant(message, names):
+    """argparse's words; for an unknown flag those that may be meant: lr is in learning_rate."""
+    unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+    if unknown is None:
+        return message
+    pattern = "(^|_)" + ".*".join(unknown[1])
+    meant = " or ".join(f"--{name}" for name in names if re.search(pattern, name))
+    if meant:
+        return f"unknown --{unknown[1]}; did you mean {meant}?"
+    return f"unknown --{unknown[1]}; --help lists the flags"
+
+
+def values(cfg):
+    """Impossible values. Without this file they fail where they are used."""
+    for name, kind in typing.get_type_hints(type(cfg)).items():
+        value, choices = getattr(cfg, name), typing.get_args(kind)
+        low = LOWEST.get(name, 0)
+        if kind in (int, float) and not low <= value < math.inf:
+            raise ValueError(f"--{name}: {value} is no number from {low} on")
+        if typing.get_origin(kind) is typing.Literal and value not in choices:
+            raise ValueError(f"--{name}: {value} is none of {', '.join(choices)}")
+    if not cfg.model:
+        raise ValueError("--model is empty; Config(**BUNDLED) is the bundled task")
+    if not cfg.train_data:
+        raise ValueError("--train_data is required if --model is given")
+    if cfg.num_minibatches > cfg.num_prompts * cfg.num_generations:
+        raise ValueError("--num_minibatches: more than the step's samples")
+    if cfg.kl_in == "reward" and cfg.beta > 0 and cfg.kl_estimator != "k1":
+        raise ValueError("--kl_estimator: with --kl_in reward only k1 has the right gradient")
+    try:
+        dict(**json.loads(cfg.chat_template_kwargs or "{}"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--chat_template_kwargs: no JSON object: {error}") from error
+
+
 def flags(argv):
     """Of a flag that is given twice only the last would count. --fast and --no_fast are one."""
     names = [word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
