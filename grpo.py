@@ -1451,6 +1451,8 @@ END = object()  # of the rows, of which one may be null
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
     """The prompts of --train_data or --eval_data. A row that cannot be used ends the run here."""
     path = getattr(cfg, flag)
+    if flag == "eval_data" and not path:
+        return []
     bar = dict(delay=10, disable=RANK > 0)  # if it takes long
     with mistakes_in(f"--{flag} {path}"):
         rows = iter(tqdm(read_rows(path), path, unit=" rows", **bar))
@@ -2148,6 +2150,10 @@ def copy_processors(model: str, folder: str) -> None:
             shutil.copy(path, folder)
 
 
+def absolute(model: str) -> str:
+    return os.path.abspath(model) if os.path.isdir(model) else model  # else a name on the hub
+
+
 def remove_folder(path: str) -> None:
     if os.path.islink(path):  # somebody has put the checkpoint elsewhere, where it stays
         os.unlink(path)
@@ -2375,16 +2381,12 @@ class Run:
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
         self.files = RunFiles(cfg)
-        cfg = replace(cfg, out_dir=self.files.path)
-        if os.path.isdir(cfg.model):
-            cfg = replace(cfg, model=os.path.abspath(cfg.model))
+        cfg = replace(cfg, out_dir=self.files.path, model=absolute(cfg.model))
         # What a mistake is likeliest in, and what is read soonest.
         self.tokenizer, self.rewards, environment = load_task(cfg, self.files.began)
         task = (self.tokenizer, self.rewards, environment, cfg)
         self.train_prompts = load_prompts("train_data", *task)
-        self.eval_prompts = []
-        if cfg.eval_data:
-            self.eval_prompts = load_prompts("eval_data", *task)
+        self.eval_prompts = load_prompts("eval_data", *task)
         look_at("both_data", self.train_prompts, self.eval_prompts)
         prompts = self.train_prompts + self.eval_prompts
 
@@ -2411,12 +2413,7 @@ class Run:
         if self.cfg.rollout == "hf":
             check_padding(self.policy, prompts, self.stop_ids, self.cfg)
         self.compare(checkpoint)
-        self.shown_prompt = prompts_of_step(self.train_prompts, self.step + 1, self.cfg)[0]
-        if self.player is not None:
-            cleanup.callback(self.player.sessions.close)
-            if RANK == 0:
-                with mistakes_in(f"--environment {cfg.environment}"):
-                    [self.shown_prompt] = self.player.open([self.shown_prompt], strict=True)
+        self.shown_prompt = self.first_prompt(cleanup)
 
         # What samples, learns and writes.
         self.sampler, self.ddp, self.optimizer = self.make_parts(checkpoint, cleanup)
@@ -2439,6 +2436,16 @@ class Run:
             with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
                 lora.add_adapters(self.model, checkpoint, cfg)
         return checkpoint
+
+    def first_prompt(self, cleanup: contextlib.ExitStack) -> Prompt:
+        """To be shown, by rank 0. An environment that cannot begin one ends the run here."""
+        prompt = prompts_of_step(self.train_prompts, self.step + 1, self.cfg)[0]
+        if self.player is not None:
+            cleanup.callback(self.player.sessions.close)
+            if RANK == 0:
+                with mistakes_in(f"--environment {self.cfg.environment}"):
+                    [prompt] = self.player.open([prompt], strict=True)
+        return prompt
 
     def compare(self, checkpoint: dict) -> None:
         """A resume must have what the run began with, and all ranks must have the same."""
