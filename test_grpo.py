@@ -542,8 +542,7 @@ def test_no_mean_of_means(micro_batch_tokens):
 
 
 def test_all_samples_are_drawn_by_random_numbers_of_their_own():
-    """Those of a prompt, of the same prompt in another group, of another step, and of an eval. The
-    seeds are what a sampler gets."""
+    """Those of a prompt, of the same prompt in another group, of another step, and of an eval."""
     asked = []
 
     def generate(prompts, seeds, temperature):
@@ -557,8 +556,6 @@ def test_all_samples_are_drawn_by_random_numbers_of_their_own():
     for stream, step in ((grpo.SAMPLING, 1), (grpo.SAMPLING, 2), (grpo.EVAL, 1), (grpo.EVAL, 0)):
         grpo.rollout(run, run.train_prompts, stream, step, 3, 1.0)
     assert len(asked) == len(set(asked)) == 4 * 2 * 3
-    numbers = [np.random.default_rng(seed).random() for seed in asked]
-    assert len(set(numbers)) == len(asked)
 
     # What vLLM is asked for: it draws by one number.
     params = []
@@ -585,8 +582,6 @@ def test_samples_follow_the_scored_distribution():
     assert (counts / n - logps.exp()).abs().max() < 4 * 0.5 / n**0.5
     for ids, row in completions[:50]:
         assert row[0] == pytest.approx(logps[ids[0]].item(), abs=1e-5)
-    [(ids, _)] = sampler.generate([np.array([5, 6, 7])], [(0, 0)], 0.0)
-    assert ids[0] == logps.argmax()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -613,21 +608,15 @@ def test_equal_rewards_give_exactly_zero(scale):
     assert (group_advantages(torch.full((6,), 0.7), 3, scale) == 0).all()
 
 
-def test_small_differences_of_large_rewards_are_a_signal():
+@pytest.mark.parametrize("scale", SCALES)
+def test_small_differences_are_a_signal_and_one_reward_is_none(scale):
     rewards = torch.tensor([1e6, 1e6 + 0.5, 1e6, 1e6 + 1.0], dtype=F64)
-    equal = torch.full((4,), 1e6 + 0.1, dtype=F64)
-    for scale in SCALES:
-        assert (group_advantages(rewards, 4, scale) != 0).all()
-        assert (group_advantages(rewards + 1e9, 4, scale) != 0).all()
-        assert (group_advantages(equal, 4, scale) == 0).all()
-
-
-def test_a_group_with_one_reward_or_none_gives_no_nan():
-    one = torch.tensor([1.0, math.nan, math.nan, math.nan])
-    none = torch.full((8,), math.nan)
-    for scale in SCALES:
-        assert (group_advantages(one, 4, scale) == 0).all()
-        assert (group_advantages(none, 4, scale) == 0).all()
+    assert (group_advantages(rewards, 4, scale) != 0).all()
+    assert (group_advantages(rewards + 1e9, 4, scale) != 0).all()
+    assert (group_advantages(torch.full((4,), 1e6 + 0.1, dtype=F64), 4, scale) == 0).all()
+    for first in (1.0, math.nan):
+        rewards = torch.tensor([first, math.nan, math.nan, math.nan])
+        assert (group_advantages(rewards, 4, scale) == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -767,8 +756,9 @@ def test_kl_survives_large_ratios():
 
 @pytest.mark.parametrize("d", [-60.0, -25.0, -19.0, -18.0, -5.0, 0.0, 3.0, 40.0])
 def test_the_slope_of_wk3_is_w_times_d_at_any_distance(d):
-    """In float32 too, although exp(-d) swallows d from -18 on. And k3 pulls towards the reference
-    from any distance."""
+    """In float32 too, although exp(-d) swallows d from -18 on. (So with a teacher as the reference
+    and beta 1 it is a policy gradient with the advantage log p_teacher - log p.) And k3 pulls
+    towards the reference from any distance."""
     logps = torch.tensor([[-1.5]], requires_grad=True)
     ref = logps.detach() - d
     old = logps.detach() - 0.5
@@ -840,21 +830,3 @@ def test_importance_weights_keep_the_expected_gradient():
     assert error(1e9) < 1e-12
     assert error(0) > 0.05  # without weights the gradient points elsewhere
     assert error(2.0) < error(0)
-
-
-def test_distillation_is_a_kl_to_a_teacher_without_a_reward():
-    """--reference TEACHER --beta 1 with rewards of weight 0: the gradient is that of a policy
-    gradient with the advantage log p_teacher - log p for each token."""
-    samples = random_samples(6, 3, np.float64)
-    teacher = tiny_model(dtype=F64, seed=1)
-    cfg = Config(beta=1.0, max_grad_norm=0, tis_cap=0)
-    grpo.add_logps("ref_logps", grpo.Policy(teacher, 1.0), samples, Config(micro_batch_tokens=99))
-    for s in samples:
-        s.advantages[:] = 0.0
-    distilled, _ = update_gradient(cfg, samples, F64)
-    model = tiny_model(dtype=F64)
-    for s in samples:
-        logps, target = (naive_logps(m, s, cfg)[0].detach() for m in (model, teacher))
-        s.advantages = (target - logps).numpy()
-    expected, _ = naive_gradient(Config(tis_cap=0), samples)
-    assert relative(distilled, expected) < 1e-12

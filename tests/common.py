@@ -103,7 +103,7 @@ def update_gradient(cfg, samples, dtype=torch.float32, policy=None, ddp=None, st
     cfg = dataclasses.replace(cfg, max_sampler_gap=1e9, micro_batch_tokens=tokens)
     recorder = Recorder(policy)
     metrics = grpo.update(policy, ddp or policy, recorder, samples, step, cfg)
-    return recorder.grads[0], metrics
+    return recorder.grads[-1], metrics
 
 
 def relative(a, b):
