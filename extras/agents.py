@@ -86,9 +86,7 @@ class Environment:
         place = place_of(error, self.spec)
         if place and place not in self.told:
             self.told.add(place)
-            print(
-                f"tool {name} of {self.spec} failed{place}: {error!r:.500}, as the policy is told"
-            )
+            print(f"tool {name} of {why(error, self.spec)}, as the policy is told", flush=True)
 
     def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
         tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}

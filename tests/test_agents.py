@@ -105,6 +105,14 @@ class Guess:
         return "higher"
 
 
+class Once:  # cannot be used again
+    def __init__(self):
+        self.words = ["Well?"]
+
+    def reset(self, **row):
+        return self.words.pop()
+
+
 class Meeting:  # whose tool ends when four have called it
     barrier = asyncio.Barrier(4)
 
@@ -276,6 +284,8 @@ REFUSED = [
     ("Guess", [dict(prompt=QUESTION, how="raise")], {}, "KeyError"),
     ("Guess", [dict(prompt=QUESTION, how="exit")], {}, "SystemExit"),
     ("Guess", [dict(prompt=QUESTION, how="hang")], {}, "TimeUp"),
+    ("Guess", [dict(prompt=QUESTION, how="unseeded")], {}, "two things"),
+    ("Once", [dict(prompt=QUESTION)], {}, "pop from empty list"),
 ]
 
 
@@ -447,8 +457,6 @@ def test_each_misbehaviour_costs_its_own_episode():
     samples[0].failure = "of a reward"
     assert player.metrics(samples)["environment/failed"] == 2
 
-    first, other = perform(make_player("Guess", [dict(prompt=QUESTION, how="unseeded")]), ["a"] * 2)
-    assert "two things" in other.failure and other.episode.turns == ["a"]
     for name, turn in (("misbehaves", "a"), ("TOOLS", call_text("fail", dict(how="interrupt")))):
         player = make_player(name, [dict(prompt=QUESTION, how="interrupt")])
         with pytest.raises(KeyboardInterrupt):
