@@ -2279,7 +2279,7 @@ class RunFiles:
             from extras import digests
 
             about = digests.about(run, self.path, STARTED)
-            edited = [name for name, said in about["files"].items() if said == "edited"]
+            edited = [name for name, said in about["files"].items() if "edited" in said]
             if edited and run.step > 0:
                 print_rank_0(f"edited since the run began: {', '.join(edited)}")
         config = asdict(cfg) | dict(about=about, began=self.began.isoformat())

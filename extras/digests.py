@@ -71,7 +71,7 @@ def about(run, out_dir, started):
         before = json.loads(Path(out_dir, "config.json").read_text())["about"]
     for path, digest in files.items():
         if os.path.getmtime(path) > started or before["files"].get(path, digest) != digest:
-            files[path] = "edited"  # while it ran: it is no version
+            files[path] += " edited"  # while it ran: who knows which version it had
 
     def code_of(functions):
         return sorted(files[path] for path in behind(functions, code).values())

@@ -251,7 +251,9 @@ def test_a_run_writes_down_what_it_has_read(tmp_path):
     envs = [about(reward="environment", environment=f"e.py:{name}") for name in ("Easy", "Hard")]
     assert envs[0]["eval_accuracy_of"] != envs[1]["eval_accuracy_of"]
     for unknown in (about(step=1), about(started=0.0)):  # two versions in one run
-        assert unknown["files"][str(helper)] == "edited"
+        assert "edited" in unknown["files"][str(helper)]
+    helper.write_text("ONE = 4.0\n")
+    assert about(step=1)["files"][str(helper)] != unknown["files"][str(helper)]
 
 
 def test_a_side_is_one_script_and_each_seed_once(compare, tmp_path):
