@@ -39,7 +39,7 @@ from tqdm import tqdm
 METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
 # Other values of these do not change what is learned.
 NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
-vllm_gpu_memory_utilization""".split()
+vllm_gpu_memory_utilization began job""".split()
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
 
@@ -53,7 +53,7 @@ class Run:
         self.files = about.pop("files", {})
         self.is_stale = self.files != {path: digests.of_file(path) for path in self.files}
         parts = [*about.pop("flags", {}).values(), flags]  # a resume may have changed them
-        for name in flags:
+        for name in parts[0]:
             about[name] = ", then ".join(dict.fromkeys(str(part.get(name)) for part in parts))
         for path, digest in self.files.items():
             about[f"{Path(path).name} {digest}"] = ""  # the other side has another folder
@@ -232,7 +232,7 @@ def draw(sides):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 7), layout="constrained")
-    figure.supxlabel("line: mean of the seeds; band: lowest to highest seed", fontsize=9)
+    figure.supxlabel("line: mean of the seeds; band: lowest to highest seed")
     for number, (title, unit, names) in enumerate(view.PANELS, 1):
         ax = figure.add_subplot(2, 4, number, title=title, ylabel=unit.split(",")[0], xlabel="step")
         for name, side in sides.items():

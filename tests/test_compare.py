@@ -395,9 +395,10 @@ def test_flags_that_one_side_lacks_are_refused_before_anything_runs(compare, scr
 
 def test_flags_are_taken_as_the_trainer_takes_them(compare):
     """The error is that of no flags: there are no runs to compare."""
-    flags = ["--num-prompts=2", "--no_fast", "--no-fast", "--non_stop_reward", "-1"]
-    flags += ["--system_prompt", "--- be kind ---"]
-    grpo.parse_flags(flags)
+    flags = ["--num-prompts=2", "--no_fast", "--non_stop_reward", "-1"]
+    flags += ["--system_prompt", "--- be kind ---", "--no-fast"]
+    for taken in (flags[:-1], flags[-1:]):
+        grpo.parse_flags(taken)
     arguments = ["--run", f"{HERE}/grpo.py", "--seeds", "0"]
     assert compare(*arguments, *flags)[2] == compare(*arguments)[2]
 
