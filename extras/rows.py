@@ -23,8 +23,7 @@ ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
 
 # -- A file -> rows
 def read(path: str):
-    """An iterator over the rows, as dicts, of a file or of a hub dataset name:config:split.
-    ValueError, OSError and what the libraries raise"""
+    """An iterator over the rows of a file or of a hub dataset name:config:split, as dicts."""
     kind = Path(path).suffix.lower()
     if kind == ".csv":
         return rows_of_csv(Path(path).read_text("utf-8-sig"))
@@ -59,8 +58,7 @@ def rows_of_parquet(path):
     refuse_twice(file.schema_arrow.names)
     kind = struct(file.schema_arrow)
     for batch in file.iter_batches(1000):
-        for row in batch.to_pylist(maps_as_pydicts="strict"):
-            yield plain(row, kind)
+        yield from (plain(row, kind) for row in batch.to_pylist(maps_as_pydicts="strict"))
 
 
 def refuse_twice(names):
@@ -89,8 +87,8 @@ def plain(value, kind=None):
 
 # -- A prompt -> a text, or messages
 def chat(prompt, row, template):
-    """Messages as templates want them, also of a --prompt_template that is the name of their column
-    alone, and of JSON, which a CSV has to have. Another text stays."""
+    """Messages as templates want them. A CSV has them as JSON, and a --prompt_template may be the
+    name of their column alone. Another text stays."""
     named = row.get(template[1:-1])
     if template[:1] == "{" and isinstance(named, list):
         prompt = named
@@ -105,8 +103,8 @@ def chat(prompt, row, template):
 
 
 def text_message(message: dict) -> dict:
-    """The message without nulls, which parquet makes, with one text instead of parts, and with the
-    arguments of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
+    """The message without parquet's nulls, with one text instead of parts, and with the arguments
+    of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
     if message.keys() == {"role", "content"} and isinstance(message["content"], str):
         return message  # of a million rows no copy
     message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}

@@ -226,7 +226,8 @@ def test_a_template_writes_the_day_on_which_the_run_began(tmp_path, monkeypatch)
     small += f" --model {tmp_path}/model --train_data {write(tmp_path, rows)} --max_steps"
     assert main(*small.split(), "1") == 0
 
-    later = types.SimpleNamespace(now=lambda: datetime.datetime(2031, 1, 2))
+    parse = datetime.datetime.fromisoformat
+    later = types.SimpleNamespace(now=lambda: parse("2031-01-02"), fromisoformat=parse)
     monkeypatch.setattr(chat_template_utils, "datetime", later)
     monkeypatch.setattr(grpo, "datetime", later)
     assert main("--resume", "--out_dir", f"{tmp_path}/o", "--max_steps", "2") == 0

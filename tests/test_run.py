@@ -356,7 +356,7 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
 def test_the_same_command_begins_a_run_and_goes_on(tmp_path, monkeypatch, capsys):
     """With --resume, as a job that may be preempted; without it if torchrun starts it again."""
     monkeypatch.chdir(tmp_path)
-    flags = flags_of(small_config(tmp_path / "out"))
+    flags = flags_of(small_config(tmp_path / "out", max_steps=Config.max_steps))
     flags = flags[: flags.index("--out_dir")] + flags[flags.index("--out_dir") + 2 :]
     for named in ([], ["--out_dir", str(tmp_path / "named")]):
         for steps in ("1", "2"):
