@@ -1,12 +1,11 @@
 """Rows of CSV, parquet and the hub, and chats as the templates of models want them. grpo.py alone
 reads JSON lines, JSON and functions, and takes messages as they are. Parquet's types become:
 
-    text, number, Decimal, bool, null    what they are
+    text, number, Decimal, bool, null    what they are; 0.1 in 32 bits is 0.1
     list, struct, map                    list, dict, dict
     arrow.json                           what the JSON says: `datasets` has it for mixed columns
     date, a timestamp at midnight        "2024-02-29": `datasets` makes timestamps of such texts
-    another time, a duration, a UUID     Python's; extras/preflight.py refuses times as answers
-    bytes                                refused by extras/preflight.py
+    other times, durations, UUID, bytes  Python's; see extras/preflight.py, which refuses some
 """
 
 import copy
@@ -77,10 +76,11 @@ def plain(value, kind=None):
         value = [plain(x, item) for x in value]
     elif isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         value = json.loads(value)
-    elif isinstance(value, datetime):
-        if value.tzinfo is None and value.time() == time():
-            value = value.date().isoformat()
-    elif isinstance(value, date):
+    elif isinstance(value, float) and str(kind) in ("float", "halffloat"):  # of 32 and 16 bits
+        value = float(str(kind.to_pandas_dtype()(value)))
+    elif isinstance(value, datetime) and value.tzinfo is None and value.time() == time():
+        value = value.date()
+    if type(value) is date:
         value = value.isoformat()
     return value
 

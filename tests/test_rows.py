@@ -45,6 +45,7 @@ def test_a_parquet_file_has_the_rows_of_its_json_lines(tmp_path):
             day=(pa.timestamp("ms"), [day, None, noon, day]),
             date=(pa.date32(), [day.date()] * 4),
             words=(pa.dictionary(pa.int8(), pa.string()), list("abab")),
+            short=(pa.list_(pa.float32()), [[0.1, None], [], [], []]),
         )
 
     columns = {name: pa.array(x, kind) for name, (kind, x) in table(pa.string()).items()}
@@ -62,6 +63,7 @@ def test_a_parquet_file_has_the_rows_of_its_json_lines(tmp_path):
         day="2024-02-29",
         date="2024-02-29",
         words="a",
+        short=[0.1, None],
     )
     assert (second["answer"], second["prompt"], second["struct"]["a"]) == (7, "2024-02-29", 1)
     assert (third["answer"], third["struct"], third["day"]) == (None, None, noon)
