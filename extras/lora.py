@@ -9,32 +9,32 @@ import re
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.pytorch_utils import Conv1D
 
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
     """Those of the checkpoint, or fresh ones, which change nothing yet."""
-    left_out = "$."  # no layer
-    holder = model
-    if any(".experts." in name for name, _ in model.named_parameters()):
-        left_out = r"\.(mlp|router|gate)\b"
-        holder = nn.ModuleList([model])  # peft would read in its config which layers are experts'
+    has_experts = any(".experts." in name for name, _ in model.named_parameters())
     # The model reads only the weight of some layers. Adapters there would have no gradient.
     called = set()
-    hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda m, _: called.add(m))
     with torch.no_grad():
-        model(torch.ones(1, 4, dtype=torch.long, device=model.device), use_cache=False)
+        model(model.dummy_inputs["input_ids"].to(model.device), use_cache=False)
     hook.remove()
     called.discard(model.get_output_embeddings())
-    # A subclass, such as Llama 4's router, may do more than multiply.
-    linear = [n for n, m in model.named_modules() if m in called and type(m) in (nn.Linear, Conv1D)]
-    targets = [name for name in linear if not re.search(left_out, name)]
+    targets = []
+    for name, module in model.named_modules():
+        is_left_out = has_experts and re.search(r"\.(mlp|router|gate)\b", name)
+        # A subclass, such as Llama 4's router, may do more than multiply.
+        if module in called and type(module) in (nn.Linear, Conv1D) and not is_left_out:
+            targets.append(name)
+    # peft reads in model.config which names are those of experts, and would take others for them.
+    holder = nn.ModuleList([model]) if has_experts else model
     torch.manual_seed(cfg.seed)  # every rank draws the same
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)
     inject_adapter_in_model(config, holder)
     adapters = checkpoint.get("adapters", {})
-    missing = model.load_state_dict(adapters, strict=False).missing_keys
+    missing, _ = model.load_state_dict(adapters, strict=False)
     missing = [name for name in missing if ".lora_" in name]
     if adapters and missing:
         raise ValueError(f"the checkpoint has no {missing[0]}")
