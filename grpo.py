@@ -1250,7 +1250,7 @@ class Config:
     max_steps: int = 100  # steps, each a rollout and its update
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # extras/fast.py where it is faster, and if it is there
-    compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda, if it wins back 25 s
+    compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # for matrix products
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda, else cpu
     seed: int = 0  # every random number is a function of the seed and the step
@@ -1798,7 +1798,7 @@ def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
         length = min(512, cfg.max_completion_length)
         batch = batch_for(policy.model, made_up(prompts[:1], [length] * (2048 // length)))
         context = functools.partial(autocast, cfg, policy.model.device)
-        speed, why = fast.fit(policy, batch, context, WORLD_SIZE, cfg)
+        speed, why = fast.fit(policy, batch, context, cfg)
         if why:
             print_rank_0(f"--compile: the layers are not compiled: {why}")
     speed["micro_batch_tokens"] = min(gather([speed["micro_batch_tokens"]]))  # on all ranks
@@ -1875,7 +1875,11 @@ class HFSampler:
         for start in range(0, len(prompts), self.BATCH):
             i = slice(start, start + self.BATCH)
             arguments = (prompts[i], seeds[i], temperature, limits[i], self.stop_ids, self.cfg)
-            completions += sample_batch(self.model, *arguments)
+            if fast is not None and packs(self.model):
+                arguments += (draw, padded, autocast)
+                completions += fast.sample_batch(self.model, *arguments)
+            else:
+                completions += sample_batch(self.model, *arguments)
         return completions
 
 

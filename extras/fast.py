@@ -10,8 +10,10 @@ Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of 
 import ctypes
 import functools
 
+import numpy as np
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -173,6 +175,41 @@ def experts(layer, hidden, *chosen):
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts)
 
 
+@torch.no_grad()
+def sample_batch(
+    model, prompts, seeds, temperature, limits, stop_ids, cfg, draw, padded, autocast
+) -> list[tuple]:
+    """The completions of grpo.py's sample_batch, for a model with packed attention. A row leaves
+    the batch when it stops, while generate computes all of them until the last one stops. The last
+    three arguments are functions of grpo.py."""
+    completions = [[] for _ in prompts]  # pairs of a token and its logp
+    streams = map(np.random.default_rng, seeds)
+    rows = list(zip(completions, streams, limits, strict=True))  # those that have not stopped
+    ids = padded(prompts, side="left").to(model.device)  # [rows, P]; then the new tokens, [rows, 1]
+    mask = padded([np.ones_like(p) for p in prompts], side="left").to(model.device)
+    cache = DynamicCache(config=model.config)
+    with autocast(cfg, model.device, cache=True):
+        while rows:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            options = dict(attention_mask=mask, position_ids=positions, past_key_values=cache)
+            logits = model(ids, logits_to_keep=1, **options).logits[:, -1]  # [rows, V]
+            randoms = torch.tensor([[s.random()] for _, s, _ in rows], dtype=torch.float64)
+            ids, logps = draw(logits, temperature, randoms.to(model.device))
+            stops = np.isin(ids.cpu().numpy(), stop_ids)
+            going = []
+            for row, pair in enumerate(zip(ids.cpu().numpy(), logps.cpu().numpy(), strict=True)):
+                completion, _, limit = rows[row]
+                completion.append(pair)
+                if not stops[row] and len(completion) < limit:
+                    going.append(row)
+            if len(going) < len(rows):
+                rows = [rows[row] for row in going]
+                ids, mask = ids[going], mask[going]
+                cache.batch_select_indices(going)
+            mask = nn.functional.pad(mask, (0, 1), value=1)
+    return [tuple(map(np.concatenate, zip(*pairs, strict=True))) for pairs in completions]
+
+
 def keep_freed_memory(device: torch.device) -> None:
     """glibc would return the memory of large tensors to the kernel, which clears it before it gives
     it out again: 10 % of an update of 135 M parameters, and more of a smaller model's."""
@@ -182,14 +219,11 @@ def keep_freed_memory(device: torch.device) -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep what is freed
 
 
-def fit(policy, batch: dict, autocast, ranks: int, cfg) -> tuple:
+def fit(policy, batch: dict, autocast, cfg) -> tuple:
     """What --compile and --micro_batch_tokens become on this machine, and why layers that should be
     compiled are not. batch: some 2,048 made-up tokens."""
     on_cuda = policy.model.device.type == "cuda"
-    # Compiled layers won 8e-15 s for each token and parameter on an H200. Compiling takes 25 s.
-    tokens = cfg.num_prompts * cfg.num_generations * cfg.max_completion_length / ranks
-    won = 8e-15 * tokens * policy.model.num_parameters() * cfg.max_steps
-    is_compiled = cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and won > 25)
+    is_compiled = cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and cfg.fast)
     layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
     why = ""
     if is_compiled:
