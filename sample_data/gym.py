@@ -30,6 +30,8 @@ def split(
 
     Questions with the same words, in any order, are on the same side: if 5 - 9 is held out, so are
     9 - 5 and 5 + 9. An easy task may have fewer than `size` questions; each of them is one row.
+    All come from seed=0, because other seeds are no other questions: question i is made from seed +
+    i, so that seeds 0 and 1 of size 500 share 499.
 
     Two options help to learn what is rare. They change the training rows only. kind(row) sorts the
     rows into kinds, and rows of rare kinds are repeated. sign_marks is the score of a wrong number
@@ -63,24 +65,39 @@ def split(
 
 
 def score(completion: str, row: dict) -> float:
-    """1.0 if the task's own scorer gives full marks to the last number of the completion, or to its
-    last line if the answer is not a number. Otherwise 0.0, or the row's `sign_marks` for the right
-    sign.
+    """1.0 if the task's own scorer gives full marks to the answer at the end of the completion.
+    Otherwise 0.0, or the row's `sign_marks` for the right sign.
 
-    The scorer's partial marks do not count: they reward -4 and 14 if the answer is 4.
+    The scorer's partial marks do not count: they reward -4 and 14 if the answer is 4. (Read the
+    scorer of your task: in 0.1.25 that of game_of_life_halting gives full marks to any text.)
     """
-    answer = row["answer"]
-    pattern = r"\S.*"
-    if re.fullmatch(r"-?\d+(\.\d+)?", answer):
-        pattern = r"(?:(?<![\w)])-)?\d+(?:\.\d+)?"
-    candidates = re.findall(pattern, completion)
-    given = candidates[-1] if candidates else None
-    marks = reasoning_gym.get_score_answer_fn(row["task"])(given, row)
-    if marks >= 1:
+    gold = row["answer"] or ""  # None for five tasks, which accept several answers
+    answers = answers_of(completion, gold)
+    if any(is_right(answer, row) for answer in answers):
         return 1.0
-    if given and given.startswith("-") == answer.startswith("-"):
+    if answers and answers[0].startswith("-") == gold.startswith("-"):
         return row.get("sign_marks", 0.0)
     return 0.0
+
+
+def is_right(answer: str, row: dict) -> bool:
+    try:
+        return reasoning_gym.get_score_answer_fn(row["task"])(answer, row) >= 1
+    except Exception:  # three scorers raise if they cannot read an answer
+        return False
+
+
+def answers_of(completion: str, gold: str) -> list[str]:
+    """What may be the answer: the last number if the task's own answer, gold, is a number; else as
+    many lines of the end as gold has. Without a gold: the last line, or all behind the last blank
+    line."""
+    if re.fullmatch(r"-?\d+(\.\d+)?", gold):
+        return re.findall(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", completion)[-1:]
+    text = completion.strip()
+    lines = text.split("\n")
+    if gold:
+        return ["\n".join(lines[-len(gold.split("\n")) :]).strip()]
+    return [lines[-1].strip(), text.rpartition("\n\n")[2]]
 
 
 def sum_kind(row: dict) -> tuple:
