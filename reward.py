@@ -1,8 +1,9 @@
 """The built-in reward functions, and how those of your own files are loaded and called.
 
-A reward function is fn(completion: str, row: dict) -> float, or None if it does not apply. `row` is
-the row of the data with what the trainer adds: ADDED, and with --environment IN_EPISODES. TRL's
-form, fn(completions, **columns), works unchanged. Your own functions may be async."""
+A reward function is fn(completion: str, row: dict) -> float, or None if it does not apply, or a
+list of them, one for each token. `row` is the row of the data with what the trainer adds: ADDED,
+and with --environment IN_EPISODES. TRL's form, fn(completions, **columns), works unchanged. Your
+own functions may be async."""
 
 import asyncio
 import inspect
@@ -11,6 +12,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -24,8 +26,10 @@ from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
 
-ADDED = "prompt_text prompt_messages completion_ids completion_length max_completion_length".split()
-ADDED += "completion_messages finish_reason trainer_state".split()  # no column may be called so
+ADDED = (  # no column may be called so
+    "prompt_text prompt_messages completion_ids completion_tokens completion_length "
+    "max_completion_length completion_messages finish_reason trainer_state"
+).split()
 IN_EPISODES = "turns replies environments".split()
 OF_TRL = "prompts completions log_metric log_extra".split()  # what TRL's form gets besides
 
@@ -41,16 +45,16 @@ def answer_reward(completion, row):
 
 def gsm8k_reward(completion, row):
     """1.0 if the final number is that of row["answer"], which may be a solution with `####`."""
-    gold = final_number(as_text(row["answer"]))
-    if gold is None:
-        raise ValueError("its answer has no number")
-    return float(final_number(parts_of(completion, row)[1]) == gold)
+    gold = re.split(r"####|\\boxed\{", as_text(row["answer"]))[-1]
+    number = final_number(f"\\boxed{{{gold}}}")
+    if number is None:
+        raise ValueError(f"{gold!r} is not one number")
+    return float(final_number(parts_of(completion, row)[1]) == number)
 
 
 def math_reward(completion, row):
     r"""1.0 if math-verify finds row["answer"] in \boxed{}, or if there is none in a formula behind
-    words such as "the answer is". The settings are TRL's, so that results can be compared."""
-    from latex2sympy2_extended import NormalizationConfig
+    words such as "the answer is". studies/RESULTS.md has what other graders pay."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel("ERROR")  # it warns without its own time limit
@@ -60,11 +64,10 @@ def math_reward(completion, row):
     golds = parse(gold, parsing_timeout=None)
     if not golds:
         raise ValueError(f"math-verify cannot parse {gold!r}")
-    how = dict(boxed_match_priority=0, try_extract_without_anchor=False)
-    formulas = LatexExtractionConfig(normalization_config=NormalizationConfig(units=True), **how)
+    formulas = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     answer = parts_of(completion, row)[1]
     answers = parse(answer, [formulas], extraction_mode="first_match", parsing_timeout=None)
-    return float(verify(golds, answers, timeout_seconds=None))
+    return float(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def countdown_reward(completion, row):
@@ -84,8 +87,8 @@ def countdown_reward(completion, row):
 def format_reward(completion, row):
     """1.0 for one `<think>words</think>` at the start, and words behind it as the answer."""
     thought, answer = parts_of(completion, row)
-    has_thought = re.match("<think>" + WORDS, thought) and thought.count("think>") == 1
-    return float(bool(has_thought and re.match(WORDS, answer)))
+    has_words = re.match("<think>" + WORDS, thought) and re.match(WORDS, answer)
+    return float(has_words is not None and thought.count("think>") == 1)
 
 
 def overlong_reward(completion, row):
@@ -98,15 +101,22 @@ def environment_reward(completion, row):
     return getattr(row["environments"], "get_reward", NoneType)()
 
 
-BUILT_IN = dict(answer=answer_reward, gsm8k=gsm8k_reward, math=math_reward, format=format_reward)
-BUILT_IN |= dict(countdown=countdown_reward, overlong=overlong_reward)
-BUILT_IN["environment"] = environment_reward
+BUILT_IN = (answer_reward, gsm8k_reward, math_reward, format_reward)
+BUILT_IN += (countdown_reward, overlong_reward, environment_reward)
+BUILT_IN = {function.__name__.removesuffix("_reward"): function for function in BUILT_IN}
 answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
 countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
 
 # -- How they read a text: its form, not its words. "not 18" says 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
 THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
+DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2009\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
+NUMBER = r"-?[0-9]*\.?[0-9]+"
+BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # what stands in it
+ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, 10^3
+    r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e))(?:[^=]*=)?(?:\\.|[^\\0-9=,;<>^_])*?"
+    rf"({NUMBER})(?:\\.|[^\\0-9=,;<>^]|\^\{{?\\circ|(?<=[a-z}}]{{2}})\^\{{?[23])*$"
+)
 WORDS = r"(?:<[^<>]*>|\W)*+\w"  # the first word is not in a tag, or a token such as <|im_end|>
 
 
@@ -116,21 +126,24 @@ def parts_of(completion, row):
     if row.get("prompt_text", "").rstrip().endswith("<think>"):  # by the chat template
         completion = "<think>" + completion
     thought, _, rest = completion.rpartition("</think>")
-    answer = rest
     before, closed, after = rest.rpartition("</answer>")
-    if closed:
-        answer = before.rpartition("<answer>")[2]  # the last pair of tags
+    answer = before.rpartition("<answer>")[2] if closed else rest  # the last pair of tags
     if "<think>" in rest or "<answer>" in after:  # a tag is still open
         answer = ""
-    return thought.strip(), answer.strip()
+    return thought.strip(), plain(answer)
+
+
+def plain(text):  # with - as minus, without thin blanks as in 1\,042, and the dot of {72.}
+    return re.sub(DECORATION, "", re.sub("[\u2212\u2011]", "-", text)).strip()
 
 
 def as_text(value):  # in a data row
-    if isinstance(value, (list, dict)):
-        raise ValueError(f"{value!r} is neither a text nor a number")
-    if isinstance(value, float):
-        value = format(Decimal(str(value)), "f")  # 0.00005, where str() says 5e-05
-    return str(value).strip()
+    if not isinstance(value, str):
+        if hasattr(value, "__len__"):
+            raise ValueError(f"{value!r} is neither a text nor a number")
+        with suppress(ArithmeticError):  # True is no number
+            value = format(Decimal(str(value)), "f")  # 0.00005, where str() says 5e-05
+    return plain(str(value))
 
 
 def value_of(text):  # the number, if it is one and nothing else
@@ -139,10 +152,11 @@ def value_of(text):  # the number, if it is one and nothing else
 
 
 def final_number(text):
-    r"""The number behind the last ####, else the last in the last \boxed{}, else the last one."""
+    r"""The number behind the last ####, else that in the last \boxed{}, else the last one. None if
+    this place has no number, or no single one."""
     text = re.sub(THOUSANDS + r"|\\?\$|\*", "", text)  # as in \$1,042 and **18**
-    found = re.findall(r"####\s*(-?[0-9.]+)", text) or re.findall(r"\\boxed\{([^}]*)", text)
-    numbers = re.findall(r"-?[0-9]*\.?[0-9]+", [text, *found][-1])
+    found = re.findall(r"####\s*(-?[0-9./:^]+)", text) or re.findall(BOX, text)
+    numbers = re.findall(ONE_NUMBER, found[-1]) if found else re.findall(NUMBER, text)
     return Decimal(numbers[-1]) if numbers else None
 
 
@@ -207,9 +221,6 @@ def load_function(spec: str):
         module = import_module(path.stem)
         if not path.samefile(inspect.getfile(module)):
             raise ImportError(f"{module} has the same name: rename your file")
-        if not hasattr(module, name):
-            names = [other for other in vars(module) if not other.startswith("_")]
-            raise ValueError(f"has no {name}, but {', '.join(names)}")
         return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {error!r}") from error
@@ -220,6 +231,7 @@ class TimeUp(BaseException):
     """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
 
 
+YOUR_LINE = r'(File "(?![^"]*(?:/lib(?:64)?/python3|/reward\.py"))[^"]*", line [0-9]+), in'
 FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardInterrupt ends the run
 
 
@@ -279,7 +291,8 @@ def finish(future, seconds):
 
 def call_reward(reward, completions, rows, seconds):
     """Calls a function for each completion, or in TRL's form once for all of them. Returns
-    values: a float for each completion; nan: the reward does not apply; 0.0: the call failed
+    values: a float for each completion; nan: the reward does not apply; 0.0: the call failed; or
+        a list, a float for each token; nan: no reward there
     failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
     metrics: {name: mean number}, extra: {column: a text for each completion}, as TRL logs them"""
     values, failures, logged, extra = [], {}, {}, {}
@@ -289,26 +302,33 @@ def call_reward(reward, completions, rows, seconds):
     futures = [begin(seconds, *call) for call in calls]
     wait(futures, seconds)  # for the asynchronous ones, which run at the same time
     for future in futures:
-        count = len(rows) // len(futures)
+        first, count = len(values), len(rows) // len(futures)
         try:
             with time_limit(seconds):  # for a generator
-                values += numbers_of(finish(future, 0), count, reward.batched)
+                returned = finish(future, 0) if reward.batched else [finish(future, 0)]
+                pairs = zip(rows[first : first + count], returned, strict=True)
+                values += [number_of(value, row, reward.batched) for row, value in pairs]
         except FAILURES as error:
-            failed = range(len(values), len(values) + count)
-            failures |= dict.fromkeys(failed, f"reward {reward.name} failed: {error!r:.500}")
+            why = f"reward {reward.name} failed: {cause_of(error)}"
+            failures |= dict.fromkeys(range(first, first + count), why)
             values += [0.0] * count
     return values, failures, {name: mean(logged[name]) for name in logged}, extra
 
 
-def numbers_of(returned, count, batched):  # -> floats. An error if they are not so many numbers
-    numbers = []
-    for _, value in zip(range(count), returned if batched else [returned], strict=True):
-        if value is None or batched and value != value:  # TRL takes nan for None
-            value = math.nan
-        elif not math.isfinite(value):  # an error if it is no number
-            raise ValueError(f"{value!r:.100} is no finite number")
-        numbers.append(float(value))
-    return numbers
+def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error if it is neither
+    if isinstance(value, list) and not nan_is_none:
+        pairs = zip(row["completion_ids"], value, strict=True)
+        return [number_of(part, row, nan_is_none=True) for _, part in pairs]
+    if value is None or nan_is_none and value != value:
+        return math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no finite number")
+    return float(value)
+
+
+def cause_of(error):  # in one line, and the last line of your code that it came through
+    lines = re.findall(YOUR_LINE, traceback.format_exc())
+    return ", ".join([f"{error!r:.500}", *lines[-1:]])
 
 
 def call_trl(function, completions, rows, logged, extra):  # with the arguments that TRL passes
