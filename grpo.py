@@ -174,6 +174,7 @@ class Sample:
     finish_reason: str = "stop"  # or "length": cut off
     text: str = ""  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
+    token_rewards: dict = field(default_factory=dict)  # of those that return a list: [T], weighted
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
     failure: str = ""  # why a reward function or the environment failed
     logged: dict = field(default_factory=dict)  # metrics of a reward function, for the log
@@ -681,11 +682,20 @@ def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
     """The values of a reward function, and what it said beside them."""
     texts = [s.text for s in samples]
     rows = [reward_row(s, run) for s in samples]  # new ones, because a function may change them
+    if getattr(function.function, "tokens", False):  # an option: it wants to know their texts
+        from extras import tokens
+
+        for s, row in zip(samples, rows, strict=True):
+            row["completion_tokens"] = tokens.texts(run.tokenizer, row["completion_ids"])
     transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
     returned = call_reward(function, texts, rows, run.cfg.call_timeout)
     values, failures, metrics, extra = returned
     for i, s in enumerate(samples):
-        s.rewards[function.name] = values[i]
+        value = values[i]
+        if isinstance(value, list):  # an option: one for each token, nan where there is none
+            s.token_rewards[function.name] = function.weight * np.array(value)  # [T]
+            value = float(np.nansum(value))
+        s.rewards[function.name] = value
         s.failure = s.failure or failures.get(i, "")
         s.logged |= metrics  # of the whole call: sample_metrics takes the mean over samples
         s.extra |= {column: entries[i] for column, entries in extra.items()}
