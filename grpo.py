@@ -2048,6 +2048,8 @@ def print_failures(samples: list[Sample]) -> None:
     failures = [s.failure for s in samples if s.failure]
     if failures:
         print_rank_0(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
+    elif all(math.isnan(s.reward) for s in samples):
+        print_rank_0(f"in all samples: {' and '.join(samples[0].rewards)} returned None")
 
 
 def print_sample(s: Sample) -> None:
@@ -2569,7 +2571,7 @@ class Run:
         self.files.log(metrics, completion_rows(logged, self.step, self.tokenizer))
         print_step(self.step, metrics, samples, self.rewards, cfg)
         if self.step == 1 and all(s.failure or math.isnan(s.reward) for s in samples):
-            raise TrainingError("no sample of the first step has a reward")
+            raise TrainingError("no sample of the first step has a reward: see the lines above")
         self.bad_steps += 1
         if metrics["skipped_steps"] == 0:
             self.bad_steps = 0
