@@ -13,8 +13,11 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import reward
+from extras import tokens
+from tests.common import metrics_of, small_run
 
 PREFILLED = "User: hi\nAssistant: <think>\n"
 
@@ -39,6 +42,9 @@ ANSWERS = [  # row["answer"], completions that earn it, others
     ("9" * 9999, ["9" * 9999, "9" * 9999 + ".0"], ["9" * 9998]),
     (np.int64(7), ["7", "7.0"], ["8"]),
     (True, ["True"], ["1"]),
+    (np.float32(5e-5), ["0.00005"], ["5e-05"]),
+    ("-5", ["\u22125", "\u20115"], ["5", "\u20135"]),  # a typographic minus
+    ("\u22121042", ["-1\u202f042", "\u22121\xa0042", "-1\u2009042", "-1\\,042"], ["42", "-42"]),
 ]
 
 
@@ -47,11 +53,18 @@ def test_answer(gold, right, wrong):
     assert [text for text in right + wrong if part("answer", text, answer=gold)] == right
 
 
+SEVERAL = (
+    r"70\text{ or }72; [0,1]; [0, 1); \frac{1}{2}; 1/2; 2\sqrt{2}; 10^3; 3\pi; {1,2}; x > 3; x^2"
+)
+SEVERAL += r"; x=1\text{ or }x=2; (0,\infty); 0\le x; 3:2; 101_2; 5e-05"
+SEVERAL = [f"\\boxed{{{text}}}" for text in SEVERAL.split("; ")] + ["so #### 1/2"]
 FINAL_NUMBERS = {
     "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "$18$.", "18%", "17, 18", "a 1 18 \ud800", "18!"],
     "18.0": ["17\n#### 18\n7 a day", "#### $18", "#### 7 #### **18** \\boxed{5}", "####18 for 2"],
     "18.00": ["\\boxed{18}, not 17", "\\boxed{17} \\boxed{x_1 = 18}", "\\boxed{18\\text{ m}^2} 5"],
-    "-7": ["#### -$7", "it is -7.", "(-7)", "\\boxed{-7}"],
+    "-7": ["#### -$7", "it is -7.", "(-7)", "\\boxed{-7}", "#### -7.", "\\boxed{-7.}"],
+    "72": ["\\boxed{48+24=72}", "\\boxed{\\text{72 clips}}", "\\boxed{72\\,\\text{cm}^{3}}"],
+    "90": ["\\boxed{90^\\circ}", "\\boxed{\\{9\\}} \\boxed{\\approx 90\\%}"],
     "1042.5": [
         "so $1,042.50.",
         "\\boxed{\\$1{,}042.5 \\text{ a day}}.",
@@ -61,7 +74,7 @@ FINAL_NUMBERS = {
     ".5": ["0.50", "1 .5"],
     "5": ["3,5"],
     "9" * 9999: ["9" * 9999],
-    None: ["", "eighteen", "\u0664\u0662", "\\boxed{}", "\\boxed{}5"],
+    None: ["", "eighteen", "\u0664\u0662", "\\boxed{}", "\\boxed{}5", *SEVERAL],
 }
 
 
@@ -88,21 +101,29 @@ MATH = r"""\frac{1}{2} == the answer is $\frac{2}{4}$; \boxed{0.5} but not $3$ !
 5\text{ m} == \boxed{5 \text{ meters}}; \boxed{5}; Answer: $5$ m != \boxed{6 m}
 \$5 == \boxed{5} != $5$ | \text{Yes} == \boxed{yes} != \boxed{no}
 \infty == \boxed{\infty} != \boxed{-\infty}"""
+MORE = r"""72 == \boxed{72.} != There are 72.; It is not 72.; \boxed{70}, not 72; 6*12 = 72
+1000 == \boxed{1\,000}; \boxed{1THIN000} != \boxed{1\,001} | 43 == \boxed{43.} != \boxed{1\,042}
+[0,1) == \boxed{0\le x<1} != \boxed{[0,1]}; \boxed{0<x<1} | 42 == \boxed{42.} != \boxed{1THIN042}
+7 == \boxed{7.} != \boxed{7}, \boxed{8}; \boxed{8}, \boxed{7}; \boxed{7,8}; If $x = 7$; \boxed{x^7}
+\frac{1}{2} == \boxed{\frac12} != \boxed{\frac21} | 2\sqrt{2} == \boxed{2\sqrt2} != \boxed{2}"""
+MORE = MORE.replace("THIN", "\u202f")
 
 
-@pytest.mark.parametrize("row", re.split("\n| [|] ", MATH))
-def test_math_is_the_verdict_of_trl(row):
-    """A row has the gold text, completions that earn it, and others."""
+@pytest.mark.parametrize("row", re.split("\n| [|] ", f"{MATH}\n{MORE}"))
+def test_math_pays_what_trl_pays_and_more(row):
+    """A row has the gold text, completions that earn it (of MORE not by TRL), and others."""
     accuracy = pytest.importorskip("trl.rewards").accuracy_reward
     gold, *texts = re.split(" [!=]= ", row)
     right, wrong = (text.split("; ") for text in texts)
     assert [text for text in right + wrong if part("math", text, answer=gold)] == right
+    assert part("math", f"<think>{right[0]}</think>{wrong[0]}", answer=gold) == 0
     formula = gold if "$" in gold.replace(r"\$", "") else f"${gold}$"
     chats = [[dict(content=text)] for text in right + wrong]
     verdicts = accuracy(chats, [formula] * len(chats))
-    assert verdicts == [part("math", text, answer=formula) for text in right + wrong]
-    assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
-    assert part("math", f"<think>{right[0]}</think>{wrong[0]}", answer=gold) == 0
+    if row in MATH:
+        assert verdicts == [1.0] * len(right) + [0.0] * len(wrong)
+    else:
+        assert verdicts[: len(right)] == [0.0] * len(right)
 
 
 def test_format():
@@ -169,7 +190,8 @@ def test_no_text_breaks_a_built_in_or_takes_more_than_linear_time(text):
 
 
 GOLDS = dict(answer=["", " \n", ["5"], {"a": 5}, "<answer>5</answer>", "a</think>5"])
-GOLDS |= dict(gsm8k=["", "five", math.nan], math=["", "\\boxed{}", ["5"]])
+GOLDS["answer"] += [np.array([5]), ("5",), b"5"]
+GOLDS |= dict(gsm8k=["", "five", math.nan, *SEVERAL, "[0,1)"], math=["", "\\boxed{}", ["5"]])
 UNEARNABLE = [(name, {"answer": gold}) for name in GOLDS for gold in GOLDS[name]]
 UNEARNABLE += [("countdown", {"numbers": n, "target": 3}) for n in ([1.5, 2], [-1, 2], "1 2", [])]
 UNEARNABLE += [("countdown", {"numbers": [1, 2], "target": "three"})]
@@ -191,7 +213,7 @@ def test_a_row_that_nothing_can_satisfy_is_refused(name, row):
 
 # -- Functions from files
 FUNCTIONS = r"""from __future__ import annotations
-import asyncio, math, sys, time
+import asyncio, json, math, sys, time
 from dataclasses import dataclass
 import neighbour
 @dataclass
@@ -208,9 +230,12 @@ async def waits(completion, row):
     async with GATE: await asyncio.sleep(9 if completion == "hang" else 0.2)
     return 1.0
 def only_even(completion, row): return None if len(completion) % 2 else 4.0
+def steps(completion, row): return row["returned"]
+def helper(text): return json.loads(text)  # raises in Python's own file
 def misbehave(completion, row):
     values = {"nan": float("nan"), "inf": -float("inf"), "text": "1.0", "list": [1.0], "bool": True}
     if completion == "raise": raise KeyError("two\nlines \033 \ud800")
+    if completion == "deep": return helper(completion)
     if completion == "exit": sys.exit(1)
     if completion == "interrupt": raise KeyboardInterrupt
     start = time.monotonic()
@@ -374,6 +399,64 @@ def test_each_misbehaviour_costs_its_own_sample(call):
     assert all(line.isprintable() for line in failures.values())
     with pytest.raises(KeyboardInterrupt):
         call("misbehave", ["interrupt"])
+
+
+def test_a_failure_names_the_line_of_your_own_code(call, file):
+    places = dict(misbehave="return json.loads", waits="raise KeyError", trl_misbehave="1 / 0")
+    for name, code in places.items():
+        line = FUNCTIONS.partition(code)[0].count("\n") + 1
+        [why] = call(name, ["deep" if name == "misbehave" else "raise"])[1].values()
+        assert why.endswith(f'File "{file}", line {line}')
+
+
+def test_a_list_is_a_value_for_each_token(call):
+    good = [[1, None, -0.5], [0, True, np.float32(2)], 4, None]
+    bad = [[1, 2], [1, 2, 3, 4], [1, 2, math.inf], [1, [2], 3], [1, "2", 3], []]
+    rows = [dict(completion_ids=[5, 6, 7], returned=value) for value in good + bad]
+    values, failures, *_ = call("steps", [""] * len(rows), rows)
+    assert values[0] == pytest.approx([1, math.nan, -0.5], nan_ok=True)
+    assert values[1:3] == [[0, 1, 2], 4] and math.isnan(values[3])
+    assert values[4:] == [0.0] * len(bad) and list(failures) == list(range(4, len(rows)))
+
+
+LISTS = """
+def values(row):
+    return [None if i % 2 else len(text) / 7 for i, text in enumerate(row["completion_tokens"])]
+def steps(completion, row):
+    assert "".join(row["completion_tokens"]).startswith(completion)
+    return values(row)
+def total(completion, row): return sum(value or 0 for value in values(row))
+steps.tokens = total.tokens = True
+"""
+
+
+def test_the_sum_of_a_list_is_the_reward_of_the_sample(tmp_path):
+    (tmp_path / "lists.py").write_text(LISTS)
+    for name in ("steps", "total"):
+        small_run(tmp_path / name, reward=f"{tmp_path}/lists.py:{name}:-2,overlong", max_steps=2)
+    of_lists, of_sums = (repr(metrics_of(tmp_path / name)) for name in ("steps", "total"))
+    assert of_lists.replace("steps/", "total/") == of_sums and "rewards/total/std" in of_sums
+
+
+def test_the_texts_of_tokens():
+    """Their places in the text, also where a character has several tokens, or a first blank is
+    dropped by whatever decodes."""
+    text = " caf\xe9 \U0001f600\U0001f600 1 + 1 = 2, \u4f60\u597d"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    of_bytes = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = decoders.ByteLevel()
+    words = ["\u2581", *dict.fromkeys("caf\xe9\U0001f6001+=2,\u4f60\u597d")]
+    of_words = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    of_words.pre_tokenizer = pre_tokenizers.Metaspace()
+    of_words.decoder = decoders.Metaspace()
+    for tokenizer in (of_bytes, of_words):
+        ids = tokenizer.encode(text).ids
+        whole = tokenizer.decode(ids)
+        texts = tokens.texts(tokenizer, ids)
+        assert len(texts) == len(ids) and "".join(texts) == whole and whole.strip() == text.strip()
+        assert tokens.texts(tokenizer, ids[:5]) == texts[:5]
+    assert texts[-1] == "\u597d" and max(map(len, texts)) == 1
 
 
 def test_asynchronous_calls_run_at_the_same_time(call):
