@@ -4,6 +4,7 @@ what it is for, and its runs resume to the bit."""
 import importlib.util
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+import grpo
 from tests.common import (
     F64,
     HERE,
@@ -220,6 +222,43 @@ def test_rloo(patched):
         samples.append(sample)
     grpo.assign_advantages(samples, grpo.Config(num_generations=4))
     assert samples[0].advantages[0] == pytest.approx(3.0 - (0 + 1 + 4) / 3)
+
+
+def test_process_reward(patched):
+    """A loop over steps and tokens, in float64. Without lists it is GRPO."""
+    module = module_of(patched("process_reward"))
+    cfg = module.Config(num_generations=5)
+    samples = random_samples(5, 5)
+    rng = np.random.default_rng(0)
+    ends = []  # of steps: sample, token, reward
+    for i, s in enumerate(samples):
+        s.rewards = dict(steps=0.0, answer=i % 2)
+        s.reward = i % 2
+        if i != 3:  # whose call failed
+            steps = np.where(
+                rng.random(len(s.sampled)) < 0.5, rng.normal(size=len(s.sampled)), math.nan
+            )
+            s.token_rewards["steps"] = steps
+            s.reward += np.nansum(steps)
+            ends += [(i, t, steps[t]) for t in np.flatnonzero(~np.isnan(steps))]
+            if math.isnan(steps[-1]):
+                ends.append((i, len(steps) - 1, 0))
+            ends[-1] = (*ends[-1][:2], ends[-1][2] + i % 2)
+        else:
+            ends.append((i, len(s.sampled) - 1, 1))
+    module.assign_advantages(samples, cfg)
+    mean, std = (f([r for *_, r in ends]) for f in (statistics.mean, statistics.stdev))
+    for i, s in enumerate(samples):
+        for t, advantage in enumerate(s.advantages):
+            later = [(r - mean) / (std + 1e-4) for j, end, r in ends if j == i and end >= t]
+            assert advantage == pytest.approx(sum(later), abs=1e-12)
+    for s in samples:
+        s.token_rewards = {}
+    module.assign_advantages(samples, cfg)
+    found = [s.advantages.copy() for s in samples]
+    grpo.assign_advantages(samples, cfg)
+    for s, advantages in zip(samples, found, strict=True):
+        assert advantages == pytest.approx(s.advantages, abs=1e-12)
 
 
 def test_cispo(patched):
