@@ -1,9 +1,9 @@
-"""What does each grader pay?   python studies/graders.py
+"""What does each grader pay?   python studies/graders.py FOLDER
 
 The same 60 answers, each with the right one, are judged by 31 graders of 16 packages, and so are 12
 wrong answers that name the right one. Each package is installed from PyPI in the version that
-stands below, into a folder of its own under /tmp/graders (3 minutes, 0.9 GB; what is there is not
-installed again), without its dependencies but for those that its graders need. Its graders run in
+stands below, into a folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not installed
+again), without its dependencies but for those that its graders need. Its graders run in
 a process that sees this folder and Python's own modules only.
 
 A grader gets the whole completion. If it takes an answer that is cut out already, its package's own
@@ -38,7 +38,6 @@ NEEDS = f"{MATH_VERIFY} antlr4-python3-runtime==4.13.2"
 LATEX = f"{NEEDS} pylatexenc==2.10"
 PYDANTIC = "pydantic==2.12.5 pydantic-core==2.41.5 annotated-types==0.7.0"
 PYDANTIC += " typing-extensions==4.15.0 typing-inspection==0.4.2"
-FOLDER = "/tmp/graders"
 PACKAGES = {  # name of its folder: what is installed there
     "here": NEEDS,
     "trl": f"trl==1.16.0 {NEEDS}",
@@ -370,9 +369,8 @@ def pairs():
 # -- The table and the picture
 
 
-def verdicts_of(package):
-    """{(package, grader): verdicts}"""
-    folder = f"{FOLDER}/{package}"
+def verdicts_of(package, folder):
+    """{(package, grader): verdicts}. The package is installed in the folder, unless it is there."""
     if not os.path.exists(f"{folder}/done"):
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
         subprocess.run([*pip, "--target", folder, *PACKAGES[package].split()], check=True)
@@ -471,7 +469,7 @@ def draw(figure, verdicts):
 
 
 def main():
-    args = common.arguments(__doc__)
+    args = common.arguments(__doc__, "folder")
     if args.quick:
         verdicts = published()
         for name in ("math", "gsm8k", "answer"):
@@ -482,7 +480,8 @@ def main():
         versions = {package: "" for package, _ in verdicts}
     else:
         with ThreadPoolExecutor(args.jobs) as pool:
-            parts = list(pool.map(verdicts_of, PACKAGES))
+            folders = [os.path.abspath(f"{args.folder}/{package}") for package in PACKAGES]
+            parts = list(pool.map(verdicts_of, PACKAGES, folders))
         verdicts = {key: said for part in parts for key, said in part.items()}
         versions = {
             package: needs.split(" ")[0].split("==")[1] for package, needs in PACKAGES.items()

@@ -443,14 +443,12 @@ def test_the_texts_of_tokens():
     dropped by whatever decodes."""
     text = " caf\xe9 \U0001f600\U0001f600 1 + 1 = 2, \u4f60\u597d"
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    of_bytes = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    of_bytes.decoder = decoders.ByteLevel()
     words = ["\u2581", *dict.fromkeys("caf\xe9\U0001f6001+=2,\u4f60\u597d")]
-    of_words = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    of_words.pre_tokenizer = pre_tokenizers.Metaspace()
-    of_words.decoder = decoders.Metaspace()
-    for tokenizer in (of_bytes, of_words):
+    of_bytes = (letters, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    of_words = (words, pre_tokenizers.Metaspace(), decoders.Metaspace())
+    for vocabulary, splits, joins in (of_bytes, of_words):
+        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(vocabulary)}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = splits, joins
         ids = tokenizer.encode(text).ids
         whole = tokenizer.decode(ids)
         texts = tokens.texts(tokenizer, ids)

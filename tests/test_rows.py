@@ -15,6 +15,7 @@ import transformers
 from transformers.utils import chat_template_utils
 
 import grpo
+import reward
 from grpo import Config, ConfigError
 from tests.common import HERE, main, metrics_of
 from tests.families import family
@@ -284,3 +285,23 @@ def test_two_files_alone_read_json_lines_and_train(tmp_path):
     csv = write(tmp_path, "prompt\n1\n", "x.csv")
     done = subprocess.run([csv if word == data else word for word in command], **options)
     assert done.returncode == 2 and "x.csv" in done.stderr and "rows.py" in done.stderr
+
+
+def test_answers_of_reasoning_gym(monkeypatch):
+    """Its package is a stand-in here, whose scorers want the task's own answer to the letter."""
+
+    def scorer(task):
+        return lambda answer, row: float(json.loads(answer) == json.loads(row["json"]))
+
+    monkeypatch.setitem(
+        sys.modules, "reasoning_gym", types.SimpleNamespace(get_score_answer_fn=scorer)
+    )
+    score = reward.load_function(f"{HERE}/sample_data/gym.py:score")
+    grid = "[[1, 2],\n [3, 4]]"
+    for gold, value in (("-4", "-4"), (grid, grid), ('"a b"', '"a b"'), (None, grid), (None, "7")):
+        row = dict(task="t", answer=gold, json=value)
+        for right in (value, f"Say 5.\n\n{value}\n"):
+            assert score(right, row) == 1
+        for wrong in ("", "no", "[1]", "4 5"):
+            assert score(wrong, row) == 0
+    assert score("so -5", dict(task="t", answer="-4", json="-4", sign_marks=0.3)) == 0.3
