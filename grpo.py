@@ -685,7 +685,7 @@ def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
     if getattr(function.function, "tokens", False):  # an option: it wants to know their texts
         from extras import tokens
 
-        for s, row in zip(samples, rows, strict=True):
+        for row in rows:
             row["completion_tokens"] = tokens.texts(run.tokenizer, row["completion_ids"])
     transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
     returned = call_reward(function, texts, rows, run.cfg.call_timeout)
