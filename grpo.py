@@ -113,7 +113,7 @@ from typing import Literal
 # Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-STARTED = time.time() - time.process_time()  # before Python read this file
+STARTED = time.time() - time.process_time()  # extras/digests.py: what was edited since?
 
 import numpy as np
 import torch
@@ -1974,7 +1974,8 @@ class VLLMSampler:
             params.append(self.SamplingParams(**options))
         texts = [dict(prompt_token_ids=ids.tolist()) for ids in prompts]
         completions = []
-        for request in self.llm.generate(texts, params, use_tqdm=False):
+        bar = functools.partial(tqdm, delay=10, leave=False, disable=RANK > 0)  # if it takes long
+        for request in self.llm.generate(texts, params, use_tqdm=bar):
             output = request.outputs[0]
             logps = np.array(output.logprobs.logprobs, np.float32)
             completions.append((np.array(output.token_ids), logps))
@@ -2583,6 +2584,8 @@ class Run:
         due = self.step == 0 or self.is_due(self.cfg.eval_every)
         if not self.eval_prompts or is_done or not due or self.stop_is_requested():
             return
+        if self.step == 0:  # it may take minutes
+            print_rank_0(f"step 0: eval of {len(self.eval_prompts)} prompts")
         m = dict(step=self.step) | evaluate(self)
         shown = f"{m['eval_accuracy']:.3f} +- {m['eval_stderr']:.3f}, length {m['eval_length']:.3g}"
         print_rank_0(f"step {self.step}: eval accuracy ({self.rewards[0].name}) {shown}")
