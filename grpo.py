@@ -2456,13 +2456,13 @@ class Run:
         return checkpoint
 
     def first_prompt(self, cleanup: contextlib.ExitStack) -> Prompt:
-        """To be shown, by rank 0. An environment that cannot begin one ends the run here."""
+        """To be shown, by rank 0. An environment that cannot begin it ends a new run here."""
         prompt = prompts_of_step(self.train_prompts, self.step + 1, self.cfg)[0]
         if self.player is not None:
             cleanup.callback(self.player.sessions.close)
             if RANK == 0:
                 with mistakes_in(f"--environment {self.cfg.environment}"):
-                    [prompt] = self.player.open([prompt], strict=True)
+                    [prompt] = self.player.open([prompt], strict=self.step == 0)
         return prompt
 
     def compare(self, checkpoint: dict) -> None:
