@@ -608,22 +608,24 @@ def test_the_environments_of_the_sample_data(spec, turn, reply):
 
 
 def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
-    """Four samples a step, an eval of six rows, a row that fails; resumed, and on two ranks."""
+    """Four samples a step, an eval of six rows, a row that fails; resumed before that row, and on
+    two ranks."""
     model = shutil.copytree(SAMPLE_DATA / "model", tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Place)
     server.taken, server.most, server.daemon_threads = [], 0, True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     row = dict(prompt=[dict(role="user", content="3+")], port=server.server_address[1])
-    options = dict(environment=f"{__file__}:Remote", model=str(model), save_every=2)
+    options = dict(environment=f"{__file__}:Remote", model=str(model))
     options |= dict(num_prompts=2, num_generations=2)
     for name, last in (("train_data", "fail"), ("eval_data", "0=")):
-        rows = [row | dict(says=says) for says in ("1=", "2=", "3=", "5=", last, "8=")]
+        rows = [row | dict(says=says) for says in ("1=", "2=", "3=", "5=", "8=", last)]
         options[name] = f"{tmp_path}/{name}.jsonl"
         pathlib.Path(options[name]).write_text("\n".join(map(json.dumps, rows)))
     common.small_run(tmp_path / "one", **options)
     shutil.copytree(tmp_path / "one", tmp_path / "half")
-    shutil.rmtree(tmp_path / "half" / "step_000004")
+    for step in (2, 3, 4):
+        shutil.rmtree(tmp_path / "half" / f"step_00000{step}")
     common.small_run(tmp_path / "half", **options, resume=True)
     flags = common.flags_of(common.small_config(tmp_path / "two", **options))
     assert common.on_ranks(2, "tests.common.main", *flags).returncode == 0
