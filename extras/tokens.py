@@ -1,10 +1,18 @@
-"""The text of each token, for a reward that returns a list with a number for each of them. It asks
-for these texts by `fn.tokens = True`, and gets them as row["completion_tokens"].
+r"""The text of each token, for a reward that returns a list with a number for each of them. It asks
+for these texts by `tokens = True`, and gets them as row["completion_tokens"].
 
-    def steps(completion, row):  # a step is a line: 1 for each that is right
-        values = [None] * len(row["completion_tokens"])  # None: no step ends here
-        end = itertools.accumulate(map(len, row["completion_tokens"]))  # of each token, in letters
-        ...
+    def steps(completion, row):  # a step is a line: 1 if it has the answer
+        texts = row["completion_tokens"]
+        values = [None] * len(texts)  # None: no step ends here
+        line = ""
+        for i, text in enumerate(texts):
+            line += text
+            if "\n" in text or i == len(texts) - 1:
+                values[i] = float(row["answer"] in line)
+                line = ""
+        return values
+
+    steps.tokens = True
 """
 
 WINDOW = 8  # tokens before it, whose text the text of a token may depend on
