@@ -110,7 +110,7 @@ countdown_reward.columns = ("numbers", "target")  # keys that every data row mus
 # -- How they read a text: its form, not its words. "not 18" says 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
 THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
-DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2009\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
+DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2007-\u200a\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
 NUMBER = r"-?[0-9]*\.?[0-9]+"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # what stands in it
 ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, 10^3
