@@ -335,7 +335,7 @@ def loop_run(model, reference, prompts, packed, cfg):
     return run.metrics
 
 
-OFF_POLICY = dict(num_minibatches=2, num_epochs=2, max_steps=2)
+OFF_POLICY = dict(num_minibatches=2, num_epochs=2)
 SEQUENCE = dict(ratio_level="sequence", clip_low=0.02, clip_high=0.03)
 IN_REWARD = dict(kl_in="reward", kl_estimator="k1", beta=0.2)
 CASES = {  # each option stands in one of them at least
