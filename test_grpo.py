@@ -397,7 +397,7 @@ def test_an_eval_is_the_naive_one():
     """Greedy, and k samples of each prompt: right is a reward above 0.5."""
 
     def right(completion, row):
-        return None if row["kind"] == "equal" else float(len(completion) % 3 == 0)
+        return None if row["kind"] == "equal" else len(completion) % 7 / 6
 
     model = tiny_model(dtype=F64)
     cfg = Config(max_completion_length=6, eval_samples=3, temperature=0.9, dtype="float32")
@@ -418,7 +418,7 @@ def test_an_eval_is_the_naive_one():
         return [row for row in table if None not in row]
 
     greedy = [value for [value] in values(1, 0.0)]
-    sampled = values(3, 0.9)
+    sampled = [[value > 0.5 for value in row] for row in values(3, 0.9)]
     metrics = grpo.evaluate(run)
     assert metrics["eval_accuracy"] == pytest.approx(statistics.mean(greedy))
     assert metrics["eval_stderr"] == pytest.approx(statistics.stdev(greedy) / math.sqrt(5))
