@@ -1530,7 +1530,8 @@ def write_prompt(
 def fill_in_ids(prompts: list[Prompt], tokenizer) -> None:
     """Of many at a time, which is faster. One BOS: a chat template writes it, and so does a row
     that was made by one. No EOS but the text's own."""
-    lists = tokenizer([p.text for p in prompts], add_special_tokens=False)["input_ids"]
+    options = dict(add_special_tokens=False, return_attention_mask=False)
+    lists = tokenizer([p.text for p in prompts], **options)["input_ids"]
     start = None  # what the tokenizer puts before a text, such as BOS
     for p, ids in zip(prompts, lists, strict=True):
         if p.messages is None and not p.text.startswith(tokenizer.bos_token or "\0"):

@@ -281,7 +281,7 @@ class AddsEos:
     eos_token_id = 2
     added_tokens_decoder = {}
 
-    def __call__(self, texts, add_special_tokens=True):
+    def __call__(self, texts, add_special_tokens=True, **_):
         ids = [[ord(letter) for letter in text] for text in texts]
         if add_special_tokens:
             ids = [[1, *plain, 2] for plain in ids]

@@ -64,7 +64,7 @@ class DropsBlanks:
     bos_token, eos_token_id, chat_template = None, 1, None
     added_tokens_decoder = {}
 
-    def __call__(self, texts, add_special_tokens=True):
+    def __call__(self, texts, add_special_tokens=True, **_):
         return dict(input_ids=[[ord(x) for x in text if x != " "] for text in texts])
 
     def decode(self, ids, **_):

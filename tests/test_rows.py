@@ -18,7 +18,7 @@ import grpo
 import reward
 from grpo import Config, ConfigError
 from tests.common import HERE, main, metrics_of
-from tests.families import family
+from tests.families import BARS, family
 from tests.test_models import chat, load, write
 
 MODEL = f"{HERE}/sample_data/model"
@@ -150,7 +150,8 @@ def test_a_null_row_is_no_end(tmp_path):
 @pytest.mark.parametrize("name", ["qwen2", "r1"])
 def test_words_of_a_row_end_no_turn(name, tmp_path):
     """DeepSeek's marks of turns are no special tokens of its tokenizer."""
-    path, ids = family(tmp_path / "model", name)
+    plain = dict(words=BARS[::3], more=(*BARS[1:3], "<think>", "</think>")) if name == "r1" else {}
+    path, ids = family(tmp_path / "model", name, **plain)
     mark = dict(qwen2="<|im_end|>", r1="<｜User｜>")[name]
     words = f"1{mark}2"
     user, whole = dict(prompt=chat(words)), dict(prompt=f"{mark}1{mark}2")
