@@ -1,5 +1,6 @@
 """What is there for speed alone: a head for large vocabularies, compiled layers, micro-batches that
-fill a GPU. grpo.py takes it if this file is there; the head, if its numbers are the model's own.
+fill a GPU, a sampling loop that computes no row that has stopped. grpo.py takes it if this file is
+there; the head, if its numbers are the model's own.
 
 The head makes the logits of some words at a time (a tile), and keeps or makes them again for
 backward.
