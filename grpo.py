@@ -1828,10 +1828,8 @@ def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
     """The most tokens of a prompt and its completion; the model must have room for them."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    why = f"with the longest prompt {longest} tokens, but --{flag} has {positions} positions"
-    require(longest <= positions, "max_completion_length", why)
     with mistakes_in(f"--{flag}", (ValueError,)):
-        look_at("vocabulary", model, prompts)
+        look_at("sizes", model, prompts, longest, positions)
     if cfg.environment:  # what it says may make a prompt longer
         longest = min(positions, cfg.max_prompt_length + cfg.max_completion_length)
     return longest
@@ -2034,7 +2032,7 @@ def print_step(step: int, metrics: dict, samples: list[Sample], rewards: list[Re
     if metrics["skipped_steps"] > 0:
         shown.append("NO OPTIMIZER STEP (the gradient is not finite)")
     elif metrics["optimizer_steps"] == 0:
-        shown.append("NO OPTIMIZER STEP (in each group all rewards are equal)")
+        shown.append("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
     print_rank_0(f"step {step}/{cfg.max_steps} {' '.join(shown)}")
     print_failures(samples)
     cut_off = [s.reward for s in samples if s.finish_reason == "length"]

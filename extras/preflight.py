@@ -197,7 +197,13 @@ def weights(model, missing):
         return f"transformers ignores {ignored} in its files, so no checkpoint has them"
 
 
-def vocabulary(model, prompts):
+def sizes(model, prompts, longest, positions):
+    """longest: tokens of the longest prompt and its completion."""
+    if longest > positions:
+        why = (
+            f"has {positions} positions, and the longest prompt and its completion {longest} tokens"
+        )
+        raise ValueError(f"{why}: lower --max_completion_length")
     largest = max(int(p.ids.max()) for p in prompts)
     if largest >= model.get_input_embeddings().num_embeddings:
         raise ValueError(f"the tokenizer makes the id {largest}, which --model does not have")
