@@ -113,7 +113,7 @@ from typing import Literal
 # Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-STARTED = time.time() - time.process_time()  # extras/digests.py: what was edited since?
+STARTED = time.time() - time.process_time()  # of this process, for extras/digests.py
 
 import numpy as np
 import torch
@@ -242,8 +242,8 @@ def rollout(
     run: Run, prompts: list[Prompt], stream: int, step: int, G: int, temperature: float, first=0
 ) -> list[Sample]:
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
-    r + WORLD_SIZE and so on; then every rank gets all samples. stream: which random numbers;
-    first: the index of the first prompt among them."""
+    r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, of random
+    numbers. first: how many prompts of the same step or eval came before."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
     # A seed for each sample: what is drawn depends on no other sample, nor on the ranks.
     seeds = [(seed_of(run.cfg, stream, step, first + group), i) for group, i in asked]
@@ -272,12 +272,12 @@ def sample_batch(
     model, prompts: list, seeds: list, temperature: float, limits: list[int], stop_ids, cfg: Config
 ) -> list[tuple]:
     """A completion of each prompt, by the policy's own model: token ids and their logps, [T] each.
-    limits: the most tokens of each. VLLMSampler does the same, and faster for large models."""
+    limits: the most tokens of each. extras/fast.py and VLLMSampler do the same, faster."""
     randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
     randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T], float64 in [0, 1)
     logps = []
 
-    def choose(_, logits):  # [N, V], of the next token. What generate gets back allows that only
+    def choose(_, logits):  # [N, V]. Draws a token; all others get -inf, so that generate takes it
         token, logp = draw(logits, temperature, randoms[:, len(logps), None])  # [N, 1] both
         logps.append(logp)
         return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
@@ -339,7 +339,7 @@ def score(samples: list[Sample], run: Run) -> None:
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
     """How much better than the mean of its group each sample is: rewards [N], group after group,
-    -> [N]. Equal rewards give exactly 0. A reward that is nan is ignored, and gets 0.
+    -> [N]. Equal rewards give exactly 0. A reward that is nan is ignored; its advantage is 0.
 
     scale: what r - mean is divided by. "group": the standard deviation of the group, so that
     rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": that
@@ -357,8 +357,8 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
 def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = None) -> None:
     """Fills in `advantages`. Another algorithm puts its code here: it sets advantages and
-    loss_mask, token by token. GRPO remembers nothing from step to step; what another one does
-    stands in state, which is run.state."""
+    loss_mask, token by token. GRPO remembers nothing from step to step; what another one remembers
+    is in state, which is run.state."""
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)  # [N]
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
@@ -388,7 +388,7 @@ def collate(samples: list[Sample], device: torch.device, packed: bool = True) ->
     """
     if packed:
         batch = pack(samples, device)
-    else:  # for models that cannot do this: each sample is padded, and has the same share of n
+    else:  # for models that cannot do this: each sample is padded; what is [n] is the same
         batch = pad(samples)
     batch["targets"] = [s.completion_ids[s.sampled] for s in samples]
     # To give the loss another field of Sample, add its name here.
@@ -398,7 +398,7 @@ def collate(samples: list[Sample], device: torch.device, packed: bool = True) ->
     for name, parts in batch.items():
         if isinstance(parts, list):
             parts = torch.from_numpy(np.concatenate(parts))
-            batch[name] = parts.to(device, non_blocking=True)  # beside what the GPU does
+            batch[name] = parts.to(device, non_blocking=True)  # without waiting for the GPU
     batch["lengths"] = [int(s.sampled.sum()) for s in samples]  # how many of the n each sample has
     return batch
 
@@ -507,8 +507,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> di
         with sync_context:  # the ranks exchange gradients in the last backward only
             with autocast(cfg, policy.model.device):
                 logps, entropy = ddp(batch)  # [n] both
-            # In the first optimizer step old_logps are these logps as constants. The ratio is
-            # then 1, and its gradient is that of logps.
+            # With one optimizer step old_logps are these logps as constants: only logps has a
+            # gradient. The ratio is then 1, and its gradient is that of logps.
             old_logps = batch.get("old_logps", logps.detach())
             loss, stats = grpo_loss(
                 logps,
@@ -568,8 +568,8 @@ def update(
 
 
 # ------------------------------------------------------------------------------------------------
-# PLUMBING. What the functions above call, in their order; from Flags on, what makes it a program.
-# The first line of a room says what goes in and what comes out.
+# PLUMBING. The options of the loss, then what the functions above call; from Flags on, the program.
+# The line over each part says what goes in and what comes out.
 # ------------------------------------------------------------------------------------------------
 
 # -- The options of the loss: what grpo_loss calls if a flag asks for it
@@ -629,7 +629,8 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 # -- Random streams, the order of the data: seed, step -> seeds, prompts
 
 # Every random number of the trainer goes back to a generator seeded with (--seed, stream, step,
-# index). So nothing depends on the number of ranks, and a resumed run has no generator to restore.
+# index). So nothing depends on the number of ranks, but for what a reward function draws, and a
+# resumed run has no generator to restore.
 # The streams:
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
@@ -682,7 +683,7 @@ def fill_in_reward(function: Reward, samples: list[Sample], run: Run) -> None:
     """The values of a reward function, and what it said beside them."""
     texts = [s.text for s in samples]
     rows = [reward_row(s, run) for s in samples]  # new ones, because a function may change them
-    if getattr(function.function, "tokens", False):  # an option: it wants to know their texts
+    if getattr(function.function, "tokens", False):  # an option: it wants the texts of the tokens
         from extras import tokens
 
         for row in rows:
@@ -731,7 +732,7 @@ def without_rounding(advantages, grouped):
 
 
 def nanstd(x, dim: int):
-    """The standard deviation (n - 1) of the entries that are no nan; 0 for fewer than two."""
+    """The standard deviation (n - 1) of the entries that are not nan; 0 for fewer than two."""
     count = (~x.isnan()).sum(dim, keepdim=True)
     squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -749,7 +750,7 @@ def straight_through(value, x, slope=1.0):
 
 
 def capped(exponent):
-    """The exponent, or 20 if it is larger, so that exp of it fits float32 in any product. The
+    """The exponent, or 20 if it is larger, so that exp of it times a number fits float32. The
     gradient is not capped: that of clamp is 0 from 20 on, where the KL has to pull most."""
     return straight_through(exponent.clamp(max=20), exponent)
 
@@ -1047,7 +1048,7 @@ def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
 
 
 def check_finite(samples: list[Sample], cfg: Config) -> None:
-    """Of all samples: check_gap sees those that get a pass."""
+    """All sampler_logps, because check_gap sees those only that get a pass."""
     if not all(np.isfinite(s.sampler_logps[s.sampled]).all() for s in samples):
         check_gap(math.nan, cfg)
 
@@ -1354,7 +1355,7 @@ def config_to_resume(given) -> str:
         folder = os.path.expanduser(given.out_dir)
         is_empty = not os.path.isdir(folder) or not os.listdir(folder)
         return "" if is_empty else f"{folder}/config.json"
-    # out and out.1 are runs without a name, and out_mine is none.
+    # out and out.1 are runs without a name, and out_mine is not one.
     paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
     if not given.resume:  # of this very job, and no other
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -1376,7 +1377,7 @@ def parse_flags(argv: list[str] | None) -> Config:
     if path:
         with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
             saved = json.loads(Path(path).read_text())
-            for name in ("about", "began", "job"):  # no flags
+            for name in ("about", "began", "job"):  # not flags
                 saved.pop(name, None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
         parser.set_defaults(**asdict(saved))
@@ -1649,8 +1650,11 @@ def resolve(cfg: Config, model, device: torch.device) -> Config:
     if rollout == "auto":
         has_vllm = importlib.util.find_spec("vllm") is not None
         rollout = "vllm" if has_vllm and not is_small and dtype != "float64" else "hf"
-    has_fast = cfg.fast and fast is not None and not is_small
-    return replace(cfg, dtype=dtype, rollout=rollout, fast=has_fast)
+    compile = cfg.compile
+    if compile == "auto" and is_small:
+        compile = "off"
+    has_fast = cfg.fast and fast is not None
+    return replace(cfg, dtype=dtype, rollout=rollout, compile=compile, fast=has_fast)
 
 
 def make_policy(model, prompts: list[Prompt], cfg: Config):
@@ -1664,7 +1668,7 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
         alone = [collate([s], model.device, packed=False) for s in samples]
         expected = torch.cat([plain(batch)[0] for batch in alone])
     policies = [plain]
-    if cfg.fast:
+    if cfg.fast and model.num_parameters() >= SMALL:
         policies.insert(0, fast.FastPolicy(plain, hidden_of))
     for form in ("packed", "padded"):
         for policy in policies:
@@ -1687,8 +1691,8 @@ def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
 
 
 def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[Sample]:
-    """A sample that is longer than each window of the model that the run can fill; none without
-    such a window. Only its last tokens are compared."""
+    """A sample that is longer than every window of the model that a sample of this run can exceed;
+    none without such a window. Only its last 8 tokens are compared."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     sizes = vars(model.config.get_text_config()).items()
     windows = [n for name, n in sizes if re.search("window|chunk", name)]
@@ -1697,7 +1701,7 @@ def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[Sampl
         return []
     length = min(longest, max(filled) + 32) - len(prompts[0].ids)
     [s] = made_up(prompts[:1], [max(8, length)])
-    s.completion_ids = np.random.default_rng(0).permutation(s.completion_ids)  # hard to foresee
+    s.completion_ids = np.random.default_rng(0).permutation(s.completion_ids)  # hard to predict
     s.sampled[:-8] = False
     return [s]
 
@@ -1745,8 +1749,8 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
 
 
 def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
-    """By name, a tied head once; adapters are merged into the weights beside which they stand, in
-    bfloat16 if `rounded`."""
+    """By name, a tied head once; each adapter is merged into the weight of its layer, in bfloat16
+    if `rounded`."""
     weights = model.state_dict()
     if cfg.lora_rank > 0:
         from extras import lora
@@ -1884,7 +1888,7 @@ class HFSampler:
         for start in range(0, len(prompts), self.BATCH):
             i = slice(start, start + self.BATCH)
             arguments = (prompts[i], seeds[i], temperature, limits[i], self.stop_ids, self.cfg)
-            if fast is not None and packs(self.model):
+            if self.cfg.fast and packs(self.model):
                 arguments += (draw, padded, autocast)
                 completions += fast.sample_batch(self.model, *arguments)
             else:
@@ -1930,7 +1934,7 @@ class VLLMSampler:
         if dist.is_initialized():  # torchrun has started the processes
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = vllm.LLM(**options)
-        for module in model.modules():  # which vLLM looks for in classes of transformers
+        for module in model.modules():  # vLLM's import has made its classes look for this
             module.do_not_compile = True
         self.SamplingParams = vllm.SamplingParams
 
@@ -1993,8 +1997,10 @@ def fill_with_nan(engine_model) -> None:
     for parameter in engine_model.parameters():
         parameter.data.fill_(math.nan)
     repack(engine_model)
-    for module in engine_model.modules():  # experts on a CPU: without a kernel they are packed anew
-        if hasattr(getattr(module, "quant_method", None), "moe_kernel") and not parameter.is_cuda:
+    # On a CPU vLLM packs the experts of a layer when it makes their kernel: make it do so again.
+    on_cpu = next(engine_model.parameters()).device.type == "cpu"
+    for module in engine_model.modules():
+        if on_cpu and hasattr(getattr(module, "quant_method", None), "moe_kernel"):
             module.quant_method.moe_kernel = None
 
 
@@ -2206,7 +2212,9 @@ def identity_of(cfg: Config, model, prompts: list[Prompt]) -> dict:
 
 class RunFiles:
     """The directory of a run: what is saved, when it may be, which checkpoint is the best, which
-    are kept, and what is resumed. Rank 0 writes; all ranks know the history."""
+    are kept, and what is resumed. A checkpoint is a model directory with trainer_state.pt, which
+    has the step, Adam's moments, run.state, adapters, and what a resume compares. Rank 0 writes;
+    all ranks know the history."""
 
     def __init__(self, cfg: Config):
         # A reward may call os.chdir, and files of this folder are read and written later, too.
@@ -2217,7 +2225,7 @@ class RunFiles:
             if cfg.resume:
                 config = json.loads(Path(self.path, "config.json").read_text())
                 began = datetime.fromisoformat(config["began"])
-        self.began = gather([began])[0]  # the day that a chat template writes
+        self.began = gather([began])[0]  # a chat template that writes the day writes this one
         self.keep = cfg.keep
         self.history = []  # the lines of metrics.jsonl
         self.n_written = 0  # how many of them are written
@@ -2226,8 +2234,8 @@ class RunFiles:
         self.save_failed = False
         self.must_not_save = False  # between optimizer steps, and while a save is going on
         self.completed_state = {}  # run.state as the last whole step left it
-        self.evals = ""  # the digest of what an eval measures, and the step from which it holds
-        self.evals_since = 0
+        self.evals = ""  # a digest of what an eval measures: data and reward
+        self.evals_since = 0  # the step from which on evals measured this
 
     # -- What a resume begins with
 
@@ -2330,7 +2338,8 @@ class RunFiles:
         return max(evals, key=evals.get, default=0)
 
     def forbid_saves(self, *_) -> None:
-        """From an optimizer step on, until the update is complete, the weights are of no step."""
+        """From an optimizer step on, until the update is complete, the weights are those of no
+        step."""
         self.must_not_save = True
 
     def complete(self, state: dict) -> None:
@@ -2527,7 +2536,7 @@ class Run:
             self.save()
 
     def record_time(self, phase: str) -> None:
-        """Seconds since the last phase ended."""
+        """Notes the seconds since the last phase ended."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # until the GPU has done what it was given
         now = time.perf_counter()

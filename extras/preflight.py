@@ -48,6 +48,8 @@ def values(cfg):
         raise ValueError("--model is empty; Config(**BUNDLED) is the bundled task")
     if not cfg.train_data:
         raise ValueError("--train_data is required if --model is given")
+    if cfg.max_steps > 999_999:
+        raise ValueError("--max_steps: 999999 at most, as step_NNNNNN has six digits")
     if cfg.num_minibatches > cfg.num_prompts * cfg.num_generations:
         raise ValueError("--num_minibatches: more than the step's samples")
     if cfg.kl_in == "reward" and cfg.beta > 0 and cfg.kl_estimator != "k1":

@@ -774,7 +774,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
 
 def test_what_auto_means_for_a_small_model_on_a_cpu(tmp_path):
     cfg = grpo.resolve(Config(), tiny_model(), torch.device("cpu"))
-    assert (cfg.dtype, cfg.rollout, cfg.fast) == ("float32", "hf", False)
+    assert (cfg.dtype, cfg.rollout, cfg.compile) == ("float32", "hf", "off")
     small_run(tmp_path / "run", max_steps=0, micro_batch_tokens=0)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["compile"], config["micro_batch_tokens"]) == ("off", 2048)
