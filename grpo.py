@@ -1354,14 +1354,22 @@ def config_to_resume(given) -> str:
     if given.out_dir != Config.out_dir:
         folder = os.path.expanduser(given.out_dir)
         is_empty = not os.path.isdir(folder) or not os.listdir(folder)
-        return "" if is_empty else f"{folder}/config.json"
-    # out and out.1 are runs without a name, and out_mine is not one.
-    paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
-    if not given.resume:  # of this very job, and no other
+        paths = [] if is_empty else [f"{folder}/config.json"]
+    else:  # out and out.1 are runs without a name, and out_mine is not one
+        paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
+        paths.sort(key=os.path.getmtime)
+    if not given.resume:  # of this very job: torchrun also starts again what was refused
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        mine = [path for path in paths if json.loads(Path(path).read_text()).get("job") == job]
-        paths = [] if job == "none" else mine
-    return max(paths, key=os.path.getmtime, default="")
+        paths = [path for path in paths if job != "none" and job_of(path) == job]
+    return paths[-1] if paths else ""
+
+
+def job_of(path: str) -> str | None:
+    """torchrun's name of the job in which the run of this config.json began. None: it has none, or
+    the file is none of a run."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(Path(path).read_text())["job"]
+    return None
 
 
 def parse_flags(argv: list[str] | None) -> Config:

@@ -372,6 +372,9 @@ def test_the_same_command_begins_a_run_and_goes_on(tmp_path, monkeypatch, capsys
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out.1", "out.2"]
     steps = [len(metrics_of(tmp_path / name)) for name in ("out", "out.1", "out.2")]
     assert steps == [2, 2, 1]
+    # torchrun also starts again what was refused, because the directory holds another run.
+    assert main(*flags, "--max_steps", "3", "--out_dir", str(tmp_path / "named")) == 2
+    assert len(metrics_of(tmp_path / "named")) == 2
 
 
 def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
