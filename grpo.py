@@ -129,11 +129,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from reward import Reward, call_reward, load_function, load_rewards
 
-try:  # what makes it faster, what people reported, and CSV, parquet, the hub
-    from extras import fast, preflight
-    from extras import rows as formats
-except ImportError:  # this file and reward.py alone
-    fast = preflight = formats = None
+
+def extra(name: str):
+    """A file of extras/; None where only this file and reward.py were copied."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(f"extras.{name}")
+
+
+fast = extra("fast")  # what makes it faster
+preflight = extra("preflight")  # what people reported
+formats = extra("rows")  # CSV, parquet, the hub; chats
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -2655,7 +2660,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(parse_flags(argv))
         return 0
-    except (ConfigError, ModuleNotFoundError) as error:  # not installed, or not copied along
+    except (ConfigError, ImportError) as error:  # not installed, or not copied along
         message = one_line(error)
         code = 2
     except TrainingError as error:

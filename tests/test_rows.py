@@ -284,8 +284,13 @@ def test_two_files_alone_read_json_lines_and_train(tmp_path):
     assert done.returncode == 0 and "nobody looks at the data" in done.stdout, done.stderr
     assert len(metrics_of(tmp_path / "out")) == 1
     csv = write(tmp_path, "prompt\n1\n", "x.csv")
+    (tmp_path / "extras").mkdir()  # a part of it
+    shutil.copy(f"{HERE}/extras/preflight.py", tmp_path / "extras")
     done = subprocess.run([csv if word == data else word for word in command], **options)
     assert done.returncode == 2 and "x.csv" in done.stderr and "rows.py" in done.stderr
+    assert "nobody looks at the data" not in done.stdout
+    done = subprocess.run([*command, "--lora_rank", "2"], **options)
+    assert done.returncode == 2 and "lora" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_answers_of_reasoning_gym(monkeypatch):
