@@ -1459,7 +1459,8 @@ def read_rows(path: str):
     if ".py:" in path:
         return iter(load_function(path)())
     if Path(path).suffix.lower() not in (".json", ".jsonl", ".ndjson"):
-        require(formats is not None, "train_data", f"{path} needs extras/rows.py")
+        if formats is None:
+            raise ImportError("needs extras/rows.py")
         return formats.read(path)
     text = Path(path).read_text("utf-8-sig")
     hook = getattr(preflight, "json_object", None)  # refuses a key that is said twice
