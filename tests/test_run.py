@@ -742,7 +742,6 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     fake = types.ModuleType(name)
     fake.__spec__ = types.SimpleNamespace(name=name)
     fake.init = lambda **options: sent.append(options)
-    fake.finish = lambda **options: sent.append(options)
     if name == "wandb":
         fake.define_metric = lambda *names, step_metric: None
 
@@ -751,7 +750,11 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
         sent.append(values)
         raise ConnectionError("no network")
 
-    fake.log = log
+    def finish(**options):
+        sent.append(options)
+        raise ConnectionError("no network")
+
+    fake.log, fake.finish = log, finish
     monkeypatch.setitem(sys.modules, name, fake)
     options = dict(report_to=name, eval_data=small_rows(tmp_path), max_steps=1)
     for folder in ("a", "b"):  # two runs of one name
