@@ -32,7 +32,7 @@ def split(
     9 - 5 and 5 + 9. An easy task may have fewer than `size` questions; each of them is one row.
     All come from seed=0, because other seeds are no other questions: question i is made from seed +
     i, so that seeds 0 and 1 of size 500 share 499.
-    Five tasks (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note, word_ladder)
+    Five (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note, word_ladder)
     ask other questions in each process: PYTHONHASHSEED=0 before the command makes them the same.
 
     Two options help to learn what is rare. They change the training rows only. kind(row) sorts the
