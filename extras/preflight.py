@@ -143,7 +143,7 @@ def control_tokens(row, messages, text, tokenizer, cfg):
     names = control_names(tokenizer)
     if messages is not None:
         text = json.dumps(messages, ensure_ascii=False, default=str)
-    elif not any(name in cfg.prompt_template for name in names):
+    elif re.fullmatch(r"(\{[^{}]+\})?", cfg.prompt_template):
         return
     for name in names:
         if text.count(name) > meant.count(name) and name not in named:

@@ -161,6 +161,7 @@ def test_words_of_a_row_end_no_turn(name, tmp_path):
         (dict(prompt=chat("1", words, "2")), {}),
         (dict(q=words), dict(chat=True, prompt_template="Add: {q}")),
         (dict(q=words), dict(prompt_template=mark + "{q}" + mark)),
+        (dict(q=words), dict(prompt_template="Add: {q}")),
     ):
         with pytest.raises(ConfigError, match=f"row 1: .*control token '{mark}'".replace("|", ".")):
             load(path, [row], tmp_path, **options)
