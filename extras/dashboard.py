@@ -18,7 +18,7 @@ class Dashboard:
     def __init__(self, kind: str, out_dir: str, config: dict):
         try:
             self.open(kind, out_dir, config)
-        except Exception:
+        except (Exception, SystemExit):  # wandb without a key
             with contextlib.suppress(OSError):
                 os.rmdir(out_dir)  # of a run that does not begin, unless it holds files
             raise
