@@ -124,6 +124,8 @@ def chat(messages, text, cfg):
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
         raise ValueError("has a system message, and --system_prompt would be a second one")
     for m in messages:
+        if m["role"] == "user" and "content" not in m:  # or null
+            raise ValueError("a message of the user has no content")
         if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
             raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
     if messages[-1]["role"] == "assistant":

@@ -97,6 +97,14 @@ def test_a_chat_may_be_named_by_its_column_alone(tmp_path):
         load(path, [dict(input=CHAT)], tmp_path, prompt_template="{input}\nThink.")
 
 
+def test_a_message_of_the_user_has_content(tmp_path):
+    """Parquet has null where OpenAI's rows have none. A template may write an empty turn."""
+    options = dict(chat_template_kwargs=JSON(dict(chat_template="1{{ messages[0].content }}=")))
+    assert load(MODEL, [dict(prompt=CHAT)], tmp_path, **options)[0].text == "13+4=="
+    with pytest.raises(ConfigError, match="row 1: .*no content"):
+        load(MODEL, [dict(prompt=[dict(role="user", content=None)])], tmp_path, **options)
+
+
 @pytest.mark.parametrize("value", [datetime.datetime(2024, 2, 29, 12), datetime.timedelta(1)])
 def test_a_time_is_no_text(value, tmp_path):
     """What str() makes of it is not what a JSON line says, so no completion would earn it."""
