@@ -162,7 +162,10 @@ class Sessions:
 
     def end(self, objects):
         seconds = self.environment.seconds
-        at_once([call(seconds, o.close) for o in objects if hasattr(o, "close")], seconds)
+        ends = at_once([call(seconds, o.close) for o in objects if hasattr(o, "close")], seconds)
+        errors = [end for end in ends if isinstance(end, FAILURES)]
+        if errors:  # a server may keep its places
+            print(f"close() in {why(errors[0], self.environment.spec)}", flush=True)
 
     def close(self):
         """Calls close() of all objects, where there is one."""

@@ -147,6 +147,14 @@ class Remote:  # an object holds a place of a server
         self._ask("close")
 
 
+class Leaks:
+    def reset(self, prompt):
+        return "5"
+
+    def close(self):
+        raise ConnectionError("no such place")
+
+
 class Place(socketserver.StreamRequestHandler):
     def handle(self):
         taken = self.server.taken
@@ -637,3 +645,10 @@ def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
     assert set(failed) == {0, 2} and sum(m["failed_rewards"] for m in one) == sum(failed)
     prompts = {line["prompt"] for line in common.lines(tmp_path / "one" / "completions.jsonl")}
     assert "3+" in prompts and all(re.fullmatch(r"3\+(\d\d=)?", text) for text in prompts)
+
+
+def test_a_close_that_fails_is_said(capsys):
+    player = make_player("Leaks", [dict(prompt=[dict(role="user", content="3+")])])
+    assert not capsys.readouterr().out
+    player.sessions.close()
+    assert "no such place" in capsys.readouterr().out
