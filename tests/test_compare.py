@@ -49,6 +49,12 @@ with open(f"{out}/metrics.jsonl", "a") as file:
 """
 
 
+def with_path(folder):
+    """The environment with one more folder to import from."""
+    folders = [folder, os.environ.get("PYTHONPATH", "")]
+    return os.environ | dict(PYTHONPATH=os.pathsep.join(filter(None, folders)))
+
+
 def write_run(folder, rewards, evals=(), **flags):
     """rewards: of step 1, 2, ...; evals: {step: accuracy}."""
     folder.mkdir()
@@ -422,7 +428,7 @@ def test_a_side_is_what_was_trained_and_how(compare, tmp_path):
     small_rows(tmp_path)
     Path("later.py").touch()
     Path("mine.py").write_text(Path(HERE, "grpo.py").read_text() + "# mine\n")
-    environment = os.environ | dict(PYTHONPATH=HERE)
+    environment = with_path(HERE)
     subprocess.run([sys.executable, "-c", IN_ONE_PROCESS], env=environment, check=True)
     codes = [compare(f"side=run0,{other}")[0] for other in ("run1", "run2", "mine")]
     assert codes == [0, 2, 2] and "0.1" in compare("run0", "run2")[1]
@@ -448,7 +454,7 @@ def test_selfcheck_says_what_it_knows_and_the_error_of_the_rank_that_failed_firs
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "only_there.py").touch()
     command = [sys.executable, f"{HERE}/extras/selfcheck.py", "mine.py", "--max-steps", "4"]
-    environment = os.environ | dict(PYTHONPATH=f"{tmp_path}/elsewhere")
+    environment = with_path(f"{tmp_path}/elsewhere")
     options = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
     for only, answer, code in ("resume", "yes", 0), ("signal", "NO", 1), ("", "yes", 1):
         done = subprocess.run(command + ["--only", only] * bool(only), **options)
