@@ -30,13 +30,8 @@ from tests.common import (
 )
 
 PATCHES = sorted(path.stem for path in Path(HERE, "variants").glob("*.patch"))
-OPTIONS = dict(
-    cispo=["--num_minibatches", "2"],
-    sapo=["--num_minibatches", "2"],
-    sequence_mask=["--tis_cap", "3"],
-    moving_reference=["--move_every", "2", "--beta", "0.1", "--num_minibatches", "1"],
-    dynamic_resampling=["--max_draws", "8"],
-)
+OWN_FLAGS = dict(moving_reference=["--move_every", "2"], dynamic_resampling=["--max_draws", "8"])
+OPTIONS = dict(sequence_mask=dict(tis_cap=3.0), moving_reference=dict(beta=0.1, num_minibatches=1))
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +77,8 @@ def test_runs_of_a_patch_resume_to_the_bit(name, patched, tmp_path):
     grpo = module_of(patched(name))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for out, more in ((whole, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
-        assert grpo.main([*flags_of(small_config(out, **more)), *OPTIONS.get(name, [])]) == 0
+        cfg = small_config(out, **OPTIONS.get(name, {}) | more)
+        assert grpo.main([*flags_of(cfg), *OWN_FLAGS.get(name, [])]) == 0
     assert metrics_of(whole) == metrics_of(parts)
     metrics = metrics_of(whole)
     if name == "moving_reference":  # at the end of a step the policy is the reference
