@@ -1991,8 +1991,7 @@ class VLLMSampler:
             params.append(self.SamplingParams(**options))
         texts = [dict(prompt_token_ids=ids.tolist()) for ids in prompts]
         completions = []
-        bar = functools.partial(tqdm, delay=10, leave=False, disable=RANK > 0)  # if it takes long
-        for request in self.llm.generate(texts, params, use_tqdm=bar):
+        for request in self.llm.generate(texts, params, use_tqdm=False):
             output = request.outputs[0]
             logps = np.array(output.logprobs.logprobs, np.float32)
             completions.append((np.array(output.token_ids), logps))
