@@ -2219,7 +2219,7 @@ def identity_of(cfg: Config, model, prompts: list[Prompt]) -> dict:
     """What a resume must have as the run began. model: as --model has it."""
     identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
     identity["model"] = digest_of_weights(model)
-    identity["train_data"] = digest([(p.ids.tolist(), p.row) for p in prompts])
+    identity["train_data"] = digest((p.ids.tolist(), p.row) for p in prompts)
     return identity
 
 
@@ -2357,7 +2357,6 @@ class RunFiles:
 
     def complete(self, state: dict) -> None:
         """From here on a checkpoint holds the step that was made, with this state."""
-        self.must_not_save = True
         json.dumps(state, default=refuse_unless_array)
         self.completed_state = copy.deepcopy(state)
         self.must_not_save = False

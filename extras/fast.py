@@ -196,9 +196,10 @@ def sample_batch(
             logits = model(ids, logits_to_keep=1, **options).logits[:, -1]  # [rows, V]
             randoms = torch.tensor([[s.random()] for _, s, _ in rows], dtype=torch.float64)
             ids, logps = draw(logits, temperature, randoms.to(model.device))
-            stops = np.isin(ids.cpu().numpy(), stop_ids)
+            tokens = ids.cpu().numpy()
+            stops = np.isin(tokens, stop_ids)
             going = []
-            for row, pair in enumerate(zip(ids.cpu().numpy(), logps.cpu().numpy(), strict=True)):
+            for row, pair in enumerate(zip(tokens, logps.cpu().numpy(), strict=True)):
                 completion, _, limit = rows[row]
                 completion.append(pair)
                 if not stops[row] and len(completion) < limit:
