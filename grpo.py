@@ -90,7 +90,6 @@ import copy
 import fcntl
 import functools
 import glob
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -113,7 +112,6 @@ from typing import Literal
 # Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-STARTED = time.time() - time.process_time()  # of this process, for extras/digests.py
 
 import numpy as np
 import torch
@@ -139,6 +137,7 @@ def extra(name: str):
 fast = extra("fast")  # what makes it faster
 preflight = extra("preflight")  # what people reported
 formats = extra("rows")  # CSV, parquet, the hub; chats
+digests = extra("digests")  # what a resume and all ranks must have the same
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three for each process that it starts
@@ -1196,21 +1195,6 @@ def check_samples(policy, samples: list[Sample], temperature: float, cfg: Config
     check_gap(np.concatenate(gaps).mean(), cfg)
 
 
-def check_padding(policy, prompts: list[Prompt], stop_ids: list[int], cfg: Config) -> None:
-    """The hf sampler pads on the left and has a cache. What these change must be rounding in
-    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window."""
-    model = policy.model
-    longest = max([12, *(s.total_length for s in longer_than_windows(model, prompts, cfg))])
-    if cfg.dtype == "bfloat16":
-        cfg = replace(cfg, dtype="float32")
-    beside = [replace(prompts[0], ids=np.resize(prompts[0].ids, n)) for n in (1, longest - 4)]
-    with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
-        sampler = HFSampler(model, stop_ids, cfg)
-        completions = sampler.generate([p.ids for p in beside], [0, 1], 1.0, [4, 4])
-        samples = [Sample(0, p, *c) for p, c in zip(beside, completions, strict=True)]
-        check_samples(policy, samples, 1.0, cfg)
-
-
 # -- Flags: a command line -> Config, or one line that says what is wrong
 
 
@@ -1487,11 +1471,6 @@ def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: 
             row = next(rows, END)
             if row is END:
                 break
-            if not isinstance(row, dict):
-                raise ValueError("is no JSON object")
-            for reward in rewards:
-                with mistakes_in(f"--reward {reward.name}"):
-                    reward.check_row(row)
             look_at("row", row, rewards, environment, cfg)
             prompts.append(write_prompt(row, len(prompts), tokenizer, environment, cfg))
     require(prompts, f"{flag} {path}", "has no rows")
@@ -1677,7 +1656,10 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):
     own_attention = model.config._attn_implementation
     plain = Policy(model, cfg.temperature)
     samples = made_up(prompts[:2], [1, 5, min(32, cfg.max_completion_length)])
-    samples += longer_than_windows(model, prompts, cfg)
+    if preflight is not None:
+        longest = max(prompts, key=lambda p: len(p.ids))
+        [longest] = made_up([longest], [cfg.max_completion_length])
+        samples += preflight.beyond_windows(model.config, longest)
     with torch.no_grad():
         alone = [collate([s], model.device, packed=False) for s in samples]
         expected = torch.cat([plain(batch)[0] for batch in alone])
@@ -1702,22 +1684,6 @@ def made_up(prompts: list[Prompt], lengths: list[int]) -> list[Sample]:
             ids = np.resize(prompt.ids, length)
             samples.append(Sample(group, prompt, ids, np.zeros(length)))
     return samples
-
-
-def longer_than_windows(model, prompts: list[Prompt], cfg: Config) -> list[Sample]:
-    """A sample that is longer than every window of the model that a sample of this run can exceed;
-    none without such a window. Only its last 8 tokens are compared."""
-    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
-    sizes = vars(model.config.get_text_config()).items()
-    windows = [n for name, n in sizes if re.search("window|chunk", name)]
-    filled = [n for n in windows if isinstance(n, int) and 0 < n < longest]
-    if not filled:
-        return []
-    length = min(longest, max(filled) + 32) - len(prompts[0].ids)
-    [s] = made_up(prompts[:1], [max(8, length)])
-    s.completion_ids = np.random.default_rng(0).permutation(s.completion_ids)  # hard to predict
-    s.sampled[:-8] = False
-    return [s]
 
 
 @torch.no_grad()
@@ -1754,11 +1720,8 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
         return make_policy(model, prompts, cfg)
     model = load_model("reference", cfg.reference, cfg, device).requires_grad_(False)
     check_sizes("reference", model, prompts, cfg)
-    theirs = {}
-    with contextlib.suppress(Exception):  # a folder may hold the weights alone
-        theirs = load_tokenizer(cfg.reference).get_vocab()
     with mistakes_in(f"--reference {cfg.reference}", (ValueError,)):
-        look_at("reference", model, policy.model, theirs, tokenizer.get_vocab())
+        look_at("reference", cfg.reference, load_tokenizer, tokenizer, model, policy.model)
     return make_policy(model, prompts, cfg)
 
 
@@ -2054,9 +2017,7 @@ def print_step(step: int, metrics: dict, samples: list[Sample], rewards: list[Re
         shown.append("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
     print_rank_0(f"step {step}/{cfg.max_steps} {' '.join(shown)}")
     print_failures(samples)
-    cut_off = [s.reward for s in samples if s.finish_reason == "length"]
-    if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
-        print_rank_0("cut-off completions earn nothing: see --max_completion_length")
+    look_at("samples", samples)
     if step == 1:
         print_sample(samples[0])
         if torch.cuda.is_available():
@@ -2197,32 +2158,6 @@ def remove_folder(path: str) -> None:
         shutil.rmtree(path)
 
 
-def digest_of_weights(model) -> list[int]:
-    """Sums of bits: the same on every device."""
-    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
-    return [int(x.sum(dtype=torch.int64)) for x in bits]
-
-
-def digest(values) -> str:
-    """Of their JSON, one after the other, because that of a million rows is large."""
-    sha = hashlib.sha256(b"[")
-    comma = ""
-    for value in values:
-        text = json.dumps(value, default=lambda value: type(value).__name__)
-        sha.update((comma + text).encode())
-        comma = ", "
-    sha.update(b"]")
-    return sha.hexdigest()
-
-
-def identity_of(cfg: Config, model, prompts: list[Prompt]) -> dict:
-    """What a resume must have as the run began. model: as --model has it."""
-    identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
-    identity["model"] = digest_of_weights(model)
-    identity["train_data"] = digest((p.ids.tolist(), p.row) for p in prompts)
-    return identity
-
-
 class RunFiles:
     """The directory of a run: what is saved, when it may be, which checkpoint is the best, which
     are kept, and what is resumed. A checkpoint is a model directory with trainer_state.pt, which
@@ -2312,15 +2247,11 @@ class RunFiles:
             self.n_written = len(self.history)
 
     def write_config(self, run: Run, cfg: Config) -> None:
-        about = {}
-        with contextlib.suppress(Exception):  # a run goes on without extras/digests.py
-            from extras import digests
-
-            about = digests.about(run, self.path, STARTED)
-            edited = [name for name, said in about["files"].items() if "edited" in said]
-            if edited and run.step > 0:
+        config = asdict(cfg) | dict(about={}, began=self.began.isoformat())
+        with contextlib.suppress(Exception):  # a run goes on without it
+            config["about"], edited = digests.about(run, self.path)
+            if edited:
                 print_rank_0(f"edited since the run began: {', '.join(edited)}")
-        config = asdict(cfg) | dict(about=about, began=self.began.isoformat())
         config["job"] = os.environ.get("TORCHELASTIC_RUN_ID")
         Path(self.path, ".config").write_text(json.dumps(config, indent=1))
         os.replace(f"{self.path}/.config", f"{self.path}/config.json")
@@ -2431,7 +2362,9 @@ class Run:
         # The policy, of --model or of the checkpoint, and the reference. From here on cfg has what
         # the model and the machine decide.
         self.model = load_model("model", cfg.model, cfg, device)
-        self.identity = identity_of(cfg, self.model, self.train_prompts)
+        self.identity = {}  # what a resume must have as the run began
+        if digests is not None:
+            self.identity = digests.identity(cfg, self.model, self.train_prompts)
         checkpoint = self.resume(cfg, device)  # empty: the run begins
         self.step = checkpoint.get("step", 0)  # the last whole step
         # For your changes: what stands here when run.complete(step) is called survives --resume.
@@ -2449,7 +2382,10 @@ class Run:
         if self.player is not None:
             self.stop_ids = self.player.stop_ids
         if self.cfg.rollout == "hf":
-            check_padding(self.policy, prompts, self.stop_ids, self.cfg)
+            with mistakes_in(f"--rollout hf: {type(self.model).__name__} cannot sample"):
+                sampler = HFSampler(self.model, self.stop_ids, self.cfg)
+                parts = (sampler, Sample, prompts[0], self.longest)
+                look_at("padding", *parts, self.policy, check_samples)
         self.compare(checkpoint)
         self.shown_prompt = self.first_prompt(cleanup)
 
@@ -2487,16 +2423,11 @@ class Run:
 
     def compare(self, checkpoint: dict) -> None:
         """A resume must have what the run began with, and all ranks must have the same."""
-        if self.cfg.reference and self.reference is not None:
-            self.identity["reference"] = digest_of_weights(self.reference.model)
-        began_with = checkpoint.get("identity", self.identity)
-        changed = [name for name in self.identity if began_with.get(name) != self.identity[name]]
-        require(not changed, "resume", f"this run began with another {' and '.join(changed)}")
-        measured = [(p.ids.tolist(), p.row) for p in self.eval_prompts]
-        evals = digest([self.rewards[0].name, measured])
-        self.files.begin_evals(checkpoint, evals)
-        mine = [asdict(self.cfg), self.identity, evals, self.step, digest_of_weights(self.model)]
-        if len(set(gather([digest(mine)]))) > 1:
+        if digests is None:
+            return
+        with mistakes_in("--resume", (ValueError,)):
+            mine = digests.compare(self, checkpoint)
+        if len(set(gather([mine]))) > 1:
             raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
 
     def make_parts(self, checkpoint: dict, cleanup: contextlib.ExitStack) -> tuple:

@@ -1,5 +1,6 @@
-"""What a run had read when it began. The trainer writes it into config.json: extras/compare.py sees
-by it whether a file was edited since, and which metrics of two runs are the same quantity."""
+"""What a run had read when it began. A resume must have it again, and all ranks must have the same.
+The trainer writes it into config.json, too: extras/compare.py sees by it whether a file was edited
+since, and which metrics of two runs are the same quantity."""
 
 import ast
 import contextlib
@@ -10,7 +11,12 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
+
+import torch
+
+STARTED = time.time() - time.process_time()  # of this process
 
 # Another torch is another installation, and torch writes modules of its own into a cache.
 INSTALLED = r"/lib\w*/python\d|-packages/|/\.cache/|/torchinductor_"
@@ -26,6 +32,47 @@ def of_values(*values):
     """A prompt counts by its row."""
     text = json.dumps(values, default=lambda x: getattr(x, "row", type(x).__name__))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def of_many(values):
+    """Of their JSON as a list, one after the other, because that of a million rows is large."""
+    sha = hashlib.sha256(b"[")
+    comma = ""
+    for value in values:
+        text = json.dumps(value, default=lambda x: type(x).__name__)
+        sha.update((comma + text).encode())
+        comma = ", "
+    sha.update(b"]")
+    return sha.hexdigest()
+
+
+def of_weights(model):
+    """Sums of bits: the same on every device."""
+    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
+    return [int(x.sum(dtype=torch.int64)) for x in bits]
+
+
+def identity(cfg, model, prompts):
+    """What a resume must have as the run began. model: as --model has it."""
+    identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
+    identity["model"] = of_weights(model)
+    identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in prompts)
+    return identity
+
+
+def compare(run, checkpoint):
+    """A ValueError if a resume has another identity than the checkpoint. Returns a digest of all
+    that the ranks must have the same."""
+    if run.cfg.reference and run.reference is not None:
+        run.identity["reference"] = of_weights(run.reference.model)
+    began_with = checkpoint.get("identity") or run.identity  # {}: it began without this file
+    changed = [name for name in run.identity if began_with.get(name) != run.identity[name]]
+    if changed:
+        raise ValueError(f"this run began with another {' and '.join(changed)}")
+    eval_rows = ((p.ids.tolist(), p.row) for p in run.eval_prompts)
+    evals = of_many([run.rewards[0].name, list(eval_rows)])
+    run.files.begin_evals(checkpoint, evals)
+    return of_many([vars(run.cfg), run.identity, evals, run.step, of_weights(run.model)])
 
 
 def loaded_files():
@@ -59,8 +106,8 @@ def behind(functions, files):
     return found
 
 
-def about(run, out_dir, started):
-    """started: when the process began, before it read anything."""
+def about(run, out_dir, started=STARTED):
+    """What config.json gets, and the files that were edited since the run began."""
     cfg = run.cfg
     functions = f"{cfg.reward},{cfg.environment}"
     code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
@@ -79,7 +126,7 @@ def about(run, out_dir, started):
     # Whose mean is the eval accuracy.
     first = re.sub("^environment", cfg.environment, cfg.reward.split(",")[0])
     settings = functions, cfg.temperature, cfg.non_stop_reward
-    return dict(
+    about = dict(
         trainer=of_file(inspect.getfile(type(cfg))),
         eval_accuracy_of=of_values(first, code_of(first), run.eval_prompts),
         reward_of=of_values(settings, code_of(functions), run.train_prompts),
@@ -87,3 +134,5 @@ def about(run, out_dir, started):
         files=files,
         flags=before["flags"] | {str(run.step): vars(cfg)},  # from each step on
     )
+    edited = [path for path, said in files.items() if "edited" in said and run.step > 0]
+    return about, edited

@@ -5,6 +5,7 @@ A check raises a ValueError, which ends the run in one line with the flag, the f
 returns what the screen should say. Without this file a run begins all the same.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -12,8 +13,11 @@ import os
 import re
 import sys
 import typing
+from dataclasses import replace
 from datetime import date, time, timedelta
 from unicodedata import normalize
+
+import numpy as np
 
 from reward import ADDED, BUILT_IN
 
@@ -80,6 +84,13 @@ def json_object(pairs):
 
 def row(row, rewards, environment, cfg):
     """The model and the rewards must be able to use a row whole."""
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    for reward in rewards:
+        try:
+            reward.check_row(row)
+        except Exception as error:
+            raise ValueError(f"--reward {reward.name}: {error}") from error
     for column, value in row.items():
         try:
             json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
@@ -213,11 +224,45 @@ def sizes(model, prompts, longest, positions):
         raise ValueError(f"the tokenizer makes the id {largest}, which --model does not have")
 
 
-def reference(model, policy_model, theirs, ours):
-    """theirs, ours: what the tokenizers know. A reference may have more ids, such as those that pad
-    its vocabulary to another size."""
-    of_id = {i: token for token, i in theirs.items()}
-    other = [i for token, i in ours.items() if of_id.get(i, token) != token]
+def largest_window(config, longest):
+    """Of those that a sample of `longest` tokens exceeds; 0: it exceeds none."""
+    sizes = vars(config.get_text_config()).items()
+    windows = [n for name, n in sizes if re.search("window|chunk", name)]
+    return max((n for n in windows if isinstance(n, int) and 0 < n < longest), default=0)
+
+
+def beyond_windows(config, s):
+    """Of s, a made-up sample as long as any, so much that no window holds it; none if each does.
+    Only its last 8 tokens are compared."""
+    window = largest_window(config, s.total_length)
+    if window == 0:
+        return []
+    length = max(8, window + 32 - len(s.prompt.ids))
+    ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
+    compared = np.arange(len(ids)) >= len(ids) - 8
+    return [replace(s, completion_ids=ids, sampled=compared, loss_mask=None, advantages=None)]
+
+
+def padding(sampler, Sample, prompt, longest, policy, check_samples):
+    """The hf sampler pads on the left and has a cache. What these change must be rounding in
+    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window.
+    Sample, check_samples: grpo.py's."""
+    if sampler.cfg.dtype == "bfloat16":
+        sampler.cfg = replace(sampler.cfg, dtype="float32")
+    long = max(8, min(longest, largest_window(sampler.model.config, longest) + 32) - 4)
+    prompts = [replace(prompt, ids=np.resize(prompt.ids, n)) for n in (1, long)]
+    completions = sampler.generate([p.ids for p in prompts], [0, 1], 1.0, [4, 4])
+    samples = [Sample(0, p, *c) for p, c in zip(prompts, completions, strict=True)]
+    check_samples(policy, samples, 1.0, sampler.cfg)
+
+
+def reference(path, load_tokenizer, tokenizer, model, policy_model):
+    """It must know the same tokens. It may have more ids, such as those that pad its vocabulary to
+    another size."""
+    of_id = {}
+    with contextlib.suppress(Exception):  # a folder may hold the weights alone
+        of_id = {i: token for token, i in load_tokenizer(path).get_vocab().items()}
+    other = [i for token, i in tokenizer.get_vocab().items() if of_id.get(i, token) != token]
     if other:
         raise ValueError(f"has another tokenizer than --model: it differs in the ids {other[:3]}")
     n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy_model)]
@@ -230,3 +275,10 @@ def thinking(tokenizer):
     marks = set(re.findall(marks, str(tokenizer.chat_template).lower())) - {"<think>"}
     if marks:
         return f"the chat template has {min(marks)}; the rewards look for <think>"
+
+
+# -- Samples of a step
+def samples(samples):
+    cut_off = [s.reward for s in samples if s.finish_reason == "length"]
+    if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
+        return "cut-off completions earn nothing: see --max_completion_length"

@@ -237,7 +237,7 @@ def test_a_run_writes_down_what_it_has_read(tmp_path):
         cfg = small_config(out, **(flags | more))
         run = fake_run(cfg, step=step, identity={"model": 0}, rewards=load_rewards(cfg.reward))
         run.train_prompts = run.eval_prompts = prompts
-        read = digests.about(run, out, started)
+        read, _ = digests.about(run, out, started)
         del read["flags"]
         return read
 

@@ -1,6 +1,7 @@
 """Rows: parquet's types, chats as texts, what a template of the hub writes, many rows."""
 
 import datetime
+import hashlib
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 import grpo
 import reward
+from extras import digests
 from grpo import Config, ConfigError
 from tests.common import HERE, main, metrics_of
 from tests.families import BARS, family
@@ -277,8 +279,8 @@ def test_the_digest_of_rows_is_that_of_their_json():
     """Runs that began before this line was written go on."""
     values = [([1, 2], dict(prompt="é", x=[1.5, None, True])), ([3], dict(day=datetime.date.min))]
     expected = json.dumps(values, default=lambda value: type(value).__name__)
-    assert grpo.digest(values) == grpo.hashlib.sha256(expected.encode()).hexdigest()
-    assert grpo.digest(iter([])) == grpo.hashlib.sha256(b"[]").hexdigest()
+    assert digests.of_many(values) == hashlib.sha256(expected.encode()).hexdigest()
+    assert digests.of_many(iter([])) == hashlib.sha256(b"[]").hexdigest()
 
 
 def test_two_files_alone_read_json_lines_and_train(tmp_path):
