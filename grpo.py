@@ -1262,6 +1262,7 @@ class Config:
     save_every: int = 10  # steps between checkpoints; 0: only the last and the best
     keep: int = 2  # newest checkpoints kept, beside the best by eval accuracy; 0: all
     resume: bool = False  # continue the run in --out_dir; without --out_dir the newest run
+    began: str = ""  # the day that chat templates write, 2026-01-31; empty: that of the first start
     log_completions: int = 64  # samples per step in completions.jsonl
     report_to: Literal["none", "wandb", "trackio"] = "none"  # dashboard
 
@@ -1374,7 +1375,7 @@ def parse_flags(argv: list[str] | None) -> Config:
     if path:
         with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
             saved = json.loads(Path(path).read_text())
-            for name in ("about", "began", "job"):  # not flags
+            for name in ("about", "job"):  # not flags
                 saved.pop(name, None)
             saved = Config(**saved | dict(out_dir=os.path.dirname(path), resume=True))
         parser.set_defaults(**asdict(saved))
@@ -1750,11 +1751,11 @@ def wrap(policy):
     return ddp
 
 
-def load_task(cfg: Config, began: datetime) -> tuple:
+def load_task(cfg: Config) -> tuple:
     """The tokenizer, the reward functions and the environment, or None."""
     with mistakes_in(f"--model {cfg.model}"):
         tokenizer = load_tokenizer(cfg.model)
-    # A chat template that writes the date writes that on which the run began.
+    began = datetime.fromisoformat(cfg.began)  # a chat template that writes the day writes this one
     dated = functools.partial(tokenizer.apply_chat_template, strftime_now=began.strftime)
     tokenizer.apply_chat_template = dated
     if preflight is None:
@@ -1784,17 +1785,17 @@ def make_player(environment, run: Run, prompts: list[Prompt]):
 
 def fit(policy, prompts: list[Prompt], cfg: Config) -> Config:
     """The flags with what extras/fast.py finds: compiled layers, the micro-batch that fits."""
-    require(fast is not None or cfg.compile != "on", "compile", "needs extras/fast.py")
-    speed = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
-    if fast is not None:
-        length = min(512, cfg.max_completion_length)
-        batch = batch_for(policy.model, made_up(prompts[:1], [length] * (2048 // length)))
-        context = functools.partial(autocast, cfg, policy.model.device)
-        speed, why = fast.fit(policy, batch, context, cfg)
-        if why:
-            print_rank_0(f"--compile: the layers are not compiled: {why}")
-    speed["micro_batch_tokens"] = min(gather([speed["micro_batch_tokens"]]))  # on all ranks
-    return replace(cfg, **speed)
+    if fast is None:
+        require(cfg.compile != "on", "compile", "needs extras/fast.py")
+        return replace(cfg, compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
+    length = min(512, cfg.max_completion_length)
+    batch = batch_for(policy.model, made_up(prompts[:1], [length] * (2048 // length)))
+    context = functools.partial(autocast, cfg, policy.model.device)
+    found, why = fast.fit(policy, batch, context, cfg)
+    if why:
+        print_rank_0(f"--compile: the layers are not compiled: {why}")
+    found["micro_batch_tokens"] = min(gather([found["micro_batch_tokens"]]))  # on all ranks
+    return replace(cfg, **found)
 
 
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
@@ -2168,12 +2169,6 @@ class RunFiles:
         # A reward may call os.chdir, and files of this folder are read and written later, too.
         self.path = os.path.abspath(os.path.expanduser(cfg.out_dir))
         self.is_unnamed = cfg.out_dir == Config.out_dir and not cfg.resume
-        began = datetime.now()
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if cfg.resume:
-                config = json.loads(Path(self.path, "config.json").read_text())
-                began = datetime.fromisoformat(config["began"])
-        self.began = gather([began])[0]  # a chat template that writes the day writes this one
         self.keep = cfg.keep
         self.history = []  # the lines of metrics.jsonl
         self.n_written = 0  # how many of them are written
@@ -2208,13 +2203,6 @@ class RunFiles:
         require(not paths, "resume", f"no checkpoint in {self.path} can be read")
         return {}, None
 
-    def begin_evals(self, checkpoint: dict, evals: str) -> None:
-        """Accuracies on other eval data, or by another reward, name no best checkpoint."""
-        self.evals = evals
-        self.evals_since = checkpoint.get("evals_since", 0)
-        if checkpoint.get("evals", evals) != evals:
-            self.evals_since = checkpoint["step"]
-
     # -- The directory, the logs
 
     def open(self, run: Run, cleanup: contextlib.ExitStack) -> None:
@@ -2247,12 +2235,11 @@ class RunFiles:
             self.n_written = len(self.history)
 
     def write_config(self, run: Run, cfg: Config) -> None:
-        config = asdict(cfg) | dict(about={}, began=self.began.isoformat())
+        config = asdict(cfg) | dict(about={}, job=os.environ.get("TORCHELASTIC_RUN_ID"))
         with contextlib.suppress(Exception):  # a run goes on without it
             config["about"], edited = digests.about(run, self.path)
             if edited:
                 print_rank_0(f"edited since the run began: {', '.join(edited)}")
-        config["job"] = os.environ.get("TORCHELASTIC_RUN_ID")
         Path(self.path, ".config").write_text(json.dumps(config, indent=1))
         os.replace(f"{self.path}/.config", f"{self.path}/config.json")
 
@@ -2350,9 +2337,10 @@ class Run:
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
         self.files = RunFiles(cfg)
-        cfg = replace(cfg, out_dir=self.files.path, model=absolute(cfg.model))
+        began = cfg.began or gather([datetime.now().isoformat()])[0]
+        cfg = replace(cfg, out_dir=self.files.path, model=absolute(cfg.model), began=began)
         # What a mistake is likeliest in, and what is read soonest.
-        self.tokenizer, self.rewards, environment = load_task(cfg, self.files.began)
+        self.tokenizer, self.rewards, environment = load_task(cfg)
         task = (self.tokenizer, self.rewards, environment, cfg)
         self.train_prompts = load_prompts("train_data", *task)
         self.eval_prompts = load_prompts("eval_data", *task)

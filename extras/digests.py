@@ -61,8 +61,8 @@ def identity(cfg, model, prompts):
 
 
 def compare(run, checkpoint):
-    """A ValueError if a resume has another identity than the checkpoint. Returns a digest of all
-    that the ranks must have the same."""
+    """A ValueError if a resume has another identity than the checkpoint. Says from which step on
+    evals measured what they do now. Returns a digest of all that the ranks must have the same."""
     if run.cfg.reference and run.reference is not None:
         run.identity["reference"] = of_weights(run.reference.model)
     began_with = checkpoint.get("identity") or run.identity  # {}: it began without this file
@@ -71,7 +71,10 @@ def compare(run, checkpoint):
         raise ValueError(f"this run began with another {' and '.join(changed)}")
     eval_rows = ((p.ids.tolist(), p.row) for p in run.eval_prompts)
     evals = of_many([run.rewards[0].name, list(eval_rows)])
-    run.files.begin_evals(checkpoint, evals)
+    run.files.evals = evals
+    run.files.evals_since = checkpoint.get("evals_since", 0)
+    if checkpoint.get("evals", evals) != evals:  # accuracies so far name no best checkpoint
+        run.files.evals_since = run.step
     return of_many([vars(run.cfg), run.identity, evals, run.step, of_weights(run.model)])
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 import typing
 from dataclasses import replace
-from datetime import date, time, timedelta
+from datetime import date, datetime, time, timedelta
 from unicodedata import normalize
 
 import numpy as np
@@ -58,6 +58,10 @@ def values(cfg):
         raise ValueError("--num_minibatches: more than the step's samples")
     if cfg.kl_in == "reward" and cfg.beta > 0 and cfg.kl_estimator != "k1":
         raise ValueError("--kl_estimator: with --kl_in reward only k1 has the right gradient")
+    try:
+        datetime.fromisoformat(cfg.began or "2026-01-31")
+    except ValueError as error:
+        raise ValueError(f"--began: {error}") from error
     try:
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
     except (ValueError, TypeError) as error:
