@@ -15,24 +15,25 @@ A whole step, in nine lines. (test_grpo.py runs them, and compares the gradient 
         for answer, advantage in zip(answers, advantages):
             logits = model(torch.cat([prompt, answer]))[len(prompt) - 1 : -1]  # [T, V]
             logps = logits.log_softmax(-1)[range(len(answer)), answer]  # [T]
-            (-advantage * logps.sum() / n_tokens).backward()  # n_tokens: in this optimizer step
+            (-advantage * logps.sum() / n_tokens).backward()  # n_tokens: of all answers
     optimizer.step()
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative for an answer below the mean of its group. The reward is only a number,
-and no gradient goes through it. n_tokens counts the tokens of all answers that the optimizer step
-learns from, so that each token has the same say. With a mean over each answer, a token of an answer
-of 10 tokens would count ten times as much as a token of one of 100. And if you split the answers
-into several batches and take a mean in each (a usual mistake of gradient accumulation), tokens in
-small batches weigh more. To know n_tokens, the file samples all groups before the first backward.
+and no gradient goes through it. n_tokens counts the tokens of all answers of the optimizer step, so
+that each token has the same say. With a mean over each answer, a token of an answer of 10 tokens
+would count ten times as much as a token of one of 100. And if you split the answers into several
+batches and take a mean in each (a usual mistake of gradient accumulation), tokens in small batches
+weigh more. To know n_tokens, the file samples all groups before the first backward.
 
 Why it works: the expected reward is the sum over all answers of p * reward, and grad p is
 p * grad log p. So its gradient is the mean of reward * grad log p over the model's own samples (the
-policy gradient: REINFORCE, Williams 1992). The mean of grad log p alone is the sum of grad p, the
-gradient of 1: it is 0. So a baseline that does not depend on the answer may be subtracted from its
-reward, and lowers the noise. The mean reward of the other answers is such a baseline, and reward -
-mean of the group is reward - mean of the others, times (G - 1) / G for a group of G. The division
-by the standard deviation is a choice: rewards of 0 and 1 then teach as much as those of 0 and 100.
+policy gradient: REINFORCE, Williams 1992). The mean of grad log p alone is the sum of grad p: the
+gradient of the sum of p, which is 1. So it is 0, and a baseline that does not depend on the answer
+may be subtracted from its reward, and lowers the noise. The mean reward of the other answers is
+such a baseline, and reward - mean of the group is reward - mean of the others, times (G - 1) / G
+for a group of G. The division by the standard deviation is a choice: rewards of 0 and 1 then teach
+as much as those of 0 and 100.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. The nine lines use -A * logp. This file
@@ -52,16 +53,17 @@ exp(logp - old_logp), is 1. In a second step the model has changed: the answers 
 ratio is how many times as likely the token has become. A ratio of 2 means that new answers would
 have this token twice as often. We have only the old answers, so it counts twice (importance
 sampling). On average that gives about the gradient of new answers, as long as the model has not
-changed much. So the loss of a token is made constant (clipped) where it has changed enough: in a
-good answer (A > 0) when the ratio is above 1.28, in a bad one when it is below 0.8.
+changed much. To stay there, the loss of a token is made constant (clipped) where the token has
+changed enough: in a good answer (A > 0) when the ratio is above 1.28, in a bad one when it is below
+0.8.
 
 Words: the policy is the model that is trained, a completion is an answer. A step has two parts. The
 rollout samples and scores. The update learns from the samples: by default in one optimizer step,
 else in several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes
 through the model in micro-batches, whose gradients add up. A rank is one of the processes that
-torchrun starts, one for each GPU. The old policy is the policy as it was when it sampled. The
-reference is a frozen model, by default the one that the run began with. With --beta a penalty, the
-KL divergence between policy and reference, keeps the policy near it.
+torchrun starts, usually one for each GPU. The old policy is the policy as it was when it sampled.
+The reference is a frozen model, by default the one that the run began with. With --beta a penalty,
+the KL divergence between policy and reference, keeps the policy near it.
 
 The nine lines, and where they stand with batches, ranks and options:
 
@@ -109,7 +111,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-# Before torch is imported: idle threads that spin make a step on busy cores 5 to 30 times slower.
+# Before torch is imported. Idle threads must not spin: on busy cores 5 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -135,7 +137,7 @@ def extra(name: str):
 
 
 fast = extra("fast")  # what makes it faster
-preflight = extra("preflight")  # what people reported
+preflight = extra("preflight")  # refuses mistakes that people reported
 formats = extra("rows")  # CSV, parquet, the hub; chats
 digests = extra("digests")  # what a resume and all ranks must have the same
 
@@ -164,7 +166,7 @@ class Sample:
 
     group: int  # index of the prompt in the step
     prompt: Prompt
-    completion_ids: np.ndarray  # with the sampled EOS: the policy also learns to stop
+    completion_ids: np.ndarray  # ends with the EOS, if it was not cut off: to stop is learned, too
     # Log-probabilities of these tokens. sampler_logps and old_logps are by the same weights, those
     # that sampled, and differ by rounding, most with vLLM.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
@@ -172,7 +174,7 @@ class Sample:
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
     # In a plain run these two are True everywhere, and you can read over them.
     sampled: np.ndarray | None = None  # the policy wrote the token; False: an environment, a tool
-    loss_mask: np.ndarray | None = None  # the token is in the loss, and n_tokens counts it
+    loss_mask: np.ndarray | None = None  # it may teach: the loss has sampled & loss_mask
     advantages: np.ndarray | None = None  # by default 0
     weights: np.ndarray | None = None  # what weigh fills in, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
@@ -209,7 +211,7 @@ def training_loop(run: Run) -> None:
         run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
         run.record_time("load_weights")
         run.evaluate_if_due()
-        run.save_if_due()  # after the eval, so that the best is kept
+        run.save_if_due()  # after the eval, which says whether it is the best
         run.record_time("eval")
         if run.is_over():
             break
@@ -247,7 +249,7 @@ def rollout(
 ) -> list[Sample]:
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples. stream: SAMPLING or EVAL, of random
-    numbers. first: how many prompts of the same step or eval came before."""
+    numbers. first: the number of prompts[0] in an eval that comes in parts."""
     asked = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
     # A seed for each sample: what is drawn depends on no other sample, nor on the ranks.
     seeds = [(seed_of(run.cfg, stream, step, first + group), i) for group, i in asked]
@@ -276,13 +278,15 @@ def sample_batch(
     model, prompts: list, seeds: list, temperature: float, limits: list[int], stop_ids, cfg: Config
 ) -> list[tuple]:
     """A completion of each prompt, by the policy's own model: token ids and their logps, [T] each.
-    limits: the most tokens of each. extras/fast.py and VLLMSampler do the same, faster."""
+    limits: the most tokens of each. HFSampler calls this for 256 prompts at a time, or what does
+    the same faster, in extras/fast.py; VLLMSampler is faster still."""
     randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
     randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T], float64 in [0, 1)
     logps = []
 
     def choose(_, logits):  # [N, V]. Draws a token; all others get -inf, so that generate takes it
-        token, logp = draw(logits, temperature, randoms[:, len(logps), None])  # [N, 1] both
+        t = len(logps)  # tokens so far
+        token, logp = draw(logits, temperature, randoms[:, t, None])  # [N, 1] both
         logps.append(logp)
         return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
 
@@ -327,7 +331,7 @@ def score(samples: list[Sample], run: Run) -> None:
     scored = [s for s in samples if not s.failure]  # the others: their environment failed
     for function in run.rewards:
         for s in samples:
-            s.rewards[function.name] = 0.0
+            s.rewards[function.name] = 0.0  # stays so if its environment failed
         fill_in_reward(function, scored, run)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.rewards]
@@ -379,7 +383,8 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 
 def collate(samples: list[Sample], device: torch.device, packed: bool = True) -> dict:
     """The tensors of a micro-batch. Its sequences are packed, without padding: each prompt once,
-    its completions behind it. Say a b c has the completions x y . and z ., and d e has w .:
+    its completions behind it. Say a b c has the completions x y . and z ., and d e has w . (with
+    the EOS .):
 
         ids        a b c x y . z . d e w .    [L]
         positions  0 1 2 3 4 5 3 4 0 1 2 3    [L], counted from the start of the prompt
@@ -392,7 +397,7 @@ def collate(samples: list[Sample], device: torch.device, packed: bool = True) ->
     """
     if packed:
         batch = pack(samples, device)
-    else:  # for models that cannot do this: each sample is padded; what is [n] is the same
+    else:  # for models whose attention cannot: each sample is padded; what is [n] is the same
         batch = pad(samples)
     batch["targets"] = [s.completion_ids[s.sampled] for s in samples]
     # To give the loss another field of Sample, add its name here.
@@ -401,8 +406,8 @@ def collate(samples: list[Sample], device: torch.device, packed: bool = True) ->
             batch[name] = [getattr(s, name)[s.sampled] for s in samples]
     for name, parts in batch.items():
         if isinstance(parts, list):
-            parts = torch.from_numpy(np.concatenate(parts))
-            batch[name] = parts.to(device, non_blocking=True)  # without waiting for the GPU
+            tensor = torch.from_numpy(np.concatenate(parts))
+            batch[name] = tensor.to(device, non_blocking=True)  # without waiting for the GPU
     batch["lengths"] = [int(s.sampled.sum()) for s in samples]  # how many of the n each sample has
     return batch
 
@@ -501,9 +506,9 @@ def weigh(minibatch: list[Sample], cfg: Config) -> None:
 
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> dict:
-    """The gradient of one optimizer step: a backward for each micro-batch, and all add up. Samples
-    without a gradient (equal rewards, no KL) get no pass. Returns sums for the log, over all ranks.
-    """
+    """The gradient of one optimizer step: a backward for each micro-batch, whose gradients add up.
+    Samples without a gradient (equal rewards, no KL) are skipped. Returns sums over all ranks, for
+    the log."""
     weigh(minibatch, cfg)  # a minibatch has the samples of all ranks
     sums = []
     for micro_batch, sync_context in micro_batches_of_rank(policy, ddp, minibatch, cfg):
@@ -573,7 +578,7 @@ def update(
 
 # ------------------------------------------------------------------------------------------------
 # PLUMBING. The options of the loss, then what the functions above call; from Flags on, the program.
-# The line over each part says what goes in and what comes out.
+# A line over each part says what it is for, or what goes in and what comes out.
 # ------------------------------------------------------------------------------------------------
 
 # -- The options of the loss: what grpo_loss calls if a flag asks for it
@@ -649,7 +654,7 @@ def generator(cfg: Config, stream: int, step: int, index: int = 0) -> np.random.
 
 def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
     sequence = np.random.SeedSequence((cfg.seed, stream, step, index))
-    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits fit every sampler's int
+    return int(sequence.generate_state(1, np.uint64)[0] >> 2)  # 62 bits
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
@@ -806,7 +811,7 @@ class Sequences:
 
 @functools.lru_cache(maxsize=2)  # one for all layers, and one for those with a window
 def causal_mask(S: int, window: int, dtype: torch.dtype, device: torch.device):
-    """[S, S], what attention adds: 0 where token i sees token j, else -inf."""
+    """[S, S], added to the scores: 0 where token i sees token j, else -inf."""
     unseen = torch.full((S, S), -math.inf, dtype=dtype, device=device)
     mask = unseen.triu(1)  # later tokens
     if window:
@@ -860,9 +865,9 @@ def packed_attention(
 
 
 def mask_of_layers(*args, attention_mask=None, local_size=None, **rest):
-    """transformers calls this for each kind of layers that the model has; a layer's mask, not its
-    module, says whether it has a window. In a packed batch, where attention_mask is run_model's,
-    the mask is empty, and its width is the window (0: none)."""
+    """transformers calls this for each kind of layers that the model has: a layer's mask, not its
+    module, says whether the layer has a window. So in a packed batch, where attention_mask is
+    run_model's, the mask carries one number: its width is the window (0: none)."""
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         return attention_mask.new_empty(1, 1, 1, local_size or 0)
     return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **rest)
@@ -948,7 +953,7 @@ def micro_batches(samples: list[Sample], cfg: Config, packed: bool = True) -> li
             added[i + 1] = len(s.completion_ids)  # its prompt stands there already
     budget = min(cfg.micro_batch_tokens, sum(added) / WORLD_SIZE)
     batches = []
-    tokens = math.inf  # of the last batch
+    tokens = math.inf  # of the last batch; inf begins the first
     for s, more in zip(samples, added, strict=True):
         if batches and not packed:
             more = batches[-1][0].total_length  # padded to the first, which is the longest
@@ -982,8 +987,8 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config, output: int
 
 def micro_batches_of_rank(policy, ddp, minibatch: list[Sample], cfg: Config):
     """Yields this rank's micro-batches, and the context of their passes: DDP's no_sync, but for the
-    last. All ranks get equally many, because DDP needs a backward of every rank: if nothing is left
-    for a rank in the last round, it gets another rank's, with `sampled` all False, so that n is 0.
+    last. All ranks get equally many, because DDP needs a backward of every rank. If the last round
+    leaves nothing to a rank, it gets another's, with `sampled` all False, so that n is 0.
     Samples without a gradient need no pass. If none has one, the first gets a pass all the same:
     check_gap needs its log-probabilities, and DDP a backward."""
     needed = [s for s in minibatch if has_gradient(s, cfg)]
@@ -1009,7 +1014,7 @@ def clear_gradients(optimizer) -> None:
 
 
 def set_learning_rate(optimizer, step: int, number: int, cfg: Config) -> float:
-    """For an optimizer step, the one of this number on the rollout of `step`."""
+    """For optimizer step `number` on the rollout of `step`."""
     steps_before = (step - 1) * cfg.num_minibatches * cfg.num_epochs  # of earlier rollouts
     learning_rate = learning_rate_at(steps_before + number, cfg)
     for parameters in optimizer.param_groups:
@@ -1041,8 +1046,7 @@ def has_gradient(s: Sample, cfg: Config) -> bool:
 
 
 def has_signal(minibatch: list[Sample], optimizer, cfg: Config) -> bool:
-    """Whether an optimizer step has anything to learn from. If not, no step is taken: Adam moves
-    the weights by its momentum even if the gradient is 0."""
+    """Whether an optimizer step has anything to learn from."""
     # Before the first optimizer step the policy is the reference (unless that is a model of its
     # own), and the KL's gradient is rounding. Adam would make a whole step of it.
     if cfg.beta > 0 and not cfg.reference:
@@ -1117,7 +1121,7 @@ def update_metrics(of_steps: list[Counter], norms: list[float]) -> dict:
     return metrics | {name: value / tokens for name, value in sums.items()}
 
 
-def mean_size(advantages) -> float:
+def mean_abs(advantages) -> float:
     """0 if none of a sample's tokens is in the loss."""
     return float(np.abs(advantages).sum()) / max(1, len(advantages))
 
@@ -1126,7 +1130,7 @@ def sample_metrics(samples: list[Sample]) -> dict:
     """Metrics of a rollout, under TRL's names. `reward` is what the advantages are made of."""
     reward, reward_std = mean_and_std([s.reward for s in samples])
     lengths = [int(s.sampled.sum()) for s in samples]
-    sizes = np.array([mean_size(trained_advantages(s)) for s in samples])
+    sizes = np.array([mean_abs(trained_advantages(s)) for s in samples])
     group_size = sum(s.group == samples[0].group for s in samples)
     metrics = {
         "reward": reward,
@@ -1167,7 +1171,7 @@ def evaluate(run: Run) -> dict:
 
 def eval_rewards(run: Run, n: int, temperature: float) -> tuple:
     """The first reward of n completions of each eval prompt, [prompts, n], without the prompts to
-    which it does not apply or for which it failed."""
+    which it does not apply or for which it failed; and metrics."""
     prompts = run.eval_prompts
     at_once = len(prompts)
     if run.cfg.environment:  # a server may have places for the samples of a step, and no more
@@ -1290,8 +1294,8 @@ class TrainingError(Exception):
 
 @contextlib.contextmanager
 def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
-    """What fails inside is a mistake of the user in this flag, file or row. expected: the errors
-    that say so. Code of the user and of libraries may raise any."""
+    """What fails inside ends the run with "what: error" and exit code 2: a mistake in this flag,
+    file or row. expected: the errors that say so; code of users and libraries may raise any."""
     try:
         yield
     except expected as error:
@@ -1336,8 +1340,8 @@ def refuse_flags(message: str) -> None:
 
 def config_to_resume(given) -> str:
     """The path of config.json of the run that goes on; empty: a run begins. --resume goes on with
-    the run in --out_dir or the newest one without a name, and so does a process that torchrun has
-    started again (--max-restarts)."""
+    the run in --out_dir or the newest one without a name, and a process that torchrun has started
+    again (--max-restarts) with that of its own job."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not given.resume and not restarted:
         return ""
@@ -1363,8 +1367,8 @@ def job_of(path: str) -> str | None:
 
 
 def parse_flags(argv: list[str] | None) -> Config:
-    """Given flags win over the flags of the run that goes on, and over BUNDLED. A first look at
-    argv says which defaults these are."""
+    """Given flags win over the flags of the run that goes on, and over BUNDLED. argv is parsed
+    twice: the first look says which of these are the defaults."""
     parser = transformers.HfArgumentParser(Config, allow_abbrev=False)
     parser.print_help = lambda: print(__doc__, inspect.getsource(Config), sep="\n")
     parser.error = refuse_flags
@@ -1412,7 +1416,7 @@ def gather(items: list) -> list:
         if RANK == 0 and time.monotonic() - started > patience:
             counts = [store.add(f"gathers of rank {rank}", 0) for rank in range(WORLD_SIZE)]
             missing = [rank for rank, count in enumerate(counts) if count < meeting]
-            print_rank_0(f"waiting for the ranks {missing} since {patience:.0f} s")
+            print_rank_0(f"has waited {patience:.0f} s for the ranks {missing}")
             patience *= 2
     lists = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
@@ -1455,7 +1459,7 @@ def read_rows(path: str):
     return map(parse, filter(str.strip, text.split("\n")))
 
 
-END = object()  # of the rows, of which one may be null
+END = object()  # of the rows; null, None, may be a row
 
 
 def load_prompts(flag: str, tokenizer, rewards: list[Reward], environment, cfg: Config) -> list:
@@ -1694,12 +1698,12 @@ def why_not(policy, samples: list[Sample], expected, cfg: Config) -> str:
     device = policy.model.device
     try:
         batch = batch_for(policy.model, samples)
-        off = (policy(batch)[0] - expected).abs().max().item()
+        largest = (policy(batch)[0] - expected).abs().max().item()
         with autocast(cfg, device):
-            rounded = (policy(batch)[0] - expected).abs().mean().item()
-        why = f"log-probabilities are {max(off, rounded):.1g} off"
+            mean = (policy(batch)[0] - expected).abs().mean().item()
+        why = f"log-probabilities are {max(largest, mean):.1g} off"
         # In a model that knows nothing yet they vary little. Neither holds if one is nan.
-        if off <= 1e-4 * expected.std().item() and rounded <= 0.1:
+        if largest <= 1e-4 * expected.std().item() and mean <= 0.1:
             why = ""
     except torch.OutOfMemoryError:
         raise
@@ -1727,8 +1731,8 @@ def load_reference(cfg: Config, policy, tokenizer, prompts: list[Prompt], device
 
 
 def weights_of(model, cfg: Config, rounded: bool = False) -> dict:
-    """By name, a tied head once; each adapter is merged into the weight of its layer, in bfloat16
-    if `rounded`."""
+    """The state dict without the copy of a tied head; adapters are merged into the weights of their
+    layers, in bfloat16 if `rounded`."""
     weights = model.state_dict()
     if cfg.lora_rank > 0:
         from extras import lora
@@ -1807,7 +1811,7 @@ def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
 
 
 def check_sizes(flag: str, model, prompts: list[Prompt], cfg: Config) -> int:
-    """The most tokens of a prompt and its completion; the model must have room for them."""
+    """Returns the most tokens of a prompt and its completion. The model must have room for them."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     with mistakes_in(f"--{flag}", (ValueError,)):
@@ -1919,7 +1923,7 @@ class VLLMSampler:
     def load_weights(self, model) -> None:
         """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
         run (check_gap)."""
-        if self.asleep:  # weights first, then the cache, so that their peaks do not add up
+        if self.asleep:  # since the update: weights first, then the cache, not both peaks at once
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         self.llm.apply_model(fill_with_nan)
@@ -1964,7 +1968,7 @@ class VLLMSampler:
 
 def repack(engine_model) -> None:
     """vLLM's CPU build computes the head from a copy of its weights in another layout, and does not
-    renew this copy when it reloads a head that is tied to the embeddings."""
+    renew the copy when it reloads a head that is tied to the embeddings."""
     head = getattr(engine_model, "lm_head", None)
     if hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
@@ -2089,7 +2093,7 @@ def completion_rows(samples: list[Sample], step: int, tokenizer) -> list[dict]:
     the largest advantages have their tokens."""
     sizes = Counter()
     for s in samples:
-        sizes[s.group] += mean_size(trained_advantages(s))
+        sizes[s.group] += mean_abs(trained_advantages(s))
     detailed = dict(sizes.most_common(2))
     rows = []
     for s in samples:
@@ -2117,7 +2121,7 @@ def advantage_columns(advantages) -> dict:
     columns = dict(advantage=total / max(1, len(advantages)))
     if len(set(advantages)) > 1:
         largest = float(np.abs(advantages).max())
-        columns |= dict(advantage_sum=total, advantage_abs=mean_size(advantages))
+        columns |= dict(advantage_sum=total, advantage_abs=mean_abs(advantages))
         columns |= dict(advantage_max=largest)
     return columns
 
@@ -2333,7 +2337,9 @@ STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 
 
 class Run:
-    """All that a run holds. It is loaded and compared, on all ranks, before anything is written."""
+    """All that a run holds. It is loaded and compared, on all ranks, before anything is written.
+    Saved are every save_every-th step, the best, the last, and at a signal or an error the last
+    whole one."""
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
         self.files = RunFiles(cfg)
