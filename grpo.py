@@ -1604,10 +1604,15 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         if getattr(config.get_text_config(), "attn_logit_softcapping", None):
             options["attn_implementation"] = "eager"  # the others leave the cap out
         kind = transformers.AutoModelForCausalLM
-        if config.get_text_config() is not config:  # a model that sees or hears keeps these parts
+        sees = config.get_text_config() is not config  # or hears
+        if sees:
             kind = transformers.AutoModelForMultimodalLM
         model, info = kind.from_pretrained(path, output_loading_info=True, **options)
         look_at("weights", model, info["missing_keys"])
+    if sees:  # it keeps these parts, which no text reaches: they do not even decay
+        model.requires_grad_(False)
+        model.get_decoder().requires_grad_(True)
+        model.get_output_embeddings().requires_grad_(True)
     model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
@@ -1745,11 +1750,9 @@ def wrap(policy):
     """The policy for backward: inside DDP, which takes the mean of the gradients of all ranks."""
     if WORLD_SIZE == 1:
         return policy
-    options = dict(gradient_as_bucket_view=True)
-    # A text may reach no image tower, and not every expert. DDP must not wait for those.
-    experts = [name for name, _ in policy.named_parameters() if ".experts." in name]
-    has_towers = policy.model.config.get_text_config() is not policy.model.config
-    options["find_unused_parameters"] = has_towers or len(experts) > 0
+    # A text may not reach every expert. DDP must not wait for the others.
+    has_experts = any(".experts." in name for name, _ in policy.named_parameters())
+    options = dict(gradient_as_bucket_view=True, find_unused_parameters=has_experts)
     ddp = DistributedDataParallel(policy, **options)
     ddp.broadcast_buffers = False  # no step changes them
     return ddp

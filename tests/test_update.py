@@ -55,6 +55,21 @@ def test_dropout_is_forced_to_zero_in_configs_inside_configs():
     assert grpo.without_dropout(outer).text_config.attention_dropout == 0.0
 
 
+def test_what_no_text_reaches_is_not_trained(tmp_path):
+    """Else --weight_decay would shrink an image tower: with several ranks its gradient is 0, and
+    not None."""
+    size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = transformers.LlamaConfig(vocab_size=32, **size)
+    vision = transformers.CLIPVisionConfig(image_size=4, patch_size=2, **size)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=3)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    model(torch.arange(8)[None]).logits.sum().backward()
+    assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
+    assert len(trained) < len(list(model.parameters()))
+
+
 def test_a_limit_only_cuts():
     sampler = HFSampler(tiny_model(), [*range(1, 9)], Config(max_completion_length=20))
     prompts = [np.array([9, 10])] * 64
