@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
 WORDS = 2**14  # of a tile on a GPU
-BLOCK = 2**16  # logits of a tile on a CPU that stay in its cache from one operation to the next
+BLOCK = 2**17  # logits of a tile on a CPU that stay in its cache from one operation to the next
 
 
 class HeadLogps(torch.autograd.Function):
@@ -61,18 +61,20 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, grad_logps, _):
         hidden, weight, targets, log_z, logps = ctx.saved_tensors
         grad = grad_logps / ctx.temperature  # [n]
-        at_target = (-grad * logps.expm1()).to(hidden.dtype)[:, None]  # grad * (1 - p), [n, 1]
+        at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
+        hidden_rows = hidden.T.contiguous()  # [H, n]
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with adapters
             grad_weight = torch.empty_like(weight)  # [V, H]
         for words, tile_weight, z in tiles(ctx, hidden, weight):
-            grad_z = fused(gradient, ctx.temperature, z, log_z, grad)  # [n, v]
+            grad_z = fused(gradient, ctx.temperature, z, log_z, grad, out=z)  # [n, v]
             column, inside = columns_of(targets, words)
-            grad_z.scatter_(-1, column, at_target.where(inside, grad_z.gather(-1, column)))
+            place = torch.arange(len(column), device=column.device), column[:, 0]
+            grad_z[place] = torch.where(inside[:, 0], at_target, grad_z[place])
             grad_hidden += grad_z @ tile_weight
             if grad_weight is not None:
-                grad_weight[words] = grad_z.T @ hidden
+                grad_weight[words] = (hidden_rows @ grad_z).T
         return grad_hidden, grad_weight, None, None
 
 
@@ -100,7 +102,7 @@ def columns_of(targets, words: slice):
 
 def sums(temperature: float, z):
     """log Z and sum p z of a tile, [n, 2]."""
-    z = widened(z) / temperature
+    z = logits(z, temperature)
     largest = z.amax(-1, keepdim=True)  # [n, 1]
     e = (z - largest).exp_()  # [n, v]
     total = e.sum(-1)
@@ -109,8 +111,13 @@ def sums(temperature: float, z):
 
 def gradient(temperature: float, z, log_z, grad):
     """By z, except at the target."""
-    p = (widened(z) / temperature).sub_(log_z[:, None]).exp_()
+    p = (logits(z, temperature) - log_z[:, None]).exp_()
     return p.mul_(-grad[:, None]).to(z.dtype)
+
+
+def logits(z, temperature: float):
+    z = widened(z)
+    return z if temperature == 1 else z / temperature
 
 
 def widened(z):
@@ -120,16 +127,21 @@ def widened(z):
 compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
 
 
-def fused(function, temperature: float, *tensors):
+def fused(function, temperature: float, *tensors, out=None):
     """function(temperature, *tensors) as if it read the tensors once. On a GPU it is compiled; a
-    CPU takes a few rows after the other."""
+    CPU takes a few rows after the other, and writes into `out` if there is one."""
     z = tensors[0]
     if z.is_cuda:
         torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
         return compiled(function)(temperature, *tensors)
     rows = 1 + BLOCK // z.shape[1]
-    parts = zip(*(x.split(rows) for x in tensors), strict=True)
-    return torch.cat([function(temperature, *part) for part in parts])
+    blocks = zip(*(x.split(rows) for x in tensors), strict=True)
+    results = (function(temperature, *block) for block in blocks)
+    if out is None:
+        return torch.cat(list(results))
+    for result, place in zip(results, out.split(rows), strict=True):
+        place.copy_(result)
+    return out
 
 
 class FastPolicy(nn.Module):
