@@ -243,8 +243,9 @@ def beyond_windows(config, s):
         return []
     length = max(8, window + 32 - len(s.prompt.ids))
     ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
-    compared = np.arange(len(ids)) >= len(ids) - 8
-    return [replace(s, completion_ids=ids, sampled=compared, loss_mask=None, advantages=None)]
+    made = type(s)(s.group, s.prompt, ids, s.sampler_logps[:length])
+    made.sampled[:-8] = False
+    return [made]
 
 
 def padding(sampler, Sample, prompt, longest, policy, check_samples):

@@ -342,7 +342,8 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     capsys.readouterr()
     resumed = grpo.parse_flags(["--resume", "--out_dir", str(out), "--max_steps", "3"])
     decided = {
-        name: getattr(resumed, name) for name in ("dtype", "micro_batch_tokens", "fast", "compile")
+        name: getattr(resumed, name)
+        for name in ("dtype", "micro_batch_tokens", "fast", "compile", "began")
     }
     decided |= dict(max_steps=3, resume=True, rollout="hf")
     assert resumed == dataclasses.replace(cfg, **decided)
