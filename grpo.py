@@ -317,7 +317,7 @@ def draw(logits, temperature: float, random) -> tuple:
         token = logps.argmax(-1, keepdim=True)
     else:  # the first token at which the cumulative probability exceeds the random number
         logps = (logits / temperature).log_softmax(-1)  # [N, V]
-        cumulative = logps.double().exp().cumsum(-1)  # [N, V]
+        cumulative = logps.exp().double().cumsum_(-1)  # [N, V]
         point = random * cumulative[:, -1:]  # the last entry is 1, up to rounding
         token = torch.searchsorted(cumulative, point, right=True)
         token = token.clamp(max=logits.shape[-1] - 1)  # if the logits are nan
