@@ -234,7 +234,8 @@ class TimeUp(BaseException):
     """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
 
 
-YOUR_LINE = r'(File "(?![^"]*(?:/lib(?:64)?/python3|/reward\.py"))[^"]*", line [0-9]+), in'
+OURS = r"/lib(?:64)?/python3|/reward\.py|/extras/(?:agents|sessions)\.py"
+YOUR_LINE = rf'(File "(?![^"]*(?:{OURS}))[^"]*", line [0-9]+), in'
 FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardInterrupt ends the run
 
 
@@ -329,9 +330,12 @@ def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error
     return float(value)
 
 
-def cause_of(error):  # in one line, and the last line of your code that it came through
-    lines = re.findall(YOUR_LINE, traceback.format_exc())
-    return ", ".join([f"{error!r:.500}", *lines[-1:]])
+def your_lines(error):  # of your code, those that it came through, the last one last
+    return re.findall(YOUR_LINE, "".join(traceback.format_exception(error)))
+
+
+def cause_of(error):  # in one line
+    return ", ".join([f"{error!r:.500}", *your_lines(error)[-1:]])
 
 
 def call_trl(function, completions, rows, logged, extra):  # with the arguments that TRL passes

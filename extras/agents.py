@@ -22,8 +22,8 @@ from os.path import commonprefix
 import numpy as np
 
 from extras.rows import text_message
-from extras.sessions import Episode, Sessions, at_once, call, methods_of, place_of, seed_random, why
-from reward import FAILURES, load_function
+from extras.sessions import Episode, Sessions, at_once, call, methods_of, seed_random, why
+from reward import FAILURES, load_function, your_lines
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -47,7 +47,7 @@ class Environment:
 
         self.seconds = seconds
         self.spec = spec
-        self.told = set()
+        self.told = []
         self.function, self.classes, self.tool_sets = None, {}, {None: []}  # one of the three
         self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
         classes = target if isinstance(target, dict) else {None: target}
@@ -83,9 +83,9 @@ class Environment:
         return [*messages[:-1], messages[-1] | dict(content=content)], self.tools(row) or None
 
     def say_once(self, name, error):  # that a line of the user's code raised, which may be meant
-        place = place_of(error, self.spec)
+        place = your_lines(error)[-1:]
         if place and place not in self.told:
-            self.told.add(place)
+            self.told.append(place)
             print(f"tool {name} of {why(error, self.spec)}, as the policy is told", flush=True)
 
     def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words

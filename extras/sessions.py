@@ -12,12 +12,10 @@ import random
 import re
 from collections import defaultdict
 from concurrent.futures import wait
-from os.path import basename
-from traceback import extract_tb
 
 import numpy as np
 
-from reward import FAILURES, begin, finish, time_limit
+from reward import FAILURES, begin, cause_of, finish, time_limit
 
 
 class Episode:
@@ -91,16 +89,9 @@ def call(seconds, function, /, *arguments, **named):
     return result
 
 
-def place_of(error, spec: str) -> str:
-    """The last line of the user's file that ran, if one did."""
-    file = basename(spec.rpartition(":")[0])
-    frames = [f for f in extract_tb(error.__traceback__) if basename(f.filename) == file]
-    return "".join(f" in line {frame.lineno}" for frame in frames[-1:])
-
-
 def why(error, spec: str) -> str:
     """What failed, in one line."""
-    return f"{spec} failed{place_of(error, spec)}: {error!r:.500}"
+    return f"{spec} failed: {cause_of(error)}"
 
 
 class Sessions:
