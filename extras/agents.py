@@ -11,19 +11,23 @@ grpo.py takes this file for --environment file.py:name. The name stands for one 
 What the policy sampled is never encoded again. What the environment says is context: the policy
 reads it, and no loss has it. As in TRL, the user's code runs in the trainer's process, and the
 policy is told what a tool raises. Other errors, and too long a call, end their own episode.
+
+Of a class there are as many objects as episodes at once, as in TRL: an object may be a client of a
+server that has so many places. What an object remembers beyond reset() no resume can know.
 """
 
 import copy
 import inspect
 import json
 import re
+from collections import defaultdict
 from os.path import commonprefix
 
 import numpy as np
 
 from extras.rows import text_message
-from extras.sessions import Episode, Sessions, at_once, call, methods_of, seed_random, why
-from reward import FAILURES, load_function, your_lines
+from extras.sessions import Episode, at_once, call, methods_of, seed_random
+from reward import FAILURES, cause_of, your_lines
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -36,27 +40,21 @@ HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response
 }
 
 
-def load_environment(spec: str, seconds: float):
-    """The environment of `file.py:name`, whose calls may take so many seconds each."""
-    return Environment(load_function(spec), seconds, spec)
-
-
 class Environment:
-    def __init__(self, target, seconds, spec="environment"):
+    """What --environment names: a function, classes, or tools. ValueError: none of them."""
+
+    def __init__(self, target):
         from transformers.utils import get_json_schema
 
-        self.seconds = seconds
-        self.spec = spec
-        self.told = []
-        self.function, self.classes, self.tool_sets = None, {}, {None: []}  # one of the three
+        self.function, self.classes, self.tool_sets = None, {}, {None: []}
         self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
         classes = target if isinstance(target, dict) else {None: target}
         if isinstance(target, (list, tuple)):
             self.tool_sets = {None: list(target)}
         elif all(hasattr(cls, "reset") for cls in classes.values()):
             self.classes = classes
-            instances = {name: object.__new__(classes[name]) for name in classes}  # none is called
-            self.tool_sets = {name: methods_of(instances[name]) for name in classes}
+            # No method is called, so that none of them needs a server.
+            self.tool_sets = {name: methods_of(object.__new__(classes[name])) for name in classes}
         elif "turns" in inspect.signature(target).parameters:
             self.function = target
         else:
@@ -82,30 +80,6 @@ class Environment:
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
         return [*messages[:-1], messages[-1] | dict(content=content)], self.tools(row) or None
 
-    def say_once(self, name, error):  # that a line of the user's code raised, which may be meant
-        place = your_lines(error)[-1:]
-        if place and place not in self.told:
-            self.told.append(place)
-            print(f"tool {name} of {why(error, self.spec)}, as the policy is told", flush=True)
-
-    def run_tools(self, calls, episode, tools):  # -> their messages. Errors are told in TRL's words
-        tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
-        messages = []
-        for written in calls:
-            name, arguments = written["function"].values()
-            try:
-                if name not in tools:
-                    raise ValueError(f"Tool {name} not found.")
-                if not isinstance(arguments, dict):
-                    raise ValueError("The arguments must be an object.")
-                content = str((yield from call(self.seconds, tools[name], **arguments)))
-            except Exception as error:
-                content = str({"error": str(error)})
-                episode.failed_calls += 1
-                self.say_once(name, error)
-            messages.append(dict(role="tool", name=str(name), content=content))
-        return messages
-
 
 def append(sample, ids, logps, sampled: bool):
     """Adds a turn of the policy, or (sampled: False) what the environment wrote."""
@@ -129,12 +103,17 @@ class Player:
     played. stop_ids end a turn: EOS, and the tokens of a text function's `stop`. make_prompt:
     that of grpo.py; room: the most tokens that it may make of a prompt and reset()'s words."""
 
-    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg, make_prompt=None, room=0):
+    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg, make_prompt, room):
         self.environment = environment
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.cfg = cfg
-        self.sessions = Sessions(environment, tokenizer, cfg, make_prompt, room)
+        self.make_prompt = make_prompt
+        self.room = room
+        self.openings = {}  # of each row, what reset() says
+        self.episodes = []  # that began last
+        self.free = defaultdict(list)  # objects of each class that are in no episode
+        self.told = []  # lines of tools that have raised
         self.options = dict(tokenize=False, add_generation_prompt=True)
         # A tokenizer may have a template of its own for chats with tools.
         self.options["tools"] = sum(environment.tool_sets.values(), []) or None
@@ -149,11 +128,11 @@ class Player:
             self.stop_ids += ids
         if cfg.max_turns == 1 and not environment.classes:  # a class may only open and reward
             raise ValueError("with --max_turns 1 it never answers")
-        strings = [prompt for prompt in prompts if prompt.messages is None]
-        if strings and not environment.function:
-            raise ValueError("tools need a chat: a list of messages, or --chat")
-        if not strings:
+        are_chats = [prompt.messages is not None for prompt in prompts]
+        if all(are_chats):
             self.check_template()
+        elif not environment.function:
+            raise ValueError("tools need a chat: a list of messages, or --chat")
 
     def check_template(self):
         # The policy has to see its tools and the replies, and its calls have to be read.
@@ -175,23 +154,82 @@ class Player:
             form = "the chat template writes calls in a form that only a tokenizer with a"
             raise ValueError(f"{form} response_template can read; this one has none")
 
+    # -- Objects of classes, and what their reset() says
+
     def open(self, prompts: list, strict: bool = False) -> list:
-        """Begins an episode of each prompt for play(). Returns the prompts, which end with what a
-        class's reset() says. See Sessions."""
-        return self.sessions.open(prompts, strict)
+        """Begins an episode of each prompt, for play(). Returns the prompts, which end with what a
+        class's reset() says. The objects of the episodes before are used again, so their rewards
+        must be known. Those that failed are closed. strict: ValueError if an episode cannot
+        begin."""
+        if strict:
+            self.open(prompts)  # an object must also begin a second time, and say the same
+        before = self.episodes
+        self.episodes = [Episode() for _ in prompts]
+        if not self.environment.classes:
+            return prompts
+        self.end([e.object for e in before if e.failure])
+        for e in before:
+            if not e.failure:
+                self.free[type(e.object)].append(e.object)
+        opened = at_once(map(self.start, self.episodes, prompts), self.cfg.call_timeout)
+        failures = [e.failure for e in self.episodes if e.failure]
+        if strict and failures:
+            raise ValueError(f"no episode can begin: {failures[0]}")
+        return opened
+
+    def start(self, episode, prompt):
+        seconds, environment = self.cfg.call_timeout, self.environment
+        row = copy.deepcopy(prompt.row)  # which the class may change
+        cls = environment.classes[row.pop(environment.column, None)]  # no column of reset's
+        try:
+            if self.free[cls]:
+                episode.object = self.free[cls].pop(0)
+            else:
+                seed_random(self.cfg.seed)  # so that all objects are the same
+                episode.object = yield from call(seconds, cls)
+            seed_random(self.cfg.seed, prompt.row_number, 0)
+            said = yield from call(seconds, episode.object.reset, **row)
+            row_id = hash((prompt.row_number, str(prompt.row)))
+            if said != self.openings.setdefault(row_id, said):
+                raise ValueError("reset() says two things to one row and seed")
+            data = (prompt.row, prompt.row_number, self.tokenizer, environment, self.cfg)
+            longer = self.make_prompt(*data, said or "")
+            if len(longer.ids) > self.room:
+                room = f"--max_prompt_length or the model has room for {self.room}"
+                raise ValueError(f"with what reset() says {len(longer.ids)} tokens; {room}")
+            return longer
+        except FAILURES as error:
+            episode.failure = self.why(error)
+            return prompt
+
+    def why(self, error):  # in one line
+        return f"{self.cfg.environment} failed: {cause_of(error)}"
+
+    def end(self, objects):
+        seconds = self.cfg.call_timeout
+        ends = at_once([call(seconds, o.close) for o in objects if hasattr(o, "close")], seconds)
+        errors = [end for end in ends if isinstance(end, FAILURES)]
+        if errors:  # a server may keep its places
+            print(f"close() of {self.why(errors[0])}", flush=True)
+
+    def close(self):
+        """Calls close() of all objects, where there is one."""
+        self.open([])  # from here on all are free
+        self.end(sum(self.free.values(), []))
+
+    # -- Turns and replies
 
     def play(self, samples, seeds, generate, temperature):
         """Plays all turns after the first, and changes the samples. seeds: a tuple for each.
         generate(prompts, seeds, temperature, limits) samples a turn each: (ids [T], logps [T])"""
-        episodes = self.sessions.episodes or [Episode() for _ in samples]
-        for sample, episode, seed in zip(samples, episodes, seeds, strict=True):
+        for sample, episode, seed in zip(samples, self.episodes, seeds, strict=True):
             sample.episode = episode
             episode.seed = seed
         while True:
-            ends = at_once(map(self.answer, samples), self.environment.seconds)
+            ends = at_once(map(self.answer, samples), self.cfg.call_timeout)
             for sample, end in zip(samples, ends, strict=True):
                 if isinstance(end, FAILURES):
-                    sample.episode.failure = why(end, self.environment.spec)
+                    sample.episode.failure = self.why(end)
                 sample.failure = sample.episode.failure
             samples = [s for s, end in zip(samples, ends, strict=True) if end is None]
             if not samples:
@@ -222,18 +260,15 @@ class Player:
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
             row = copy.deepcopy(prompt.row)  # which the function may change
-            reply = yield from call(
-                environment.seconds, environment.function, [*episode.turns], row
-            )
+            arguments = [*episode.turns], row
+            reply = yield from call(self.cfg.call_timeout, environment.function, *arguments)
             messages = [dict(role="user", content=reply)]
             if reply is None:
                 return "it said nothing"
         else:
-            calls = message.get("tool_calls")
-            if not calls:
+            reply = messages = yield from self.run_tools(message, episode, tools)
+            if not messages:
                 return "no call"
-            episode.calls += len(calls)
-            reply = messages = yield from environment.run_tools(calls, episode, tools)
         added = self.reply_ids(sample, messages)
         room = self.cfg.max_completion_length - len(sample.completion_ids) - len(added)
         if room < 1 or len(episode.turns) == self.cfg.max_turns:
@@ -243,19 +278,46 @@ class Player:
         episode.messages += messages
         append(sample, np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
 
+    def run_tools(self, message, episode, tools):
+        # Returns a message for each call. What is raised is told in TRL's words.
+        tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
+        messages = []
+        for written in message.get("tool_calls", []):
+            name, arguments = written["function"].values()
+            episode.calls += 1
+            try:
+                if name not in tools:
+                    raise ValueError(f"Tool {name} not found.")
+                if not isinstance(arguments, dict):
+                    raise ValueError("The arguments must be an object.")
+                content = yield from call(self.cfg.call_timeout, tools[name], **arguments)
+                content = str(content)
+            except Exception as error:
+                content = str({"error": str(error)})
+                episode.failed_calls += 1
+                line = your_lines(error)[-1:]
+                if line and line not in self.told:  # it may be meant
+                    self.told.append(line)
+                    print(f"tool {name} of {self.why(error)}, as the policy is told", flush=True)
+            messages.append(dict(role="tool", name=str(name), content=content))
+        return messages
+
+    # -- The words of a turn and of a reply, and their tokens
+
     def read(self, words, before, tools):
         """A turn as a message in TRL's form. A malformed call makes a mere text of all of it."""
-        calls = []
         try:
+            calls = []
             message = self.tokenizer.parse_response(words, self.schema, prefix=before, tools=tools)
-            for written in [call["function"] for call in message.pop("tool_calls", [])]:
+            for call in message.pop("tool_calls", []):
+                written = call["function"]
                 for f in written if isinstance(written, list) else [written]:  # SmolLM: a list
                     function = dict(name=f["name"], arguments=f.get("arguments", {}))
                     calls.append(dict(type="function", function=function))
+            if calls:
+                message["tool_calls"] = calls
         except Exception:  # the policy writes what it likes, and parsers raise what they like
-            message, calls = dict(content=words), []
-        if calls:
-            message["tool_calls"] = calls
+            message = dict(content=words)
         content = message.get("content", "").removesuffix(self.tokenizer.eos_token)
         return message | dict(role="assistant", content=content)
 

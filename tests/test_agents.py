@@ -26,6 +26,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from extras import agents
 from grpo import Config, ConfigError, Prompt, Sample, make_prompt, mistakes_in
+from reward import load_function
 from tests import common
 from tests.families import TRL, of_trl, template_of
 
@@ -220,9 +221,10 @@ def call_text(name, arguments):
 def make_player(name, rows, tokenizer=None, seconds=5.0, ends=(), **flags):
     """A player of an environment of this file, with prompts as grpo.py makes them."""
     tokenizer = tokenizer or tokenizer_of()
-    flags = dict(max_completion_length=2000, seed=3) | flags
     spec = name if ":" in name else f"{__file__}:{name}"
-    environment = agents.load_environment(spec, seconds)
+    flags = dict(environment=spec, call_timeout=seconds) | flags
+    flags = dict(max_completion_length=2000, seed=3) | flags
+    environment = agents.Environment(load_function(spec))
     cfg = Config(**flags)
     prompts = [make_prompt(r, i, tokenizer, environment, cfg) for i, r in enumerate(rows)]
     ends = tokenizer.convert_tokens_to_ids(ends or [tokenizer.eos_token])
@@ -650,5 +652,5 @@ def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
 def test_a_close_that_fails_is_said(capsys):
     player = make_player("Leaks", [dict(prompt=[dict(role="user", content="3+")])])
     assert not capsys.readouterr().out
-    player.sessions.close()
+    player.close()
     assert "no such place" in capsys.readouterr().out
