@@ -1775,7 +1775,7 @@ def load_task(cfg: Config) -> tuple:
         from extras import agents
 
         with mistakes_in(f"--environment {cfg.environment}"):
-            environment = agents.load_environment(cfg.environment, cfg.call_timeout)
+            environment = agents.Environment(load_function(cfg.environment))
     return tokenizer, rewards, environment
 
 
@@ -2412,7 +2412,7 @@ class Run:
         """To be shown, by rank 0. An environment that cannot begin it ends a new run here."""
         prompt = prompts_of_step(self.train_prompts, self.step + 1, self.cfg)[0]
         if self.player is not None:
-            cleanup.callback(self.player.sessions.close)
+            cleanup.callback(self.player.close)
             if RANK == 0:
                 with mistakes_in(f"--environment {self.cfg.environment}"):
                     [prompt] = self.player.open([prompt], strict=self.step == 0)
