@@ -26,10 +26,9 @@ from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
 
-ADDED = (  # no column may be called so
-    "prompt_text prompt_messages completion_ids completion_tokens completion_length "
-    "max_completion_length completion_messages finish_reason trainer_state"
-).split()
+# No column may be called so.
+ADDED = """prompt_text prompt_messages completion_ids completion_tokens completion_length
+max_completion_length completion_messages finish_reason trainer_state""".split()
 IN_EPISODES = "turns replies environments".split()
 OF_TRL = "prompts completions log_metric log_extra".split()  # what TRL's form gets besides
 
@@ -111,7 +110,7 @@ countdown_reward.columns = ("numbers", "target")  # keys that every data row mus
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
 THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
 DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2007-\u200a\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
-NUMBER = r"-?[0-9]*\.?[0-9]+"
+NUMBER = r"[-+]?[0-9]*\.?[0-9]+"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # what stands in it
 ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, 10^3
     r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e))(?:[^=]*=)?(?:\\.|[^\\0-9=,;<>^_])*?"
@@ -148,7 +147,7 @@ def as_text(value):  # in a data row
 
 def value_of(text):  # the number, if it is one and nothing else
     digits = re.sub(THOUSANDS, "", text)
-    return Decimal(digits) if re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+", digits) else text
+    return Decimal(digits) if re.fullmatch(NUMBER, digits) else text
 
 
 def final_number(text):
@@ -197,18 +196,13 @@ def load_rewards(spec: str) -> list[Reward]:
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
         function = load_function(path + name) if path else BUILT_IN[name]
-        columns, batched = getattr(function, "columns", ()), is_trl_form(name, function)
+        parameters = inspect.signature(function).parameters
+        batched = "**" in str(parameters) and not {"completion", "row"} & parameters.keys()
+        if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
+            raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
+        columns = getattr(function, "columns", ())
         rewards[name] = Reward(name, float(weight or 1), function, columns, batched)
     return list(rewards.values())
-
-
-def is_trl_form(name, function):
-    parameters = inspect.signature(function).parameters
-    if "**" in str(parameters) and not {"completion", "row"} & parameters.keys():
-        return True
-    if not re.match(r"\w+ (row|_)", " ".join(parameters)):
-        raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
-    return False
 
 
 def load_function(spec: str):
@@ -285,9 +279,9 @@ def begin(seconds, function, /, *arguments, **named):
     return future
 
 
-def finish(future, seconds):
-    """The result of a call, or its error. TimeUp if it has none after so many seconds."""
-    if wait([future], seconds).not_done:
+def finish(future):
+    """The result of a call that was waited for, or its error. TimeUp if it has none yet."""
+    if not future.done():
         future.cancel()
         raise TimeUp("no result in time")
     return future.result()
@@ -309,7 +303,7 @@ def call_reward(reward, completions, rows, seconds):
         first, count = len(values), len(rows) // len(futures)
         try:
             with time_limit(seconds):  # for a generator
-                returned = finish(future, 0) if reward.batched else [finish(future, 0)]
+                returned = finish(future) if reward.batched else [finish(future)]
                 pairs = zip(rows[first : first + count], returned, strict=True)
                 values += [number_of(value, row, reward.batched) for row, value in pairs]
         except FAILURES as error:

@@ -79,6 +79,6 @@ def call(seconds, function, /, *arguments, **named):
         result = function(*arguments, **named)
     if inspect.iscoroutine(result):
         seed = random.random()  # for what it draws, and for what this episode draws after it
-        result = finish((yield result, seed), 0)
+        result = finish((yield result, seed))
         seed_random(seed, 1)
     return result

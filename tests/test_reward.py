@@ -482,10 +482,12 @@ def test_each_asynchronous_misbehaviour_costs_its_own_sample(call, file):
     assert time.monotonic() - start < 1.4  # the run goes on
     time.sleep(1)
     waits = reward.load_function(f"{file}:waits")
-    assert reward.finish(reward.begin(5, waits, "a", row={}), 5) == 1  # one call, for agents
-    assert reward.finish(reward.begin(5, max, 1, 2), 5) == 2
+    future = reward.begin(5, waits, "a", row={})
+    reward.wait([future], 5)
+    assert reward.finish(future) == 1  # one call, for agents
+    assert reward.finish(reward.begin(5, max, 1, 2)) == 2
     with pytest.raises(reward.TimeUp):
-        reward.finish(reward.begin(0.1, waits, "hang", {}), 0.1)
+        reward.finish(reward.begin(5, waits, "hang", {}))
 
 
 @pytest.mark.parametrize("bad", ("raise", "short", "hang", "log"))
