@@ -215,9 +215,6 @@ def load_function(spec: str):
         module = import_module(path.stem)
         if not path.samefile(inspect.getfile(module)):
             raise ImportError(f"{module} has the same name: rename your file")
-        if not hasattr(module, name):
-            names = [other for other in vars(module) if not other.startswith("_")]
-            raise ValueError(f"has no {name}, but {', '.join(names)}")
         return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {error!r}") from error
