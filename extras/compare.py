@@ -19,16 +19,15 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import shlex
 import shutil
+import subprocess
 import sys
 import zlib
 from itertools import combinations, product
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import fmean, variance
-from subprocess import PIPE, STDOUT, Popen
 
 import digests
 import numpy as np
@@ -55,22 +54,25 @@ class Run:
         parts = [*about.pop("flags", {}).values(), flags]  # a resume may have changed them
         for name in parts[0]:
             about[name] = ", then ".join(dict.fromkeys(str(part.get(name)) for part in parts))
-        for path, digest in self.files.items():
-            about[f"{Path(path).name} {digest}"] = ""  # the other side has another folder
-        about |= dict.fromkeys(NEUTRAL, "")
+        # Without the folders: the other side has another.
+        read = [f"{Path(path).name} {digest}" for path, digest in self.files.items()]
+        about |= dict.fromkeys(NEUTRAL + read, "")
         self.last = self.log[-1]["step"]
         evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
 
 
-def check_flags(script, flags):
-    """ValueError if the script has a Config, and the Config no such flag."""
+def command_of(side, flags):
+    """The command of all runs of a side: the script and, after blanks, flags of its own. ValueError
+    if the script has a Config, and the Config no such flag."""
+    script, *own = shlex.split(side)
+    said = dict(keep=["--keep", "1"]) | selfcheck.by_name([*flags, *own])
     text = Path(script).read_text()
-    for flag in flags[:1] + [flag for flag in flags if re.match(r"--[\w-]+(=|$)", flag)]:
-        name = re.match("(?:--)?(?:no[_-])?([^=]*)", flag)[1].replace("-", "_")
+    for name in said:
         is_unknown = "\nclass Config:" in text and f"\n    {name}: " not in text
         if is_unknown or name in ("seed", "out_dir", "resume"):
-            raise ValueError(f"{script} takes no {flag}; flags of one side: 'mine.py --x 3'")
+            raise ValueError(f"{script} takes no {name}; flags of one side: 'mine.py --x 3'")
+    return [sys.executable, os.path.abspath(script), *sum(said.values(), [])]
 
 
 def run_in(folder):
@@ -81,41 +83,34 @@ def run_in(folder):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_run(seed, side, flags, bar):
-    """Adds to the runs of a side the one of this seed, or says why it failed."""
-    name, runs = side  # the script and, after blanks, flags of its own
-    script, *own = shlex.split(name)
-    flags = selfcheck.last_of_each(["--keep", "1", *flags, *own])
-    command = [sys.executable, os.path.abspath(script), *flags]
-    folder = f"compare/{Path(script).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
+def make_run(seed, command, bar):
+    """The run of a seed; None: it failed, as the screen says."""
+    folder = f"compare/{Path(command[1]).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
     log = claim(folder)
     while (run := run_in(folder)) and run.is_stale:
         folder += ".edited"
         log = claim(folder)
-    command += ["--seed", str(seed), "--out_dir", folder]
-    line = "no output"
     if not run or not run.is_whole:
+        command = [*command, "--seed", str(seed), "--out_dir", folder]
         if run:
             command.append("--resume")
-        output = dict(stdout=PIPE, stderr=STDOUT, text=True, errors="replace")
-        with Popen(command, stdin=log, env=selfcheck.environment(), **output) as process:
-            for line in process.stdout:
-                log.write(line)
-                if line.startswith("step"):
-                    bar.set_postfix_str(line[:20])
+        subprocess.run(command, stdout=log, stderr=log, env=selfcheck.environment())
         run = run_in(folder)
     bar.update()
     if not run or not run.is_whole:
-        bar.write(f"{folder} failed: {line.strip()} ({log.name} has all of it)")
+        said = Path(log.name).read_text(errors="replace").strip()
+        last_line = said.rpartition("\n")[2]
+        bar.write(f"{folder} failed: {last_line} ({log.name} has all of it)")
     elif not run.files:
         bar.write(f"{folder} does not say what it has read: extras/digests.py failed")
     else:
-        runs.append(run)
+        return run
 
 
 def claim(folder):
-    """Waits until nobody makes a run there. The log is its stdin: it keeps the lock if we die."""
-    log = open(f"{folder}.log", "a", 1)
+    """Waits until nobody makes a run there. The run writes to this log, and keeps the lock if we
+    die."""
+    log = open(f"{folder}.log", "a")
     fcntl.flock(log, fcntl.LOCK_EX)
     return log
 
@@ -170,11 +165,12 @@ def report(sides, n_made, wanted):
     n = sum(step > 0 for step in steps)  # step 0 is an eval before the training
     if n == 0:
         raise ValueError(f"there is no step of which all runs have {metric}")
-    means = iter(values[:, -n:].mean(1))
+    for run, mean in zip(runs, values[:, -n:].mean(1), strict=True):
+        run.mean = mean
     shared = set.intersection(*[set(run.flags.items()) for run in runs])
     tested, failed = {}, ""
     for name, side in sides.items():
-        tested[name] = {run.seed: next(means) for run in side}
+        tested[name] = {run.seed: run.mean for run in side}
         n_runs = n_made or len(side)
         missing = n_runs - sum(run.is_whole for run in side)
         if missing:
@@ -251,15 +247,15 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--metric")
     args, rest = parser.parse_known_args()
-    sides = {side: [] for side in args.run}
     try:
-        for script, *own in map(shlex.split, sides):
-            check_flags(script, rest + own)
-        if sides:
+        commands = {side: command_of(side, rest) for side in args.run}
+        if commands:
             Path("compare").mkdir(exist_ok=True)
-            n = args.seeds * len(sides)
-            with tqdm(total=n, unit="run") as bar, ThreadPool(args.jobs) as pool:
-                pool.starmap(make_run, product(range(args.seeds), sides.items(), [rest], [bar]), 1)
+            n = len(commands)
+            with tqdm(total=n * args.seeds, unit="run") as bar, ThreadPool(args.jobs) as pool:
+                jobs = product(range(args.seeds), commands.values(), [bar])
+                runs = pool.starmap(make_run, jobs, 1)
+            sides = {side: list(filter(None, runs[i::n])) for i, side in enumerate(commands)}
         else:
             sides = read_sides(rest)
         code = report(sides, len(args.run) and args.seeds, args.metric)

@@ -40,17 +40,20 @@ def environment():
     return os.environ | dict(PYTHONPATH=f"{os.environ.get('PYTHONPATH', here)}{os.pathsep}{here}")
 
 
-def last_of_each(flags):
-    """The trainer takes a flag once. --no_x is x, and a dash is an underscore."""
+def by_name(flags):
+    """{name: words}, of each flag the last, since the trainer takes one. --no_x is x, and a dash is
+    an underscore."""
     said = {}
-    for flag in re.split(r"\0(?=--[\w-]+(?:[=\0]|$))", "\0".join(flags)):
-        said[re.match("--(?:no[_-])?([^=\0]*)", flag)[1].replace("-", "_")] = flag
-    return "\0".join(said.values()).split("\0")
+    for flag in filter(None, re.split(r"\0(?=--[\w-]+(?:[=\0]|$))", "\0".join(flags))):
+        name = re.match("(?:--)?(?:no[_-])?([^=\0]*)", flag)[1]
+        said[name.replace("-", "_")] = flag.split("\0")
+    return said
 
 
 def run(start, out_dir, *flags):
     """The lines of its metrics.jsonl without times."""
-    command = [sys.executable, *start, *last_of_each([*SMALL, *flags, "--out_dir", out_dir])]
+    flags = by_name([*SMALL, *flags, "--out_dir", out_dir])
+    command = [sys.executable, *start, *sum(flags.values(), [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{own_error(done.stderr)}")
