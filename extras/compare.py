@@ -229,10 +229,10 @@ def draw(sides):
 
     figure = Figure(figsize=(14, 7), layout="constrained")
     figure.supxlabel("line: mean of the seeds; band: lowest to highest seed")
-    for number, (title, unit, names) in enumerate(view.PANELS, 1):
+    for number, (title, unit, pattern) in enumerate(view.PANELS, 1):
         ax = figure.add_subplot(2, 4, number, title=title, ylabel=unit.split(",")[0], xlabel="step")
         for name, side in sides.items():
-            steps, values = curves_of(side, min(names))
+            steps, values = curves_of(side, pattern.split("|")[0])
             ax.plot(steps, values.mean(0), label=name)
             ax.fill_between(steps, values.min(0), values.max(0), alpha=0.2)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=5)

@@ -6,10 +6,8 @@ python extras/view.py out --step 40   # the samples of step 40 by group; without
 python extras/view.py out --html      # out/page.html: curves, steps, groups, samples, tokens
 """
 
-import argparse
 import base64
 import contextlib
-import fnmatch
 import glob
 import json
 import math
@@ -20,21 +18,22 @@ import signal
 import sys
 import time
 import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from itertools import cycle, zip_longest
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-PANELS = [  # title, unit, names in metrics.jsonl; * stands for what only the run knows
-    ("Reward", "mean of the samples", ["rewards/*/mean", "reward"]),
-    ("Eval accuracy", "share right, ± 1 standard error", ["eval_pass@*", "eval_accuracy"]),
-    ("Length", "tokens a completion", ["completions/mean_length", "eval_length"]),
-    ("No signal", "share of groups, all advantages 0", ["frac_reward_zero_std"]),
-    ("Gradient norm", "before clipping", ["grad_norm"]),
-    ("KL to the reference", "nats a token", ["kl", "kl_k1"]),
-    ("Entropy", "nats a token", ["entropy"]),
-    ("Loss", "its value says nothing about learning", ["loss"]),
+PANELS = [  # title, unit, names in metrics.jsonl as patterns, the most important one first
+    ("Reward", "mean of the samples", "reward|rewards/.*/mean"),
+    ("Eval accuracy", "share right, ± 1 standard error", "eval_accuracy|eval_pass@.*"),
+    ("Length", "tokens a completion", "completions/mean_length|eval_length"),
+    ("No signal", "share of groups, all advantages 0", "frac_reward_zero_std"),
+    ("Gradient norm", "before clipping", "grad_norm"),
+    ("KL to the reference", "nats a token", "kl|kl_k1"),
+    ("Entropy", "nats a token", "entropy"),
+    ("Loss", "its value says nothing about learning", "loss"),
 ]
 OWN_PANEL = "logged/|turns/|tools/"  # metrics whose names begin so have a panel each
 PAGE_BYTES = 40e6  # of samples: a browser opens no page of several hundred megabytes
@@ -98,13 +97,13 @@ def visible(text) -> str:
 def make_panels(lines) -> list[dict]:
     """What the picture and the page draw."""
     logged = sorted({name for line in lines for name in line})
-    rewards = fnmatch.filter(logged, "rewards/*/mean")
+    rewards = [name for name in logged if re.fullmatch("rewards/.*/mean", name)]
     if len(rewards) == 1:  # it is the reward
         logged.remove(rewards[0])
-    own = [(name, "", [name]) for name in logged if re.match(OWN_PANEL, name)]
+    own = [(name, "", re.escape(name)) for name in logged if re.match(OWN_PANEL, name)]
     panels = []
-    for title, unit, patterns in PANELS + own:
-        names = [name for pattern in patterns for name in fnmatch.filter(logged, pattern)]
+    for title, unit, pattern in PANELS + own:
+        names = [name for name in logged if re.fullmatch(pattern, name)]
         curves = [make_curve(lines, name) for name in names]
         curves = [curve for curve in curves if curve["steps"]]
         low, high = range_of(curves)
@@ -115,13 +114,12 @@ def make_panels(lines) -> list[dict]:
 
 def make_curve(lines, name: str) -> dict:
     points = points_of(lines, name)
-    steps = list(points)
     values = list(points.values())
     errors = None
     if name == "eval_accuracy":
         stderr = points_of(lines, "eval_stderr")
-        errors = [stderr.get(step, 0.0) for step in steps]
-    return dict(name=name, steps=steps, values=values, smooth=smooth(values), errors=errors)
+        errors = [stderr.get(step, 0.0) for step in points]
+    return dict(name=name, steps=[*points], values=values, smooth=smooth(values), errors=errors)
 
 
 def points_of(lines, name: str) -> dict[int, float]:
@@ -213,12 +211,16 @@ def make_group(samples, by_token: bool) -> dict:
     """Samples by reward, those without one last; equal ones are shown once, with their count."""
     entries = {}
     for sample in sorted(samples, key=lambda s: s.get("reward", -math.inf), reverse=True):
-        entry = dict(facts=facts_of(sample), count=0)
+        entry = dict(facts=facts_of(sample), count=0, values={})
         entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
         entry |= turns_of(sample)
         key = str(entry)
         if by_token and "tokens" in sample:
-            entry |= tokens_of(sample)
+            tokens = sample["tokens"]
+            entry["pieces"] = tokens.pop("text")
+            drawn = tokens.pop("sampled")
+            entry["replied"] = [i for i, by_policy in enumerate(drawn) if not by_policy]
+            entry["values"] = tokens  # of each token its advantage and its log-probability
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
@@ -236,7 +238,7 @@ def facts_of(sample) -> str:
     """The line above a sample."""
     facts = [f"reward {shown(sample.get('reward'))}"]
     facts += [f"{name} {shown(value)}" for name, value in sample["rewards"].items()]
-    facts += [f"{k} {shown(sample[k], '+')}" for k in fnmatch.filter(sample, "advantage*")]
+    facts += [f"{k} {shown(sample[k], '+')}" for k in sample if k.startswith("advantage")]
     facts.append(f"{sample['length']} tokens")
     if sample["finish_reason"] == "length":
         facts.append("cut off")
@@ -249,7 +251,7 @@ def turns_of(sample) -> dict:
     """pieces: the completion; of an episode every turn and every reply, with its writer.
     replied: the numbers of the pieces that the environment wrote."""
     if "turns" not in sample:
-        return dict(pieces=[sample["completion"]], replied=[], values={})
+        return dict(pieces=[sample["completion"]], replied=[])
     pieces = []
     replied = []
     for turn, reply in zip_longest(sample["turns"], sample["replies"], fillvalue=[]):
@@ -259,17 +261,7 @@ def turns_of(sample) -> dict:
         for message in reply:
             replied.append(len(pieces))
             pieces.append(f"{message['name']:>11}: {message['content']}")
-    return dict(pieces=pieces, replied=replied, values={})
-
-
-def tokens_of(sample) -> dict:
-    """The same with a piece a token. values: of every token its advantage and log-probability."""
-    tokens = sample["tokens"]
-    return dict(
-        pieces=tokens["text"],
-        replied=[i for i, drawn in enumerate(tokens["sampled"]) if not drawn],
-        values=dict(advantage=tokens["advantage"], logp=tokens["logp"]),
-    )
+    return dict(pieces=pieces, replied=replied)
 
 
 def print_step(lines, step: int) -> None:
@@ -297,14 +289,13 @@ def write_page(out_dir, steps: dict, step: int) -> str:
     size = os.path.getsize(f"{out_dir}/completions.jsonl")
     kept = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
     groups = {number: make_groups(steps[number], by_token=True) for number in sorted(kept)}
-    panels = make_panels(read_log(out_dir, "metrics.jsonl"))
     data = dict(name=str(out_dir), about=about(out_dir), n_steps=len(steps), step=step)
-    text = json.dumps(data | dict(groups=groups, panels=panels))
+    data |= dict(groups=groups, panels=make_panels(read_log(out_dir, "metrics.jsonl")))
     # In this form no text of a completion can be HTML.
-    data = base64.b64encode(zlib.compress(text.encode())).decode()
+    packed = base64.b64encode(zlib.compress(json.dumps(data).encode())).decode()
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     path = os.path.join(out_dir, "page.html")
-    Path(path).write_text(page.replace("DATA", data), encoding="utf-8")
+    Path(path).write_text(page.replace("DATA", packed), encoding="utf-8")
     return path
 
 
@@ -330,25 +321,18 @@ def show(args) -> None:
         print_step(steps[step], step)
 
 
-def fail(message) -> None:
-    """What a user does wrong is one line and exit code 2."""
-    print(visible(f"view.py: {message}"), file=sys.stderr)
-    sys.exit(2)
-
-
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """What a user does wrong is one line and exit code 2."""
+    options = dict(usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, **options)
     parser.add_argument("out_dir", nargs="?")
     parser.add_argument("--step", type=int, nargs="?", const=-1)
     parser.add_argument("--html", action="store_true")
-    parser.error = fail  # one line, without the usage
     args = parser.parse_args(argv)
     try:
         show(args)
     except Exception as error:  # no such run, a full disk, no matplotlib, or what it raises
-        fail(error)
+        parser.error(visible(error))
 
 
 if __name__ == "__main__":
