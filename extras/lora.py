@@ -17,27 +17,29 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     has_experts = any(".experts." in name for name, _ in model.named_parameters())
     # The model reads only the weight of some layers. Adapters there would have no gradient.
     called = set()
-    hook = nn.modules.module.register_module_forward_pre_hook(lambda m, _: called.add(m))
+
+    def note(module, _):  # a subclass, such as Llama 4's router, may do more than multiply
+        if type(module) in (nn.Linear, Conv1D):
+            called.add(module)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
     with torch.no_grad():
         model(model.dummy_inputs["input_ids"].to(model.device), use_cache=False)
     hook.remove()
     called.discard(model.get_output_embeddings())
-    targets = []
-    for name, module in model.named_modules():
-        is_left_out = has_experts and re.search(r"\.(mlp|router|gate)\b", name)
-        # A subclass, such as Llama 4's router, may do more than multiply.
-        if module in called and type(module) in (nn.Linear, Conv1D) and not is_left_out:
-            targets.append(name)
+    products = [name for name, module in model.named_modules() if module in called]
+    if has_experts:
+        products = [name for name in products if not re.search(r"\.(mlp|router|gate)\b", name)]
     # peft reads in model.config which names are those of experts, and would take others for them.
     holder = nn.ModuleList([model]) if has_experts else model
     torch.manual_seed(cfg.seed)  # every rank draws the same
-    config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=targets)
+    config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=products)
     inject_adapter_in_model(config, holder)
     adapters = checkpoint.get("adapters", {})
     missing, _ = model.load_state_dict(adapters, strict=False)
-    missing = [name for name in missing if ".lora_" in name]
-    if adapters and missing:
-        raise ValueError(f"the checkpoint has no {missing[0]}")
+    lost = [name for name in missing if ".lora_" in name]
+    if adapters and lost:
+        raise ValueError(f"the checkpoint has no {lost[0]}")
 
 
 def halve_frozen(model) -> None:
@@ -69,6 +71,7 @@ class AdaptersOff:
                 layer.enable_adapters(True)
 
 
+@torch.no_grad()
 def merged_weights(model, rounded: bool = False) -> dict:
     """By name, the adapters merged into the weights beside which they stand, these in bfloat16 if
     `rounded`."""
@@ -78,9 +81,8 @@ def merged_weights(model, rounded: bool = False) -> dict:
             base = f"{name}.base_layer.weight"
             weights[base] = weights[base].float() + module.get_delta_weight("default")
             if rounded:
-                weights[base] = round_at_random(weights[base].detach(), number)
-    kept = [name for name in weights if ".lora_" not in name]
-    return {name.replace(".base_layer", ""): weights[name].detach() for name in kept}
+                weights[base] = round_at_random(weights[base], number)
+    return {n.replace(".base_layer", ""): w for n, w in weights.items() if ".lora_" not in n}
 
 
 def round_at_random(x, seed: int):
