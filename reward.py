@@ -225,7 +225,7 @@ class TimeUp(BaseException):
     """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
 
 
-OURS = r"/lib(?:64)?/python3|/reward\.py|/extras/(?:agents|sessions)\.py"
+OURS = r"/lib(?:64)?/python3|/reward\.py|/extras/agents\.py"
 YOUR_LINE = rf'(File "(?![^"]*(?:{OURS}))[^"]*", line [0-9]+), in'
 FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardInterrupt ends the run
 

@@ -10,7 +10,8 @@ grpo.py takes this file for --environment file.py:name. The name stands for one 
 
 What the policy sampled is never encoded again. What the environment says is context: the policy
 reads it, and no loss has it. As in TRL, the user's code runs in the trainer's process, and the
-policy is told what a tool raises. Other errors, and too long a call, end their own episode.
+policy is told what a tool raises. Other errors, and too long a call, end their own episode. What
+the code draws from `random` and NumPy is a function of the seed, the row and the turn.
 
 Of a class there are as many objects as episodes at once, as in TRL: an object may be a client of a
 server that has so many places. What an object remembers beyond reset() no resume can know.
@@ -19,15 +20,16 @@ server that has so many places. What an object remembers beyond reset() no resum
 import copy
 import inspect
 import json
+import random
 import re
 from collections import defaultdict
+from concurrent.futures import wait
 from os.path import commonprefix
 
 import numpy as np
 
 from extras.rows import text_message
-from extras.sessions import Episode, at_once, call, methods_of, seed_random
-from reward import FAILURES, cause_of, your_lines
+from reward import FAILURES, begin, cause_of, finish, time_limit, your_lines
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -79,6 +81,83 @@ class Environment:
         said = text_message(dict(role="user", content=said))["content"]
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
         return [*messages[:-1], messages[-1] | dict(content=content)], self.tools(row) or None
+
+
+def methods_of(instance):
+    members = inspect.getmembers(type(instance), inspect.isfunction)
+    pattern = "(?!_|(reset|get_reward|close)$)"
+    return [getattr(instance, name) for name, _ in members if re.match(pattern, name)]
+
+
+# -- Calling the user's code
+
+
+def seed_random(*numbers):  # what the user's code draws is a function of seed, row and turn
+    random.seed(str(numbers))
+    np.random.seed(random.getrandbits(32))
+
+
+async def seeded(coroutine, seed):
+    seed_random(seed)
+    return await coroutine
+
+
+def at_once(generators, seconds):
+    """What each returns, or its error. The coroutines that they yield run at the same time."""
+    futures = dict.fromkeys(generators)
+    ended = {**futures}
+    while futures:
+        waiting = {}
+        for generator, future in futures.items():
+            try:
+                waiting[generator] = generator.send(future)
+            except StopIteration as end:
+                ended[generator] = end.value
+            except FAILURES as error:
+                ended[generator] = error
+        futures = {g: begin(seconds, seeded, *waiting[g]) for g in waiting}
+        wait(futures.values(), seconds)
+    return list(ended.values())
+
+
+def call(seconds, function, /, *arguments, **named):
+    """The result of the user's code, for at_once: a coroutine is yielded, and its Future sent."""
+    with time_limit(seconds):
+        result = function(*arguments, **named)
+    if inspect.iscoroutine(result):
+        seed = random.random()  # for what it draws, and for what this episode draws after it
+        result = finish((yield result, seed))
+        seed_random(seed, 1)
+    return result
+
+
+# -- An episode
+
+
+class Episode:
+    def __init__(self):
+        self.seed = ()  # for the policy's turns
+        self.object = None  # of a class of the environment
+        self.turns = []  # the policy's texts
+        self.replies = []  # after each turn: a text, or messages of tools
+        self.messages = []  # both as a chat, in TRL's form
+        self.turn_start = 0  # index of the last turn's first token in the completion
+        self.calls = self.failed_calls = 0
+        self.failure = ""
+
+    def __getstate__(self):  # ranks send each other episodes, and cannot send such an object
+        return self.__dict__ | dict(object=None)
+
+    def log_columns(self):
+        """What completions.jsonl has of an episode."""
+        return dict(turns=self.turns, replies=self.replies)
+
+    def reward_columns(self):
+        """What reward functions get of it. environments: the object of a class."""
+        columns = copy.deepcopy(self.log_columns() | dict(completion_messages=self.messages))
+        if self.object is not None:
+            columns["environments"] = self.object
+        return columns
 
 
 def append(sample, ids, logps, sampled: bool):
