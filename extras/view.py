@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from itertools import cycle, zip_longest
@@ -70,9 +69,8 @@ def about(out_dir) -> str:
     config = Path(out_dir, "config.json")
     if not config.exists():
         return ""
-    date = time.ctime(config.stat().st_mtime)
-    flags = json.loads(config.read_text())
-    return "model {model}, reward {reward}, seed {seed}, {}".format(date, **flags)
+    flags = dict(began="") | json.loads(config.read_text())
+    return "model {model}, reward {reward}, seed {seed}, {began:.16}".format(**flags)
 
 
 def is_number(value) -> bool:
