@@ -319,7 +319,7 @@ def test_a_text_function_answers_until_it_says_nothing():
     assert seeds == [[(7, 0, 1), (7, 1, 1)], [(7, 0, 2), (7, 1, 2)]]
 
 
-def test_tools_answer_as_in_trl():
+def test_tools_answer_as_in_trl(capsys):
     player = make_player("TOOLS", [dict(prompt=QUESTION)])
     for described in ("multiply", "It does fail.", "The words."):
         assert described in player.prompts[0].text
@@ -328,6 +328,8 @@ def test_tools_answer_as_in_trl():
     calls += [("repeat", wrong) for wrong in ([], [1], 0, "a", None)]
     calls = "".join(call_text(*call) for call in calls)
     asks, other = perform(player, ["Let us see." + calls, "no"], ["It is 42."])
+    said = capsys.readouterr().out  # that a line of the tools raised, and nothing of the policy's
+    assert said.count("\n") == 1 and "KeyError('x')" in said
     missing = "multiply() missing 1 required positional argument: 'function'"
     errors = [missing, "Tool divide not found.", "'x'", *["The arguments must be an object."] * 5]
     assert results_of(asks) == ["42", "5", *(str({"error": error}) for error in errors)]
