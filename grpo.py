@@ -1347,8 +1347,7 @@ def config_to_resume(given) -> str:
         return ""
     if given.out_dir != Config.out_dir:
         folder = os.path.expanduser(given.out_dir)
-        is_empty = not os.path.isdir(folder) or not os.listdir(folder)
-        paths = [] if is_empty else [f"{folder}/config.json"]
+        paths = [f"{folder}/config.json"] if holds_something(folder) else []
     else:  # out and out.1 are runs without a name, and out_mine is not one
         paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
         paths.sort(key=os.path.getmtime)
@@ -1356,6 +1355,11 @@ def config_to_resume(given) -> str:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         paths = [path for path in paths if job != "none" and job_of(path) == job]
     return paths[-1] if paths else ""
+
+
+def holds_something(folder: str) -> bool:
+    """A run that was stopped before it began leaves at most an empty log."""
+    return any(os.path.getsize(path) for path in Path(folder).glob("*"))
 
 
 def job_of(path: str) -> str | None:
@@ -2224,8 +2228,9 @@ class RunFiles:
                 number += 1
                 self.path = f"{cfg.out_dir}.{number}"
             os.makedirs(self.path, exist_ok=True)
-            if os.listdir(self.path) and not cfg.resume:
+            if holds_something(self.path) and not cfg.resume:
                 raise ValueError("holds files already; name another, or take --resume")
+            lock(cleanup.enter_context(open(f"{self.path}/metrics.jsonl", "a")))
         cfg = replace(cfg, out_dir=self.path)
         if cfg.report_to != "none":
             with mistakes_in(f"--report_to {cfg.report_to}"):
@@ -2234,7 +2239,6 @@ class RunFiles:
                 self.dashboard = dashboard.Dashboard(cfg.report_to, self.path, asdict(cfg))
                 cleanup.push(self.dashboard.close)
         with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
-            lock(cleanup.enter_context(open(f"{self.path}/metrics.jsonl", "a")))
             self.write_config(run, cfg)
             cut_log(f"{self.path}/completions.jsonl", run.step)
             lines = cut_log(f"{self.path}/metrics.jsonl", run.step)

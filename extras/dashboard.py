@@ -4,10 +4,10 @@ A new run is a new one there, and a resumed run goes on in its own: the file das
 run's directory has the id. A run that crashed is shown as crashed.
 """
 
-import contextlib
 import importlib
 import json
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -19,8 +19,8 @@ class Dashboard:
         try:
             self.open(kind, out_dir, config)
         except (Exception, SystemExit):  # wandb without a key
-            with contextlib.suppress(OSError):
-                os.rmdir(out_dir)  # of a run that does not begin, unless it holds files
+            if os.listdir(out_dir) == ["metrics.jsonl"]:  # the lock of a run that does not begin
+                shutil.rmtree(out_dir)
             raise
 
     def open(self, kind: str, out_dir: str, config: dict) -> None:

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,32 @@ def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
             grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
             assert grpo.main([*flags_of(small_config(out, max_steps=2)), *more]) == 2
         assert files_of(out) == before
+
+
+def test_a_run_that_does_not_begin_touches_no_dashboard(tmp_path, monkeypatch, capsys):
+    """Refused beside another run, or stopped while it waits for its dashboard."""
+    out = tmp_path / "run"
+    called = []
+
+    def stop(**options):
+        raise KeyboardInterrupt
+
+    fake = types.SimpleNamespace(init=stop, finish=called.append, log=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    flags = flags_of(small_config(out, max_steps=0, report_to="wandb"))
+    for more in ([], ["--resume"]):
+        with pytest.raises(KeyboardInterrupt):
+            grpo.main([*flags, *more])
+        assert not called and not any(files_of(out).values())
+    fake.init = lambda **options: called.append(options)
+    fake.define_metric = lambda *names, step_metric: None
+    fake.finish = lambda **options: called.append(options)
+    assert grpo.main([*flags, "--resume"]) == 0
+    called.clear()
+    with open(out / "metrics.jsonl") as log:
+        grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
+        assert grpo.main([*flags, "--resume"]) == 2
+    assert not called and "another run" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------
