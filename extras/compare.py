@@ -86,10 +86,13 @@ def run_in(folder):
 def make_run(seed, command, bar):
     """The run of a seed; None: it failed, as the screen says."""
     folder = f"compare/{Path(command[1]).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
-    log = claim(folder)
-    while (run := run_in(folder)) and run.is_stale:
+    while True:
+        log = open(f"{folder}.log", "a")  # the run writes to it, and keeps the lock if we die
+        fcntl.flock(log, fcntl.LOCK_EX)  # waits until nobody makes a run there
+        run = run_in(folder)
+        if not run or not run.is_stale:
+            break
         folder += ".edited"
-        log = claim(folder)
     if not run or not run.is_whole:
         command = [*command, "--seed", str(seed), "--out_dir", folder]
         if run:
@@ -105,14 +108,6 @@ def make_run(seed, command, bar):
         bar.write(f"{folder} does not say what it has read: extras/digests.py failed")
     else:
         return run
-
-
-def claim(folder):
-    """Waits until nobody makes a run there. The run writes to this log, and keeps the lock if we
-    die."""
-    log = open(f"{folder}.log", "a")
-    fcntl.flock(log, fcntl.LOCK_EX)
-    return log
 
 
 def read_sides(names):
