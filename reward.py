@@ -262,12 +262,12 @@ def event_loop(_process):  # one each, so that a file's Semaphore or client work
     return loop
 
 
-def begin(seconds, function, /, *arguments, **named):
+def begin(seconds, function, *arguments):
     """Calls a function, async or not, within so many seconds. Returns a Future, for finish()."""
     future = Future()
     try:
         with time_limit(seconds):
-            returned = function(*arguments, **named)
+            returned = function(*arguments)
         if inspect.iscoroutine(returned):
             return asyncio.run_coroutine_threadsafe(returned, event_loop(os.getpid()))
         future.set_result(returned)

@@ -482,7 +482,7 @@ def test_each_asynchronous_misbehaviour_costs_its_own_sample(call, file):
     assert time.monotonic() - start < 1.4  # the run goes on
     time.sleep(1)
     waits = reward.load_function(f"{file}:waits")
-    future = reward.begin(5, waits, "a", row={})
+    future = reward.begin(5, waits, "a", {})
     reward.wait([future], 5)
     assert reward.finish(future) == 1  # one call, for agents
     assert reward.finish(reward.begin(5, max, 1, 2)) == 2
