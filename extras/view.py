@@ -195,30 +195,24 @@ def read_steps(out_dir) -> dict[int, list[bytes]]:
     return steps
 
 
-def make_groups(lines, by_token: bool) -> list[dict]:
-    """The groups of a step, those with the most signal first. by_token: a sample whose tokens were
-    logged has a piece a token, instead of a piece a turn."""
+def make_groups(lines) -> list[dict]:
+    """The groups of a step, those with the most signal first."""
     groups = {}
     for sample in map(json.loads, lines):
         groups.setdefault(sample["group"], []).append(sample)
-    made = [make_group(group, by_token) for group in groups.values()]
+    made = map(make_group, groups.values())
     return sorted(made, key=lambda group: -group["signal"])
 
 
-def make_group(samples, by_token: bool) -> dict:
+def make_group(samples) -> dict:
     """Samples by reward, those without one last; equal ones are shown once, with their count."""
     entries = {}
     for sample in sorted(samples, key=lambda s: s.get("reward", -math.inf), reverse=True):
-        entry = dict(facts=facts_of(sample), count=0, values={})
+        entry = dict(facts=facts_of(sample), count=0)
         entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
         entry |= turns_of(sample)
         key = str(entry)
-        if by_token and "tokens" in sample:
-            tokens = sample["tokens"]
-            entry["pieces"] = tokens.pop("text")
-            drawn = tokens.pop("sampled")
-            entry["replied"] = [i for i, by_policy in enumerate(drawn) if not by_policy]
-            entry["values"] = tokens  # of each token its advantage and its log-probability
+        entry["tokens"] = sample.get("tokens")  # None: they were not logged
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
@@ -264,7 +258,7 @@ def turns_of(sample) -> dict:
 
 def print_step(lines, step: int) -> None:
     print(f"step {step}, {len(lines)} samples, groups with the most signal first")
-    for group in make_groups(lines, by_token=False):
+    for group in make_groups(lines):
         print(f"\n== {group['title']}\n{shorten(group['prompt'])}")
         for sample in group["samples"]:
             print("\n" + shorten(f"{sample['count']} x {sample['facts']}"))
@@ -286,7 +280,7 @@ def write_page(out_dir, steps: dict, step: int) -> str:
     numbers = sorted(steps)
     size = os.path.getsize(f"{out_dir}/completions.jsonl")
     kept = {*numbers[:: math.ceil(size / PAGE_BYTES)], step, numbers[-1]}
-    groups = {number: make_groups(steps[number], by_token=True) for number in sorted(kept)}
+    groups = {number: make_groups(steps[number]) for number in sorted(kept)}
     data = dict(name=str(out_dir), about=about(out_dir), n_steps=len(steps), step=step)
     data |= dict(groups=groups, panels=make_panels(read_log(out_dir, "metrics.jsonl")))
     # In this form no text of a completion can be HTML.
