@@ -137,7 +137,7 @@ def call(seconds, function, /, *arguments, **named):
 class Episode:
     def __init__(self):
         self.seed = ()  # for the policy's turns
-        self.object = None  # of a class of the environment
+        self.cls = self.object = None  # a class of the environment, and what it made
         self.turns = []  # the policy's texts
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
@@ -145,8 +145,8 @@ class Episode:
         self.calls = self.failed_calls = 0
         self.failure = ""
 
-    def __getstate__(self):  # ranks send each other episodes, and cannot send such an object
-        return self.__dict__ | dict(object=None)
+    def __getstate__(self):  # ranks send each other episodes, and cannot send such objects
+        return self.__dict__ | dict(cls=None, object=None)
 
     def log_columns(self):
         """What completions.jsonl has of an episode."""
@@ -249,7 +249,7 @@ class Player:
         self.end([e.object for e in before if e.failure])
         for e in before:
             if not e.failure:
-                self.free[type(e.object)].append(e.object)
+                self.free[e.cls].append(e.object)
         opened = at_once(map(self.start, self.episodes, prompts), self.cfg.call_timeout)
         failures = [e.failure for e in self.episodes if e.failure]
         if strict and failures:
@@ -259,13 +259,13 @@ class Player:
     def start(self, episode, prompt):
         seconds, environment = self.cfg.call_timeout, self.environment
         row = copy.deepcopy(prompt.row)  # which the class may change
-        cls = environment.classes[row.pop(environment.column, None)]  # no column of reset's
+        episode.cls = environment.classes[row.pop(environment.column, None)]  # no column of reset's
         try:
-            if self.free[cls]:
-                episode.object = self.free[cls].pop(0)
+            if self.free[episode.cls]:
+                episode.object = self.free[episode.cls].pop(0)
             else:
                 seed_random(self.cfg.seed)  # so that all objects are the same
-                episode.object = yield from call(seconds, cls)
+                episode.object = yield from call(seconds, episode.cls)
             seed_random(self.cfg.seed, prompt.row_number, 0)
             said = yield from call(seconds, episode.object.reset, **row)
             row_id = hash((prompt.row_number, str(prompt.row)))
