@@ -6,6 +6,7 @@ import copy
 import itertools
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,7 +63,8 @@ def arguments(doc: str, *positional: str):
 def save(args, name: str, figure, *tables: list) -> None:
     """Writes NAME.png, and NAME.md with the tables. The first row of a table is a string, its
     column names with " | " between them; the others are lists."""
-    figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
+    if figure is not None:
+        figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
     lines = []
     for header, *rows in tables:
         lines += [f"| {header} |", "| " + " | ".join(["---"] * (header.count(" | ") + 1)) + " |"]
@@ -77,6 +79,16 @@ def save(args, name: str, figure, *tables: list) -> None:
 def cell_text(x) -> str:
     """A number of a table to three digits, anything else as it is."""
     return f"{x:.3g}" if isinstance(x, float) else str(x)
+
+
+# -- Packages
+
+
+def install(at, *packages: str) -> None:
+    """Puts packages into a folder, without what they need."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
+    pip += ["--ignore-requires-python", "--target", str(at)]
+    subprocess.run([*pip, *packages], check=True)
 
 
 # -- Runs

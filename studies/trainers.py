@@ -3,26 +3,24 @@
 The advantages and losses of 19 trainers, at their defaults, beside `group_advantages`, `weigh` and
 `grpo_loss`, on one batch of 8 samples: on-policy, off-policy, and with wild ratios; whole, and in
 two micro-batches. pip puts each package into FOLDER/NAME, without what it needs. (Two are in no
-index: clone them there.) Of a package only the functions named here are executed, unchanged. How
-its trainer calls them, and scales losses over micro-batches, was read in its code.
+index: clone them there.) Of a package only the functions that trainers.toml names are executed,
+unchanged. How its trainer calls them, and scales losses over micro-batches, was read in its code.
 """
 
 import __future__
 
 import ast
 import dataclasses
-import itertools
 import math
-import subprocess
+import re
 import sys
+import tomllib
 import types
-import typing
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -35,30 +33,18 @@ REWARDS = torch.tensor([1, 0, 0, 1, 0.2, 0.9, 0.9, 0.4], dtype=torch.float64)
 MASK = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]).double()  # [N, T]
 WHOLE = [[*range(N)]]
 PARTS = [[0, 1, 3, 5], [2, 4, 6, 7]]  # two micro-batches, of 17 and 38 tokens
-CLIPS = {"0.2, 0.2": (0.2, 0.2), "0.2, 0.28": (0.2, 0.28), "off": (1e9, 1e9)}
-KLS = ("k1", "k2", "k3", "k4", "wk3")
-RAN = ("trl", "invokerl", "forge-rl")  # two steps by the whole trainer, on a CPU
+POLICY_FLAGS, KL_FLAGS = {}, {}  # words of the table: flags of grpo.py
+for reduction in ("token", "sequence"):
+    flags = dict(loss_reduction=reduction)
+    for words, low, high in (("0.2, 0.2", 0.2, 0.2), ("0.2, 0.28", 0.2, 0.28), ("off", 1e9, 1e9)):
+        POLICY_FLAGS[f"{reduction}, clip {words}"] = dict(flags, clip_low=low, clip_high=high)
+    for name in ("k1", "k2", "k3", "k4", "wk3"):
+        KL_FLAGS[f"{name}, {reduction}"] = dict(flags, kl_estimator=name)
 HEADER = (
     "trainer | A | flags here | policy gradient on, off policy | wild tokens that differ | two "
     "micro-batches: error, cosine | KL by default | KL here | KL gradient | wild tokens whose KL "
     "has no gradient | largest A of 8 equal rewards | shown by"
 )
-
-
-class Anything(Namespace):
-    """A stand-in for a trainer's object: what is not given is None."""
-
-    def __getattr__(self, name):
-        return None
-
-
-@dataclasses.dataclass
-class Trainer:
-    advantages: typing.Callable  # (rewards [N], group size) -> [N]
-    loss: typing.Callable  # (micro-batch, KL coefficient) -> what `backward` is called on
-    kl: str = "off"  # by default, as read
-    cost: typing.Callable | None = None  # (case) -> [N, T]: a KL in the reward, off the advantages
-    splits: bool = True  # a step may have several micro-batches
 
 
 # -- The batch
@@ -84,43 +70,17 @@ CASES = cases()
 
 
 def gradient(trainer, case: str, parts: list, advantages, kl=0.0):
-    """[N, T]: by each log-probability. The losses of the micro-batches add up. advantages [N, T]"""
+    """[N, T]: by each log-probability, of the losses of all micro-batches. advantages [N, T]"""
     total = torch.zeros(N, T, dtype=torch.float64)
     for rows in parts:
         batch = {name: x[rows].clone() for name, x in CASES[case].items()}
         batch |= dict(mask=MASK[rows], advantages=advantages[rows], rows=rows, parts=len(parts))
         logps = batch["logps"].requires_grad_()
         loss = trainer.loss(Namespace(**batch), kl)
+        if trainer.micro_batches == "mean":
+            loss = loss / len(parts)
         total[rows] = torch.autograd.grad(loss, logps)[0]
     return total * MASK
-
-
-def ours(advantages):
-    """(flags) -> grpo_loss with weigh's weights and another trainer's advantages [N, T]."""
-
-    def make(**flags):
-        cfg = grpo.Config(max_completion_length=T, **flags)
-        samples = []
-        for i, length in enumerate(LENGTHS):
-            samples.append(grpo.Sample(i // G, None, np.arange(length), np.zeros(length)))
-            samples[-1].advantages = advantages[i, :length].numpy()
-        grpo.weigh(samples, cfg)
-
-        def loss(batch, kl):
-            flat = [x[batch.mask > 0] for x in (batch.logps, batch.old, batch.ref)]
-            logps, old, ref = flat  # [n]
-            if kl == 0:
-                ref = None
-            mine = [samples[i] for i in batch.rows]
-            a = torch.from_numpy(np.concatenate([s.advantages for s in mine]))
-            weights = torch.from_numpy(np.concatenate([s.weights for s in mine]))
-            lengths = [len(s.weights) for s in mine]
-            with_kl = dataclasses.replace(cfg, beta=kl)
-            return grpo.grpo_loss(logps, old, ref, None, a, weights, with_kl, lengths)[0]
-
-        return Trainer(None, loss)
-
-    return make
 
 
 def error(mine, theirs) -> float:
@@ -131,486 +91,433 @@ def error(mine, theirs) -> float:
 # -- The packages
 
 
-def install(folder: str, package: str) -> Path:
-    """Where the package lies: FOLDER/NAME."""
-    at = Path(folder, short(package)).resolve()
-    if not at.exists() and "==" not in package:
-        sys.exit(f"clone {package} into {at}")
-    if not at.exists():
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--ignore-requires-python"]
-        subprocess.run([*command, "--target", str(at), package], check=True)
-    return at
-
-
-def short(package: str) -> str:
-    return package.split("==")[0].split(" at ")[0]
-
-
-def cut(path: Path, names: str, **given) -> Namespace:
-    """The functions and classes of a file ("Class.method": a method) as they stand there, without
-    decorators. The file would import what needs GPUs or services; `given` is in its place."""
-    body = []
-    for node in ast.parse(path.read_text()).body:
-        for part in (node, *getattr(node, "body", [])):
-            prefix = "" if part is node else getattr(node, "name", "") + "."
-            targets = getattr(part, "targets", [part])
-            name = getattr(targets[0], "name", None) or getattr(targets[0], "id", "")
-            if prefix + name in names.split():
-                if hasattr(part, "decorator_list"):
-                    kept = ("dataclass", "classmethod", "staticmethod", "property")
-                    ds = part.decorator_list
-                    part.decorator_list = [d for d in ds if ast.unparse(d).split("(")[0] in kept]
-                body.append(part)
-    space = dict(torch=torch, np=np, math=math, dataclass=dataclasses.dataclass, __name__="cut")
-    space |= vars(typing) | given
-    flags = __future__.annotations.compiler_flag
-    exec(compile(ast.Module(body, []), str(path), "exec", flags, dont_inherit=True), space)
-    return Namespace(**{n.split(".")[-1]: space[n.split(".")[-1]] for n in names.split()})
-
-
-def standardised(ddof: int, eps: float):
-    """The formula of a trainer in whose code it stands amid other things."""
-
-    def advantages(rewards, size):
-        r = rewards.view(-1, size)
-        return (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True, correction=ddof) + eps)
-
-    return advantages
-
-
-def of_verl(core):
-    """verl's function, which several trainers have: rewards at the last token, a name a group."""
-
-    def advantages(rewards, size):
-        names = np.arange(len(rewards)) // size
-        ones = torch.ones(len(rewards), 1, dtype=rewards.dtype)
-        return core.compute_grpo_outcome_advantage(rewards[:, None], ones, names)[0][:, 0]
-
-    return advantages
-
-
 def same(x, **_):
     return x
 
 
-class Base:
-    def __init__(self, **_):
-        pass
+class Anything(Namespace):
+    """A stand-in for a trainer's object: what is not given is None."""
+
+    def __init__(self, *_, **given):
+        super().__init__(**given)
+
+    def __getattr__(self, name):
+        return None
 
 
-def trl(at):
-    names = "GRPOTrainer._compute_loss"
-    cut_out = cut(at / "trl/trainer/grpo_trainer.py", names, nanmin=torch.min, nanmax=torch.max)
+# What the files import from their packages or others
+STAND_INS = dict(Anything=Anything, LossOutputs=Namespace, TrainMetric=Anything())
+STAND_INS |= dict(nanmin=torch.min, nanmax=torch.max, gather_object=same)
+STAND_INS |= dict.fromkeys(("AlgoConfig", "AlgorithmArguments", "LOGP_METRIC_WEIGHT"), type(None))
+STAND_INS |= dict.fromkeys(("PolicyLossFn", "GroupAdvantage", "BaseAlgorithm"), Anything)
+STAND_INS |= dict(apply_length_penalties=Anything)
+MODULES = {*sys.stdlib_module_names, "numpy", "pydantic", "torch"} - {"__future__"}
+DECORATORS = {"dataclass", "classmethod", "staticmethod", "property"}
 
-    def loss(b, kl):
-        accelerator = Namespace(num_processes=1, gather=same, gather_for_metrics=same, reduce=same)
+
+def cut(name: str, at: Path, files: dict) -> types.ModuleType:
+    """A module of the functions and classes of some files, {path: names}, as they stand there but
+    for most decorators. The files would import what needs GPUs or services. Of "Class.method" the
+    class has the named methods alone; all else in it is what an adapter gives, or None."""
+    module = sys.modules[name] = types.ModuleType(name)  # dataclasses and pydantic look there
+    vars(module).update(STAND_INS, verl_F=module, siirl_F=module)
+    for path, names in files.items():
+        body = []
+        for node in ast.parse((at / path).read_text()).body:
+            parts = [node, *methods_of(node, names.split())]
+            if len(parts) > 1:
+                node.bases, node.body = [ast.parse("Anything", mode="eval").body], parts[1:]
+            if len(parts) > 1 or name_of(node) in names.split() or is_import(node):
+                body.append(node)
+            for part in parts:
+                old = getattr(part, "decorator_list", [])
+                part.decorator_list = [d for d in old if ast.unparse(d).split("(")[0] in DECORATORS]
+        flag = __future__.annotations.compiler_flag
+        code = compile(ast.Module(body, []), path, "exec", flag, dont_inherit=True)
+        exec(code, vars(module))
+    return module
+
+
+def name_of(node) -> str:
+    """What a statement defines: a function, a class, a constant."""
+    target = getattr(node, "targets", [node])[0]
+    return getattr(target, "name", None) or getattr(target, "id", "")
+
+
+def methods_of(node, names: list[str]) -> list:
+    return [x for x in getattr(node, "body", []) if f"{name_of(node)}.{name_of(x)}" in names]
+
+
+def is_import(node) -> bool:
+    """Does it import a module that is here?"""
+    if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "level", 0):
+        return False
+    module = getattr(node, "module", None) or node.names[0].name
+    return module.split(".")[0] in MODULES
+
+
+class Trainer:
+    """An adapter, and the formula of trainers in whose code it stands amid other things."""
+
+    ddof, eps = 1, 1e-4
+    kl_flags, kl_coefficient, advantage_coefficient = KL_FLAGS, 1.0, 0  # to measure its KL
+
+    def __init__(self, at: Path, spec: dict):
+        self.at, self.kl, self.ran = at, spec["kl"], "steps" in spec
+        self.defaults = spec.get("defaults", {})
+        self.micro_batches = spec.get("micro_batches", "sum")
+        self.f = cut(f"of_{type(self).__name__}", at, spec.get("files", {}))
+
+    def advantages(self, rewards, size: int):
+        """rewards [N] -> [N]"""
+        r = rewards.view(-1, size)
+        std = r.std(1, keepdim=True, correction=self.ddof)
+        return (r - r.mean(1, keepdim=True)) / (std + self.eps)
+
+    def loss(self, b, kl: float):
+        """(micro-batch, KL coefficient) -> what `backward` is called on"""
+        raise NotImplementedError
+
+
+class KLInReward(Trainer):
+    """Its `estimate` gives advantages [N, T] of rewards with a KL in them."""
+
+    kl_flags = {"k1 in reward": dict(kl_estimator="k1", kl_in="reward", clip_high=0.2)}
+    kl_coefficient, advantage_coefficient = 0.1, 1  # together with the policy's loss
+
+    def advantages(self, rewards, size):
+        zeros = torch.zeros(len(rewards), 1)
+        return self.estimate(rewards, size, zeros + 1, zeros, zeros, 0.0)[:, 0]
+
+    def loss(self, b, kl):
+        if kl > 0:  # what it takes off the advantages
+            tensors = (REWARDS.clone(), G, b.mask, b.old, b.ref)
+            cost = self.estimate(*tensors, 0.0) - self.estimate(*tensors, 1.0)
+            b.advantages = b.advantages - kl * cost
+        return self.policy_loss(b)
+
+
+class TRL(Trainer):
+    """A mean over the tokens of the step; k3 times the ratio."""
+
+    def me(self, b, kl, **more):
+        """The trainer's object, of TRL and of those that are made from it."""
+        one = Namespace(num_processes=1, gather=same, gather_for_metrics=same, reduce=same)
+        training = Namespace(training=True)
+        it = self.f.GRPOTrainer(accelerator=one, model=training, beta=kl, **self.defaults, **more)
+        it.epsilon_low = it.epsilon_high = 0.2
+        return it
+
+    def loss(self, b, kl):
         args = Anything(use_bias_correction_kl=True, steps_per_generation=b.parts)
-        me = Anything(model=Namespace(training=True), args=args, accelerator=accelerator, beta=kl)
-        me.loss_type, me.importance_sampling_level, me.top_entropy_quantile = "dapo", "token", 1.0
-        me.epsilon_low = me.epsilon_high = 0.2
-        me.current_gradient_accumulation_steps = b.parts
+        me = self.me(b, kl, args=args, current_gradient_accumulation_steps=b.parts)
         me._metrics = dict(train=defaultdict(list))
         me._get_per_token_logps_and_entropies = lambda *_, **__: (b.logps, b.logps * 0, None)
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
         inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=b.mask)
         inputs |= dict(advantages=b.advantages, old_per_token_logps=b.old)
         inputs |= dict(ref_per_token_logps=b.ref, num_items_in_batch=torch.tensor(N_TOKENS))
-        return cut_out._compute_loss(me, None, inputs)
-
-    return Trainer(standardised(1, 1e-4), loss)
+        return me._compute_loss(None, inputs)
 
 
-def unsloth(at):
-    cut_out = cut(at / "unsloth_zoo/rl_replacements.py", "grpo_compute_loss")
+class Unsloth(Trainer):
+    """As TRL, but its k3 is clamped."""
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
-        options = dict(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.2)
-        options |= dict(num_items_in_batch=torch.tensor(float(N_TOKENS)), num_processes=1)
+        options = dict(num_items_in_batch=torch.tensor(float(N_TOKENS)), num_processes=1)
         options |= dict(current_gradient_accumulation_steps=b.parts, steps_per_generation=b.parts)
-        options |= dict(use_bias_correction_kl=True)  # TRL's
         tensors = (b.ref, b.logps, b.old, None, ids, b.mask, kl, b.advantages)
-        return cut_out.grpo_compute_loss(*tensors, **options)[0]
-
-    return Trainer(standardised(1, 1e-4), loss)
+        return self.f.grpo_compute_loss(*tensors, **options, **self.defaults)[0]
 
 
-def verl(at, name="verl", path="verl/trainer/ppo", of="verl/utils"):
-    f = cut(at / of / "torch_functional.py", "masked_sum masked_mean")
-    names = "compute_grpo_outcome_advantage compute_policy_loss_vanilla agg_loss kl_penalty"
-    given = {f"{name}_F": f, "defaultdict": defaultdict}
-    given |= dict(AlgoConfig=type(None), AlgorithmArguments=type(None))
-    core = cut(at / path / "core_algos.py", names + " kl_penalty_forward", **given)
-    cfg = Anything(clip_ratio=0.2, clip_ratio_c=3.0, get=lambda name, default: default)
-    counts = {}
-    if name == "verl":  # those of the whole step
-        counts = dict(dp_size=1, batch_num_tokens=N_TOKENS, global_batch_size=N)
-    cfg.global_batch_info = counts
+class Verl(Trainer):
+    """A bad answer's token whose ratio is above 3 teaches nothing (dual clip); k3 is clamped."""
 
-    def loss(b, kl):
+    counts = dict(dp_size=1, batch_num_tokens=N_TOKENS, global_batch_size=N)  # of the whole step
+
+    def advantages(self, rewards, size):  # rewards at the last token, a name for each group
+        names = np.arange(len(rewards)) // size
+        ones = torch.ones(len(rewards), 1, dtype=rewards.dtype)
+        return self.f.compute_grpo_outcome_advantage(rewards[:, None], ones, names)[0][:, 0]
+
+    def loss(self, b, kl):
+        cfg = Anything(**self.defaults, global_batch_info=self.counts)
+        cfg.get = lambda name, default: default
         tensors = (b.old, b.logps, b.advantages, b.mask, "token-mean", cfg)
-        policy = core.compute_policy_loss_vanilla(*tensors)[0]
-        k3 = core.kl_penalty(b.logps, b.ref, "low_var_kl")
-        both = policy + kl * core.agg_loss(k3, b.mask, "token-mean", **counts)
-        if name == "siirl":
-            both = both / b.parts
-        return both
-
-    return Trainer(of_verl(core), loss)
+        policy = self.f.compute_policy_loss_vanilla(*tensors)[0]
+        k3 = self.f.kl_penalty(b.logps, b.ref, "low_var_kl")
+        return policy + kl * self.f.agg_loss(k3, b.mask, "token-mean", **self.counts)
 
 
-def siirl(at):
-    return verl(at, "siirl", "siirl/dag_worker", "siirl/utils/model_utils")
+class SiiRL(Verl):
+    """An earlier verl: a mean of each micro-batch."""
+
+    counts = {}
 
 
-def trinity(at):
-    folder = at / "trinity/algorithm"
-    f = cut(folder / "utils.py", "masked_sum masked_mean aggregate_loss")
-    given = vars(f) | dict(PolicyLossFn=Base, GroupAdvantage=Base)
-    name = "PPOPolicyLossFn"
-    policy = cut(folder / "policy_loss_fn/ppo_policy_loss.py", name, **given).PPOPolicyLossFn
-    policy = policy(**policy.default_args())
-    given |= dict(ABC=object, abstractmethod=same)
-    k2 = cut(folder / "kl_fn/kl_fn.py", "KLFn K2Fn", **given).K2Fn
-    name = "GRPOGroupedAdvantage"
-    of_group = cut(folder / "advantage_fn/grpo_advantage.py", name, **given).GRPOGroupedAdvantage()
+class Trinity(Trainer):
+    """A mean of each micro-batch, where verl's engine expects a share of the step's."""
 
-    def advantages(rewards, size):
+    def advantages(self, rewards, size):
         samples = [Namespace(reward=r, action_mask=torch.ones(1)) for r in rewards.tolist()]
         for i in range(0, len(samples), size):
-            of_group.calculate_group_advantage("", samples[i : i + size])
+            self.f.GRPOGroupedAdvantage().calculate_group_advantage("", samples[i : i + size])
         return torch.cat([s.advantages for s in samples])
 
-    def loss(b, kl):  # a mean, where the engine of verl expects a share of the step's
-        of_kl = k2(kl_coef=kl).calculate_kl_loss(b.logps, b.ref, b.mask, "token-mean")[0]
-        return policy(b.logps, b.old, b.mask, b.advantages)[0] + of_kl
+    def loss(self, b, kl):
+        policy = self.f.PPOPolicyLossFn(**self.f.PPOPolicyLossFn.default_args())
+        k2 = self.f.K2Fn(kl_coef=kl).calculate_kl_loss(b.logps, b.ref, b.mask, "token-mean")[0]
+        return policy(b.logps, b.old, b.mask, b.advantages)[0] + k2
 
-    return Trainer(advantages, loss, "0.001 k2")
 
+class OpenRLHF(KLInReward):
+    """The advantages are clipped at 10."""
 
-def openrlhf(at):
-    folder = at / "openrlhf"
-    names = "masked_mean compute_approx_kl compute_reward KL_IS_WEIGHT_CLIP"
-    f = cut(folder / "models/utils.py", names)
-    names = "PolicyLoss aggregate_loss"
-    policy = cut(folder / "models/loss.py", names, nn=torch.nn, **vars(f)).PolicyLoss()
-    names = "compute_advantages_and_returns get_cumulative_returns"
-    names = " ".join(f"RemoteExperienceMaker.{name}" for name in names.split())
-    given = dict(itertools=itertools, apply_length_penalties=lambda *_: None, Experience=None)
-    maker = cut(folder / "trainer/ppo_utils/experience_maker.py", names, **given, **vars(f))
-
-    def estimate(rewards, size, mask, kl, coefficient):
+    def estimate(self, rewards, size, mask, old, ref, coefficient):
         advantage = Namespace(estimator="group_norm", gamma=1.0, no_std_norm=False)
         args = Namespace(rollout=Namespace(n_samples_per_prompt=size))
         args.reward, args.algo = Namespace(clip_range=(-10, 10)), Namespace(advantage=advantage)
-        me = Namespace(strategy=Namespace(args=args), kl_ctl=Namespace(value=coefficient))
-        me.advantage_estimator = "group_norm"
-        me.get_cumulative_returns = lambda *x: maker.get_cumulative_returns(me, *x)
+        me = self.f.RemoteExperienceMaker(strategy=Namespace(args=args))
+        me.advantage_estimator, me.kl_ctl = "group_norm", Namespace(value=coefficient)
         samples = Namespace(rewards=rewards, index=[*range(len(rewards))], action_mask=mask > 0)
-        samples.kl, samples.info = kl, {}
-        maker.compute_advantages_and_returns(me, [samples])
+        kl = self.f.compute_approx_kl(old, ref).to(rewards.dtype)
+        samples.kl, samples.info = kl * mask, {}
+        me.compute_advantages_and_returns([samples])
         return samples.advantages
 
-    def advantages(rewards, size):
-        ones = torch.ones(len(rewards), 1)
-        return estimate(rewards, size, ones, ones.to(rewards.dtype) * 0, 0.0)[:, 0]
-
-    def cost(case):
-        kl = f.compute_approx_kl(case["old"], case["ref"]).double() * MASK
-        both = [estimate(REWARDS.clone(), G, MASK, kl, c) for c in (0.0, 1.0)]
-        return both[0] - both[1]
-
-    def loss(b, kl):  # DeepSpeed divides by the number of micro-batches
+    def policy_loss(self, b):
         options = dict(action_mask=b.mask, dp_size=1, batch_num_tokens=N_TOKENS / b.parts)
-        return policy(b.logps, b.old, b.advantages, **options)[0] / b.parts
-
-    return Trainer(advantages, loss, "0.01 k1, in the reward", cost)
+        return self.f.PolicyLoss()(b.logps, b.old, b.advantages, **options)[0]
 
 
-def areal(at):
-    policy = cut(at / "areal/utils/functional/functional.py", "ppo_actor_loss_fn")
-    k1 = cut(at / "areal/utils/data.py", "KLEstimator").KLEstimator("k1")
-    actor = cut(at / "areal/trainer/ppo/actor.py", "PPOActor._compute_advantages")
+class AReaL(KLInReward):
+    """The advantage is the reward itself."""
 
-    def estimate(rewards, mask, old, ref, coefficient):
-        me = Anything(config=Anything(), reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0)
-        me.kl_ctl, me.kl_estimator, me.discount, me.gae_lambda = coefficient, k1, 1.0, 1.0
+    def estimate(self, rewards, size, mask, old, ref, coefficient):
+        me = self.f.PPOActor(config=Anything(), kl_ctl=coefficient, **self.defaults)
+        me.kl_estimator = self.f.KLEstimator("k1")
         ahead = torch.nn.functional.pad  # a prompt of one token
-        data = dict(input_ids=ahead(mask, (1, 0)).long(), rewards=rewards)
+        data = dict(input_ids=ahead(mask, (1, 0)).long(), rewards=rewards.float())
         data |= dict(loss_mask=ahead(mask, (1, 0)) > 0, logprobs=ahead(old * mask, (1, 0)).float())
         data |= dict(attention_mask=ahead(mask, (1, 0), value=1.0) > 0)
         data |= dict(ref_logp=ahead(ref * mask, (0, 1)).float())
-        return actor._compute_advantages(me, data)["advantages"][:, :-1]
+        return me._compute_advantages(data)["advantages"][:, :-1].double()
 
-    def advantages(rewards, size):
-        ones = torch.ones(len(rewards), 1)
-        return estimate(rewards.float(), ones, ones, ones, 0.0)[:, 0]
-
-    def cost(case):
-        kl = (case["old"], case["ref"])
-        both = [estimate(REWARDS.float(), MASK, *kl, c).double()[:, :T] for c in (0.0, 1.0)]
-        return both[0] - both[1]
-
-    def loss(b, kl):
+    def policy_loss(self, b):
         tensors = (b.logps, b.old, b.old, b.advantages, 0.2, b.mask > 0)
-        return policy.ppo_actor_loss_fn(*tensors)[0] * b.mask.sum() / N_TOKENS
-
-    return Trainer(advantages, loss, "0.1 k1, in the reward", cost)
+        return self.f.ppo_actor_loss_fn(*tensors)[0] * b.mask.sum() / N_TOKENS
 
 
-def skyrl(at):
-    folder = at / "skyrl/backends/skyrl_train/utils"
-    f = cut(folder / "torch_utils.py", "masked_mean safe_exp_delta")
-    names = "ppo_policy_loss reduce_loss compute_grpo_outcome_advantage compute_approx_kl"
-    names += " apply_loss_reduction_to_advantages_minibatch"
-    correct = cut(folder / "off_policy_correction_utils.py", "apply_off_policy_correction")
-    given = vars(f) | vars(correct) | dict(defaultdict=defaultdict)
-    core = cut(folder / "ppo_utils.py", names, **given)
-    cfg = Anything(policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.2)
+class SkyRL(Verl):
+    """verl's advantages; the weights of the tokens are in them. The KL is a mean of samples."""
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         all_rows = torch.zeros(N, T, dtype=torch.float64)
         all_rows[b.rows] = b.advantages
-        scale = core.apply_loss_reduction_to_advantages_minibatch
+        scale = self.f.apply_loss_reduction_to_advantages_minibatch
         scaled = scale(all_rows, MASK, "token_mean", len(b.rows), None)[b.rows]
-        policy = core.ppo_policy_loss(b.logps, b.old, scaled, cfg, b.mask)[0]
-        k3 = core.compute_approx_kl(b.logps, b.ref, b.mask, "k3")
-        of_rows = f.masked_mean(k3, b.mask, dim=-1).mean() * len(b.rows) / N
-        return policy + kl * of_rows
-
-    return Trainer(of_verl(core), loss, "0.001 k3, mean of samples")
+        cfg = Anything(**self.defaults)
+        policy = self.f.ppo_policy_loss(b.logps, b.old, scaled, cfg, b.mask)[0]
+        k3 = self.f.compute_approx_kl(b.logps, b.ref, b.mask, "k3")
+        return policy + kl * self.f.masked_mean(k3, b.mask, dim=-1).mean() * len(b.rows) / N
 
 
-def swift(at):
-    estimate = cut(at / "swift/rl_core/advantage.py", "compute_advantages").compute_advantages
-    names = "GRPOTrainer._compute_loss_and_metrics WINDOW_NORMALIZED_LOSS_TYPES"
-    given = dict(gather_object=same, nanmin=torch.min, nanmax=torch.max)
-    trainer = cut(at / "swift/rlhf_trainers/grpo_trainer.py", names, **given)
+class Swift(TRL):
+    """Made from TRL, but each sample counts the same; k3 is clamped."""
 
-    def advantages(rewards, size):
-        return estimate(rewards[:, None], torch.ones(1, dtype=rewards.dtype), size)[0]
+    def advantages(self, rewards, size):
+        one = torch.ones(1, dtype=rewards.dtype)
+        return self.f.compute_advantages(rewards[:, None], one, size)[0]
 
-    def loss(b, kl):
-        me = Anything(model=Namespace(training=True), beta=kl, loss_type="grpo", sdar_loss_coef=0)
-        me.args, me.importance_sampling_level = Anything(), "token"
-        me.epsilon_low = me.epsilon_high = 0.2
+    def loss(self, b, kl):
+        me = self.me(b, kl, args=Anything())
         me._get_per_token_logps_and_entropies = lambda *_, **__: (b.logps, None)
-        me.accelerator = Namespace(gather_for_metrics=same, num_processes=1)
         batch = Anything(completion_mask=b.mask > 0, ref_per_token_logps=b.ref)
         batch.old_per_token_logps, batch.advantages = b.old, b.advantages
-        return trainer._compute_loss_and_metrics(me, None, {}, batch)[0] / b.parts
-
-    return Trainer(advantages, loss, "0.04 k3")
+        return me._compute_loss_and_metrics(None, {}, batch)[0]
 
 
-def agilerl(at):
-    names = "fill_outside_mask masked_mean calculate_k3_kl k3_kl_penalty_reference"
-    f = cut(at / "agilerl/utils/llm_utils.py", names)
-    names = "_compute_policy_loss _log_importance_weights _off_policy_drops _reduce_masked_loss"
-    names += " _token_loss_weights _resolve_loss_window _clipped_units _calculate_advantage"
-    names = " ".join(f"GRPO.{name}" for name in names.split())
-    cut_out = vars(cut(at / "agilerl/algorithms/grpo.py", names, **vars(f)))
+class AgileRL(Trainer):
+    """No division by the standard deviation; tokens far off the policy are dropped."""
 
-    def me(size, parts, kl):
-        it = Anything(group_size=size, adv_norm="mean_only", beta=kl, kl_clamp=10.0)
-        it.clip_coef_min, it.clip_coef_max, it.use_bias_correction_kl = 0.8, 1.2, True
-        it.off_policy_token_mask_bounds, it.off_policy_sequence_mask_threshold = (0.5, 5.0), 0.03
-        it._masks_off_policy_tokens, it.loss_norm = True, "accumulation_window"
-        it.gradient_accumulation_steps, it._window_action_tokens = parts, N_TOKENS
-        for name, function in cut_out.items():
-            setattr(it, name, types.MethodType(function, it))
-        return it
+    def advantages(self, rewards, size):
+        return self.f.GRPO(group_size=size, **self.defaults)._calculate_advantage(rewards)
 
-    def loss(b, kl):
+    def loss(self, b, kl):
+        me = self.f.GRPO(group_size=G, beta=kl, **self.defaults)
+        me.gradient_accumulation_steps, me._window_action_tokens = b.parts, N_TOKENS
         tensors = (b.mask, b.logps, b.old, b.ref, b.advantages[:, :1], None)
-        options = dict(level="token", objective="grpo")
-        return me(G, b.parts, kl)._compute_policy_loss(*tensors, **options)[0] / b.parts
-
-    return Trainer(lambda r, size: me(size, 1, 0)._calculate_advantage(r), loss, "0.001 wk3")
+        return me._compute_policy_loss(*tensors, level="token", objective="grpo")[0]
 
 
-def art(at):
-    import pydantic
+class ART(Trainer):
+    """No clip."""
 
-    names = "Loss LossOffPolicyDiagnostics AlignedLossInputs loss_fn _mask_ignored_tokens"
-    names += " compute_probs_corr importance_ratio_histogram_edges shift_tensor"
-    given = dict(BaseModel=pydantic.BaseModel, ConfigDict=pydantic.ConfigDict)
-    core = cut(at / "art/loss.py", names, **given)
-    known = dict(torch=torch, Literal=typing.Literal) | vars(core)
-    for record in (core.Loss, core.LossOffPolicyDiagnostics, core.AlignedLossInputs):
-        record.model_rebuild(_types_namespace=known)
+    ddof, eps = 0, 1e-6
 
-    def advantages(rewards, size):  # in Python's floats
-        return standardised(0, 1e-6)(torch.tensor(rewards.tolist()).double(), size)
+    def advantages(self, rewards, size):  # in Python's floats
+        return super().advantages(torch.tensor(rewards.tolist()).double(), size)
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         batch = dict(assistant_mask=b.mask > 0, old_logprobs=b.old, advantages=b.advantages)
         batch |= dict(weights=b.mask, group_ids=torch.zeros(b.mask.shape))
-        batch = core.AlignedLossInputs(**batch)
-        options = dict(kl_penalty_coef=kl)
-        return core.loss_fn(batch, b.logps, b.ref, None, options).policy_loss / b.parts
-
-    return Trainer(advantages, loss)
+        batch, options = self.f.AlignedLossInputs(**batch), dict(kl_penalty_coef=kl)
+        return self.f.loss_fn(batch, b.logps, b.ref, None, options).policy_loss
 
 
-def rlinf(at):
-    folder = at / "rlinf"
-    f = cut(folder / "utils/utils.py", "masked_mean")
-    core = cut(folder / "algorithms/losses.py", "compute_ppo_actor_loss", Callable=None, **vars(f))
-    estimate = cut(folder / "algorithms/advantages.py", "compute_grpo_advantages")
-    penalty = cut(folder / "algorithms/utils.py", "kl_penalty").kl_penalty
+class RLinf(Trainer):
+    """The actor's KL has the order (reference, policy): so does fsdp_actor_worker.py."""
 
-    def advantages(rewards, size):
+    def advantages(self, rewards, size):
         ones = torch.ones(1, len(rewards), dtype=rewards.dtype)
-        return estimate.compute_grpo_advantages(rewards, ones, size)[0]
+        return self.f.compute_grpo_advantages(rewards, ones, size)[0]
 
-    def loss(b, kl):  # the order (reference, policy) is that of fsdp_actor_worker.py
+    def loss(self, b, kl):
         logps, old, ref, a = (x.float() for x in (b.logps, b.old, b.ref, b.advantages))
-        policy = core.compute_ppo_actor_loss(logps, old, 0.2, 0.2, a, b.mask > 0)[0]
-        k3 = f.masked_mean(penalty(ref, logps, "low_var_kl"), b.mask > 0)
-        return (policy + kl * k3) / b.parts
-
-    return Trainer(advantages, loss, "by config")
+        policy = self.f.compute_ppo_actor_loss(logps, old, 0.2, 0.2, a, b.mask > 0)[0]
+        k3 = self.f.kl_penalty(ref, logps, "low_var_kl")
+        return policy + kl * self.f.masked_mean(k3, b.mask > 0)
 
 
-def areno(at):
-    estimate = cut(at / "areno/api/advantages.py", "compute_batch_group_advantages")
-    metrics = dict(TrainMetric=Anything(), LOGP_METRIC_WEIGHT="")
-    names = "ResponseLayout response_layout masked_mean grpo_loss_fn"
-    core = cut(at / "areno/api/backend/cuda/losses.py", names, **metrics)
+class Areno(Trainer):
+    """The ratio is to itself."""
 
-    def advantages(rewards, size):
+    def advantages(self, rewards, size):
         sizes = [size] * (len(rewards) // size)
-        return torch.tensor(estimate.compute_batch_group_advantages(rewards.tolist(), sizes))
+        return torch.tensor(self.f.compute_batch_group_advantages(rewards.tolist(), sizes))
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         pack = dict(response_mask=b.mask, logprobs=b.old, advantages=b.advantages)
         pack["seq_ids"] = torch.arange(len(b.rows))[:, None].expand_as(b.mask)
         pack = {f"packed_{name}": x.reshape(-1) for name, x in pack.items()}
         pack["packed_num_sequences"] = len(b.rows)
-        return core.grpo_loss_fn(pack, b.logps.reshape(-1))[0] / b.parts
-
-    return Trainer(advantages, loss, "none")
+        return self.f.grpo_loss_fn(pack, b.logps.reshape(-1))[0]
 
 
-def invokerl(at):
-    core = cut(at / "invokerl/algorithms/grpo.py", "GRPO", BaseAlgorithm=Base)
+class InvokeRL(Trainer):
+    """The first GRPO's loss, but a mean over the tokens of each micro-batch."""
 
-    def advantages(rewards, size):
+    def advantages(self, rewards, size):
         ones = torch.ones(len(rewards), 1)
         batch = Anything(group_size=size, response_mask=ones, rewards=rewards)
-        return core.GRPO().compute_advantages(batch)[:, 0]
+        return self.f.GRPO().compute_advantages(batch)[:, 0]
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         batch = Namespace(response_mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref)
         batch.rewards = torch.zeros(1)
-        return core.GRPO(beta=kl).compute_loss(b.logps, batch, b.advantages)[0] / b.parts
-
-    return Trainer(advantages, loss, "0.04 k3")
+        return self.f.GRPO(beta=kl).compute_loss(b.logps, batch, b.advantages)[0]
 
 
-def retrain(at):
-    estimate = cut(at / "retrain/advantages.py", "compute_grpo_advantages").compute_grpo_advantages
-    core = cut(at / "retrain/local_train_helper.py", "_compute_policy_loss")
+class Retrain(Trainer):
+    """No division by the standard deviation, and no clip."""
 
-    def advantages(rewards, size):
-        return torch.tensor([estimate(r) for r in rewards.view(-1, size).tolist()])
+    def advantages(self, rewards, size):
+        groups = rewards.view(-1, size).tolist()
+        return torch.tensor([self.f.compute_grpo_advantages(group) for group in groups])
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         ratio = (b.logps - b.old).exp()
-        return core._compute_policy_loss(ratio, b.advantages, b.mask, 0.0, 0.0)[0]
-
-    return Trainer(advantages, loss, "none", splits=False)
+        return self.f._compute_policy_loss(ratio, b.advantages, b.mask, 0.0, 0.0)[0]
 
 
-def forge(at):
-    core = cut(at / "forge/core/grpo.py", "compute_group_advantages grpo_loss")
+class Forge(Trainer):
+    """A log-probability is a sample's mean; the ratio is one for a sample, to the reference."""
 
-    def loss(b, kl):
+    def advantages(self, rewards, size):
+        return self.f.compute_group_advantages(rewards, size)
+
+    def loss(self, b, kl):
         policy, ref = ((x * b.mask).sum(1) / b.mask.sum(1) for x in (b.logps, b.ref))
-        return core.grpo_loss(policy, ref, b.advantages[:, 0], kl_beta=kl)[0] / b.parts
-
-    return Trainer(core.compute_group_advantages, loss, "0.01 of its own")
+        return self.f.grpo_loss(policy, ref, b.advantages[:, 0], kl_beta=kl)[0]
 
 
-def stateset(at):
-    sys.path.insert(0, str(at))
-    from stateset_agents.training import objectives
+class Stateset(Trainer):
+    """Each sample counts the same. The package imports as a whole."""
 
-    plain = objectives.OBJECTIVES["grpo"]
+    def objectives(self):
+        sys.path.insert(0, str(self.at))
+        from stateset_agents.training import objectives
 
-    def advantages(rewards, size):
-        return objectives.compute_advantages(rewards, torch.arange(len(rewards)) // size, plain)
+        return objectives, objectives.OBJECTIVES["grpo"]
 
-    def loss(b, kl):
+    def advantages(self, rewards, size):
+        core, plain = self.objectives()
+        return core.compute_advantages(rewards, torch.arange(len(rewards)) // size, plain)
+
+    def loss(self, b, kl):
+        core, plain = self.objectives()
         options = dict(logp_cur=b.logps, logp_old=b.old, logp_ref=b.ref, mask=b.mask)
         options |= dict(advantages=b.advantages[:, 0], objective=plain.with_(kl_coef=kl))
-        return objectives.policy_loss(**options, total_rows=N).loss
-
-    return Trainer(advantages, loss)
+        return core.policy_loss(**options, total_rows=N).loss
 
 
-def slime(at):
-    core = cut(at / "slime/utils/ppo_utils.py", "compute_policy_loss compute_approx_kl")
+class Slime(Trainer):
+    """Each sample counts the same; the KL is k1."""
 
-    def loss(b, kl):
-        policy = core.compute_policy_loss(b.old - b.logps, b.advantages, 0.2, 0.2)[0]
-        tokens = policy + kl * core.compute_approx_kl(b.logps, b.ref, "k1")
+    eps = 1e-6
+
+    def loss(self, b, kl):
+        policy = self.f.compute_policy_loss(b.old - b.logps, b.advantages, 0.2, 0.2)[0]
+        tokens = policy + kl * self.f.compute_approx_kl(b.logps, b.ref, "k1")
         return ((tokens * b.mask).sum(1) / b.mask.sum(1)).sum() / N
 
-    return Trainer(standardised(1, 1e-6), loss)
 
+class Prime(Trainer):
+    """Tokens whose probability has moved are masked. The KL is to the sampler."""
 
-def prime(at):
-    names = "default_loss_fn _safe_mean compute_importance_ratio_and_mismatch_kl"
-    core = cut(at / "src/prime_rl/trainer/rl/loss.py", names, LossOutputs=Namespace)
-
-    def advantages(rewards, size):
+    def advantages(self, rewards, size):
         r = rewards.view(-1, size)
         return r - r.mean(1, keepdim=True)
 
-    def loss(b, kl):  # its KL is to the sampler
+    def loss(self, b, kl):
         batch = Anything(trainer_logprobs=b.logps, inference_logprobs=b.old)
         batch.advantages, batch.loss_mask = b.advantages, b.mask > 0
-        cfg = Namespace(dppo_mask_low=0.2, dppo_mask_high=0.2, adv_tau=1.0, kl_tau=kl)
-        return core.default_loss_fn(batch, cfg).loss / N_TOKENS
-
-    return Trainer(advantages, loss, "0.001 squared, to the sampler")
+        return self.f.default_loss_fn(batch, Namespace(**self.defaults, kl_tau=kl)).loss / N_TOKENS
 
 
-def textbook():
+class Textbook(Trainer):
     """The published objective, with a mean of each micro-batch: this must be what is found."""
 
-    def loss(b, kl):
+    def loss(self, b, kl):
         ratio, d = (b.logps - b.old).exp(), b.ref - b.logps
         gain = torch.minimum(ratio * b.advantages, ratio.clamp(0.8, 1.2) * b.advantages)
         losses = kl * (d.exp() - 1 - d) - gain
-        return (losses * b.mask).sum() / b.mask.sum() / b.parts
-
-    return Trainer(standardised(1, 1e-4), loss)
+        return (losses * b.mask).sum() / b.mask.sum()
 
 
-TRAINERS = {
-    "trl==1.16.0": trl,
-    "unsloth-zoo==2026.10.9": unsloth,
-    "verl==0.9.1": verl,
-    "openrlhf==0.11.2": openrlhf,
-    "ms-swift==4.6.0": swift,
-    "areal==1.0.4": areal,
-    "skyrl==0.4.0": skyrl,
-    "agilerl==2.58.0": agilerl,
-    "openpipe-art==0.5.23": art,
-    "trinity-rft==0.6.0": trinity,
-    "rlinf==0.3.0": rlinf,
-    "siirl==0.2.0": siirl,
-    "areno==0.10.0": areno,
-    "invokerl==0.2.0": invokerl,
-    "retrain==0.3.2": retrain,
-    "forge-rl==0.1.2": forge,
-    "stateset-agents==0.69.0": stateset,
-    "slime at 624b824": slime,
-    "prime-rl at 559b447": prime,
-}
+class Ours(Trainer):
+    """grpo_loss, with weigh's weights."""
+
+    micro_batches = "sum"
+
+    def __init__(self, **flags):
+        self.cfg = grpo.Config(max_completion_length=T, **flags)
+        samples = [grpo.Sample(0, None, np.arange(n), np.zeros(n)) for n in LENGTHS]
+        grpo.weigh(samples, self.cfg)
+        self.weights = torch.zeros(N, T, dtype=torch.float64)
+        self.weights[MASK > 0] = torch.from_numpy(np.concatenate([s.weights for s in samples]))
+
+    def loss(self, b, kl):
+        tensors = (b.logps, b.old, b.ref, b.advantages, self.weights[b.rows])
+        logps, old, ref, advantages, weights = (x[b.mask > 0] for x in tensors)  # [n]
+        lengths = b.mask.sum(1).int().tolist()
+        cfg = dataclasses.replace(self.cfg, beta=kl)
+        return grpo.grpo_loss(logps, old, ref, None, advantages, weights, cfg, lengths)[0]
+
+
+def installed(folder: str, package: str) -> Path:
+    """Where the package lies: FOLDER/NAME."""
+    at = Path(folder, short(package)).resolve()
+    if not at.exists() and "==" not in package:
+        sys.exit(f"clone {package} into {at}")
+    if not at.exists():
+        common.install(at, package)
+    return at
+
+
+def short(package: str) -> str:
+    return re.split("==| at ", package)[0]
 
 
 # -- What is measured
@@ -633,16 +540,22 @@ def kind_of(advantages) -> str:
     return min(off, key=off.get)
 
 
-def nearest(theirs: dict, advantages, options: dict, kl=0.0) -> tuple:
-    """Of our gradients by `options` (words: flags) the nearest to `theirs` {case: [N, T]}: the
-    words, the errors on- and off-policy, and the gradient of the wild case."""
-    make, tried = ours(advantages), {}
+def nearest(trainer, advantages, options: dict, kl=0.0) -> tuple:
+    """Of our gradients by `options` {words: flags} the nearest to the trainer's: its words, its
+    errors on- and off-policy, and for the wild case [N, T] of the trainer and of ours."""
+    theirs = {case: gradient(trainer, case, WHOLE, advantages, kl) for case in CASES}
+    if not all(g.any() for g in theirs.values()):
+        return "", [], theirs["wild"], theirs["wild"]
+    found, least = None, math.inf
     for words, flags in options.items():
-        mine = {case: gradient(make(**flags), case, WHOLE, advantages, kl) for case in CASES}
+        mine = {case: gradient(Ours(**flags), case, WHOLE, advantages, kl) for case in CASES}
         errors = [error(mine[case], theirs[case]) for case in ("on", "off")]
-        tried[words] = errors, mine["wild"]
-    words = min(tried, key=lambda words: math.prod(e + 1e-9 for e in tried[words][0]))
-    return words, *tried[words]
+        badness = math.prod(e + 1e-9 for e in errors)
+        if badness < least:
+            found, least = (words, errors, theirs["wild"], mine["wild"]), badness
+    if min(found[1]) > 0.01:
+        return "none", *found[1:]
+    return found
 
 
 def shown(errors) -> str:
@@ -654,82 +567,43 @@ def measure(trainer) -> dict:
     a = torch.as_tensor(trainer.advantages(REWARDS.clone(), G)).double().flatten()  # [N]
     found = dict(advantages=kind_of(a), equal=largest_of_equal(trainer))
     a = a[:, None].expand(N, T)
-    theirs = {case: gradient(trainer, case, WHOLE, a) for case in CASES}
-    options = {}
-    for reduction, words in itertools.product(("token", "sequence"), CLIPS):
-        low, high = CLIPS[words]
-        flags = dict(loss_reduction=reduction, clip_low=low, clip_high=high)
-        options[f"{reduction}, clip {words}"] = flags
-    found["flags"], found["errors"], mine = nearest(theirs, a, options)
-    found["wild"] = int((abs(mine - theirs["wild"]) > 1e-6).sum())
-    if min(found["errors"]) > 0.01:
-        found["flags"] = "none"
-    split = gradient(trainer, "on", PARTS, a)
-    cosine = torch.cosine_similarity(split.flatten(), theirs["on"].flatten(), 0).item()
-    found["split"] = (
-        (error(split, theirs["on"]), cosine) if trainer.splits else (math.nan, math.nan)
-    )
+    found["flags"], found["errors"], theirs, mine = nearest(trainer, a, POLICY_FLAGS)
+    found["wild"] = int((abs(mine - theirs) > 1e-6).sum())
 
-    kl, options = 1.0, {}
-    for reduction, name in itertools.product(("token", "sequence"), KLS):
-        options[f"{name}, {reduction}"] = dict(loss_reduction=reduction, kl_estimator=name)
-    if trainer.cost:  # the KL is in the reward
-        kl, options = 0.1, {"k1 in reward": dict(kl_estimator="k1", kl_in="reward", clip_high=0.2)}
-        costs = {case: trainer.cost(CASES[case]) for case in CASES}
-        theirs = {case: gradient(trainer, case, WHOLE, a - kl * costs[case]) for case in CASES}
-    else:
-        a = a * 0
-        theirs = {case: gradient(trainer, case, WHOLE, a, kl) for case in CASES}
-    found |= dict(kl="", kl_errors=[], no_pull="")
-    if all(g.any() for g in theirs.values()):
-        found["kl"], found["kl_errors"], mine = nearest(theirs, a, options, kl)
-        found["no_pull"] = int(((theirs["wild"] == 0) & (mine != 0)).sum())
-    if min(found["kl_errors"], default=0) > 0.01:
-        found |= dict(kl="none", no_pull="")
-    if trainer.cost:
+    whole, split = (gradient(trainer, "on", parts, a) for parts in (WHOLE, PARTS))
+    cosine = torch.cosine_similarity(split.flatten(), whole.flatten(), 0).item()
+    found["split"] = f"{error(split, whole):.2f}, {cosine:.3f}"
+    if trainer.micro_batches == "none":
+        found["split"] = "not split"
+
+    of_kl = (a * trainer.advantage_coefficient, trainer.kl_flags, trainer.kl_coefficient)
+    found["kl"], found["kl_errors"], theirs, mine = nearest(trainer, *of_kl)
+    found["no_pull"] = int(((theirs == 0) & (mine != 0)).sum())
+    if found["kl"] in ("", "none", "k1 in reward"):
         found["no_pull"] = ""
     return found
 
 
 def row_of(package: str, trainer, m: dict) -> list:
-    split = "{:.2f}, {:.3f}".format(*m["split"]).replace("nan, nan", "not split")
-    how = "two steps" if short(package) in RAN else "reading"
-    of_policy = [m["flags"], shown(m["errors"]), m["wild"], split]
+    how = "two steps" if trainer.ran else "reading"
+    of_policy = [m["flags"], shown(m["errors"]), m["wild"], m["split"]]
     of_kl = [trainer.kl, m["kl"], shown(m["kl_errors"]), m["no_pull"]]
     return [package, m["advantages"], *of_policy, *of_kl, f"{m['equal']:.2g}", how]
-
-
-def draw(figure, found: dict) -> None:
-    names = [*map(short, found)]
-    panels = {
-        "two micro-batches: error of the gradient": [m["split"][0] for m in found.values()],
-        "largest advantage of 8 equal rewards": [max(m["equal"], 1e-8) for m in found.values()],
-        "tokens of 55 whose KL has no gradient": [m["no_pull"] or 0 for m in found.values()],
-    }
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, (title, values) in zip(axes, panels.items(), strict=True):
-        axis.barh(names, values)
-        axis.set(title=title)
-    axes[0].invert_yaxis()
-    axes[1].set(xscale="log", xlim=1e-8)
 
 
 def main():
     args = common.arguments(__doc__, "folder")
     if args.quick:
-        trainers = dict(quick=textbook())
-    else:
-        trainers = {name: make(install(args.folder, name)) for name, make in TRAINERS.items()}
-    found = {name: measure(trainer) for name, trainer in trainers.items()}
-    if args.quick:
-        m = found["quick"]
+        m = measure(Textbook(None, dict(kl="", micro_batches="mean")))
         assert m["flags"] == "token, clip 0.2, 0.2" and max(m["errors"]) < 1e-12 and m["wild"] == 0
         assert m["kl"] == "k3, token" and max(m["kl_errors"]) < 1e-12 and m["no_pull"] == 0
-        assert abs(m["split"][0] - 0.476) < 1e-3 and abs(m["split"][1] - 0.924) < 1e-3
-    figure = plt.figure(figsize=(14, 5), layout="constrained")
-    draw(figure, found)
-    rows = [row_of(name, trainers[name], m) for name, m in found.items()]
-    common.save(args, "trainers", figure, [HEADER, *rows])
+        assert m["split"] == "0.48, 0.924"
+        return
+    rows = []
+    for name, spec in tomllib.loads(Path(common.HERE, "trainers.toml").read_text()).items():
+        trainer = globals()[name](installed(args.folder, spec["package"]), spec)
+        rows.append(row_of(spec["package"], trainer, measure(trainer)))
+    common.save(args, "trainers", None, [HEADER, *rows])
 
 
 if __name__ == "__main__":
