@@ -1,9 +1,13 @@
-"""Does noise on the advantages speed up the start?   python studies/advantage_noise.py
+"""Is the slow start the warmup, and does noise on the advantages help?   studies/advantage_noise.py
 
-The proposal: add noise with variance 1e-4 (standard deviation 0.01) to the standardised advantages,
-so that the loss is not 0, and learn "in 15 steps instead of 100". The study counts the steps until
-the mean reward of 3 steps reaches a threshold, with and without a warmup of the learning rate. The
-loss is reduced by `sequence`, because then it is 0 without the noise.
+Counts the steps until the mean reward of 3 steps reaches a threshold.
+
+(a) The proposal: add noise with variance 1e-4 (standard deviation 0.01) to the standardised
+    advantages, so that the loss is not 0, and learn "in 15 steps instead of 100". With and without
+    a warmup of the learning rate. The loss is reduced by `sequence`: it is 0 without the noise.
+(b) A linear warmup of 0 to 100 steps. If progress depends only on the sum of the learning rates so
+    far, and a run needs s steps without warmup, then with a warmup of w > s steps a run needs about
+    sqrt(2 w s). That prediction uses the runs without warmup only.
 """
 
 from functools import partial
@@ -15,14 +19,14 @@ import numpy as np
 import grpo
 
 THRESHOLD = 0.8
-NOISES = (0.0, 0.01, 0.1)
 HEADER = (
-    f"warmup, steps | noise, std | steps to reward {THRESHOLD} (95 %) | difference to no noise "
-    "(95 %) | not reached | mean abs(loss) at step 1"
+    f"warmup, steps | noise, std | steps to reward {THRESHOLD} (95 %) | predicted | difference to "
+    "no noise, or no warmup (95 %) | not reached | mean abs(loss) at step 1 | rewards of the first "
+    "5 steps"
 )
 
 
-def run(limit, noise, warmup, seed):
+def run(limit, reduction, noise, warmup, seed):
     cfg = grpo.Config(seed=seed)
 
     def add_noise(policy, samples, step):  # the same as variants/advantage_noise.patch
@@ -30,7 +34,7 @@ def run(limit, noise, warmup, seed):
         for sample, value in zip(samples, values, strict=True):
             sample.advantages += value
 
-    options = dict(warmup_steps=warmup, seed=seed, max_steps=limit, loss_reduction="sequence")
+    options = dict(warmup_steps=warmup, seed=seed, max_steps=limit, loss_reduction=reduction)
     return common.train(add_noise, stop=reached, **options)
 
 
@@ -38,41 +42,68 @@ def reached(metrics):
     return common.steps_to(THRESHOLD, metrics) < np.inf
 
 
+def predicted_steps(warmup, full_steps):
+    """Steps until the learning rates add up to those of `full_steps` steps without warmup."""
+    rates, step = 0.0, 0
+    while rates < full_steps - 1e-9:
+        step += 1
+        rates += min(1.0, step / max(1, warmup))
+    return step
+
+
+def compare(args, name: str, results: dict, limit: int) -> None:
+    """Saves a figure and a table. results: {(noise, warmup): runs}, without warmup first."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
+    table, labels, steps = [HEADER], [], {}
+    for noise, warmup in results:
+        runs = results[noise, warmup]
+        first_rate = grpo.BUNDLED["learning_rate"] / max(1, warmup)
+        assert np.allclose([run[0]["learning_rate"] for run in runs], first_rate, rtol=1e-6)
+        loss = np.mean([abs(run[0]["loss"]) for run in runs])
+        steps[noise, warmup] = [min(limit, common.steps_to(THRESHOLD, run)) for run in runs]
+        predicted = predicted_steps(warmup, np.mean(steps[noise, 0]))
+        base = steps[0.0, 0]
+        if noise > 0:
+            base = steps[0.0, warmup]
+        cells = [warmup, noise, common.span(steps[noise, warmup], 1), predicted]
+        cells.append(common.difference(steps[noise, warmup], base))
+        missed = sum(not reached(run) for run in runs)
+        first_rewards = np.mean([[m["reward"] for m in run[:5]] for run in runs])
+        table.append([*cells, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
+
+        style = dict(color=common.ordered(len(results))[len(labels)])
+        x = len(labels) + np.linspace(-0.25, 0.25, len(runs))
+        left.scatter(x, steps[noise, warmup], s=12, alpha=0.4, **style)
+        left.plot(len(labels), predicted, "kx")
+        common.whiskers(left, len(labels), steps[noise, warmup], fmt="o", **style)
+        labels.append(f"noise {noise:g}\nwarmup {warmup}")
+        common.band(right, runs, "reward", label=labels[-1].replace("\n", ", "), **style)
+    left.set_xticks(range(len(labels)), labels)
+    left.set(title=f"until the mean reward of 3 steps is {THRESHOLD}", ylabel="steps", ylim=0)
+    right.set(title="until the first seed is there", xlabel="step", ylabel="reward of the samples")
+    common.legend(figure, right, 3)
+    dots = "small dots, bands: all seeds;  whiskers: 95 % interval of the mean"
+    figure.supxlabel(f"{dots};  crosses: predicted from the sum of the learning rates")
+    common.save(args, name, figure, table)
+
+
 def main():
     args = common.arguments(__doc__)
-    seeds, limit = range(10), 100
-    warmups, noises = (0, 20), NOISES
+    noises, warmups, limit = (0.0, 0.01, 0.1), (0, 10, 50, 100), 120
+    ten, five = range(10), range(5)
+    with_noise = [(noise, warmup) for warmup in (0, 20) for noise in noises]
     if args.quick:
-        seeds, limit = range(1), 3
-        warmups, noises = (0,), (0.0, 0.1)
-    settings = common.grid(noises, warmups)
-    results = common.scan(partial(run, limit), settings, seeds, args.jobs)
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
-    table = [HEADER]
-    sides, labels = [], []
-    for i, warmup in enumerate(warmups):
-        first = i * (len(noises) + 1)
-        axes[0].text(first + 1, 0.5, f"warmup {warmup}", ha="center")
-        for j, (noise, colour) in enumerate(zip(noises, common.ordered(len(noises)), strict=True)):
-            runs = results[noise, warmup]
-            steps = [min(limit, common.steps_to(THRESHOLD, run)) for run in runs]
-            loss = np.mean([abs(run[0]["loss"]) for run in runs])
-            # the only certain effect of the noise: the loss that is printed
-            assert (loss < 1e-6) == (noise == 0), "the first loss is 0 without noise, and only then"
-
-            labels.append(f"{noise:g}")
-            style = dict(label=f"noise {noise:g}, warmup {warmup}", color=colour)
-            style["ls"] = "--" if warmup else "-"
-            sides.append((first + j, steps, runs, style))
-            if noise == 0:
-                without = steps
-            cells = [warmup, noise, common.span(steps, 1), common.difference(steps, without)]
-            missed = sum(not reached(run) for run in runs)
-            table.append([*cells, f"{missed} of {len(seeds)}", f"{loss:.0e}"])
-    common.draw_steps_to_reward(figure, axes, sides, THRESHOLD, "noise, std", spread=0.25)
-    axes[0].set_xticks([x for x, *_ in sides], labels)
-    common.save(args, "advantage_noise", figure, table)
+        with_noise, warmups, limit = [(0.0, 0), (0.1, 0)], (0, 10), 2
+        ten = five = range(1)
+    without = common.grid([0.0], warmups)
+    of_sequence, of_token = partial(run, limit, "sequence"), partial(run, limit, "token")
+    noisy = common.scan(of_sequence, with_noise, ten, args.jobs)
+    for (noise, _), runs in noisy.items():
+        # the only certain effect of the noise: the loss that is printed
+        silent = [abs(run[0]["loss"]) < 1e-6 for run in runs]
+        assert silent == [noise == 0] * len(runs), "the first loss is 0 without noise, only then"
+    compare(args, "advantage_noise", noisy, limit)
+    compare(args, "warmup", common.scan(of_token, without, five, args.jobs), limit)
 
 
 if __name__ == "__main__":

@@ -242,20 +242,3 @@ def band(axis, runs: list, metric: str, **style) -> None:
 def whiskers(axis, x, values, **style) -> None:
     """A dot at the mean over the seeds, with its 95 % interval."""
     axis.errorbar(x, np.mean(values), half_interval(values), capsize=4, **style)
-
-
-def draw_steps_to_reward(figure, axes, sides: list, threshold, xlabel: str, spread=0.0) -> None:
-    """Left: the mean of the steps that the seeds needed, with whiskers, and a dot for each seed.
-    Right: the reward by step. sides: [(x, steps of the seeds, their runs, style)]."""
-    left, right = axes
-    for x, steps, runs, style in sides:
-        whiskers(left, x, steps, fmt="o", color=style["color"], zorder=3)
-        dots = x + spread * np.linspace(-1, 1, len(steps))
-        left.scatter(dots, steps, s=12, alpha=0.4, color=style["color"])
-        band(right, runs, "reward", **style)
-    title = f"until the mean reward of 3 steps is {threshold}"
-    left.set(title=title, xlabel=xlabel, ylabel="steps", ylim=0)
-    right.set(title="until the first seed is there", xlabel="step")
-    right.set_ylabel("reward, mean of the samples")
-    legend(figure, right, min(4, len(sides)))
-    figure.supxlabel("small dots, bands: all seeds;  whiskers: 95 % interval of the mean")
