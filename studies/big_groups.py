@@ -7,9 +7,7 @@
 (c) Learning with 64 samples a step, divided into few big or many small groups.
 """
 
-import collections
 import math
-import weakref
 from functools import partial
 
 import common
@@ -24,40 +22,24 @@ SAMPLES, BUDGET, THRESHOLD = 64, 512, 0.8
 
 
 class Saved:
-    """Counts the bytes that autograd saves for the backward pass: each storage once, however many
+    """The most bytes that autograd saves for one backward pass: each storage once, however many
     tensors are views of it, and those of parameters not at all."""
 
     def __init__(self, parameters):
         self.parameters = {p.untyped_storage().data_ptr() for p in parameters}
-        self.holders = collections.Counter()  # address of a storage: saved tensors that use it
-        self.now = 0
+        self.storages = {}  # address: bytes, since the last backward pass
         self.peak = 0
-
-    def hooks(self):
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved.tensor)
 
     def pack(self, tensor):
         storage = tensor.untyped_storage()
-        saved = SavedTensor(tensor)
         if storage.data_ptr() not in self.parameters:
-            self.change(storage.data_ptr(), storage.nbytes(), 1)
-            drop = (storage.data_ptr(), storage.nbytes(), -1)
-            weakref.finalize(saved, self.change, *drop)
-        return saved
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-    def change(self, address: int, n_bytes: int, holders: int) -> None:
-        before = self.holders[address]
-        self.holders[address] += holders
-        if before == 0:
-            self.now += n_bytes
-        elif self.holders[address] == 0:
-            self.now -= n_bytes
-        self.peak = max(self.peak, self.now)
-
-
-class SavedTensor:
-    def __init__(self, tensor):
-        self.tensor = tensor
+    def unpack(self, tensor):
+        self.peak = max(self.peak, sum(self.storages.values()))
+        self.storages.clear()
+        return tensor
 
 
 def memory_of_group(budget, G, seed):
@@ -67,7 +49,7 @@ def memory_of_group(budget, G, seed):
     peaks, gradients = [], []
     for tokens in (budget, 10**7):
         saved = Saved(policy.parameters())
-        with saved.hooks():
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             gradients.append(common.gradient_of(policy, samples, micro_batch_tokens=tokens))
         peaks.append(saved.peak / 2**20)
     return *peaks, common.relative_error(*gradients)
@@ -103,32 +85,25 @@ def check(peak, worst, budget):
     assert np.all(np.diff(np.divide(stds, means)) < 0), "a bigger group must be less noisy"
 
 
-def draw_memory(axis, peak, budget):
+def draw_exact(axes, peak, budget):
+    """(a) and (b): memory, advantages and lost groups against the group size."""
+    memory, advantages, lost = axes
     for column, label in enumerate((f"micro-batches of {budget} tokens", "whole group at once")):
-        axis.plot(list(peak), [peak[G][column] for G in peak], "o-", label=label)
-    axis.set(title="(a) held for backward, at its peak", xlabel="group size G", ylabel="MiB")
-    axis.set_yscale("log")
-    axis.legend()
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(peak), list(peak))
-
-
-def draw_advantages(middle, right):
+        memory.plot(list(peak), [peak[G][column] for G in peak], "o-", label=label)
     groups = [2**i for i in range(1, 9)]
     for p in (0.25, 0.8):
         mean, std, no_signal = zip(*(advantage_when_right(G, p) for G in groups), strict=True)
         label = f"success rate {p}"
-        middle.errorbar(groups, mean, std, fmt="o-", capsize=2, label=label)
-        right.plot(groups, no_signal, "o-", label=label)
-    middle.set(title="(b) advantage of a right answer", ylabel="mean over all outcomes")
-    middle.set_ylim(-0.9)  # room for the legend
-    middle.legend(loc="lower right")
-    right.set(title="(b) groups without signal", ylabel="share of the groups")
-    right.legend()
-    for axis in (middle, right):
+        advantages.errorbar(groups, mean, std, fmt="o-", capsize=2, label=label)
+        lost.plot(groups, no_signal, "o-", label=label)
+    memory.set(title="(a) held for backward, at its peak", ylabel="MiB", yscale="log")
+    advantages.set(title="(b) advantage of a right answer", ylabel="mean over all outcomes")
+    lost.set(title="(b) groups without signal", ylabel="share of the groups")
+    for axis in axes:
         axis.set_xlabel("group size G")
         axis.set_xscale("log", base=2)
         axis.set_xticks(groups, groups)
+        axis.legend()
 
 
 def main():
@@ -146,8 +121,8 @@ def main():
     check(peak, worst, budget)
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
-    draw_memory(axes[0, 0], peak, budget)
-    draw_advantages(axes[0, 1], axes[1, 0])
+    *exact, learning = axes.flat
+    draw_exact(exact, peak, budget)
     memory_table = [
         f"G | MiB, {budget} tokens a micro-batch | MiB, at once | gradient difference, largest | "
         "advantage of a right answer at rate 0.25 | groups without signal"
@@ -157,7 +132,6 @@ def main():
         cells = [G, f"{peak[G][0]:.0f}", f"{peak[G][1]:.0f}", f"{worst[G]:.0e}"]
         memory_table.append([*cells, f"{mean:.2f} +- {std:.2f}", f"{no_signal:.3f}"])
 
-    axis = axes[1, 1]
     learning_table = [
         "prompts x G | steps to reward 0.8 (95 %) | difference to G = 8 (95 %) | "
         "reward, last 5 steps | accuracy +- std"
@@ -165,17 +139,16 @@ def main():
     reached = {}
     for (G,), side in runs.items():
         reached[G] = [min(steps, steps_to(THRESHOLD, run)) for run in side]
-    for ((G,), side), colour in zip(runs.items(), common.ordered(len(runs)), strict=True):
+    for (G,), side in runs.items():
         name = f"{SAMPLES // G} x {G}"
-        common.band(axis, side, "reward", color=colour, label=name)
+        common.band(learning, side, "reward", label=name)
         rewards = [np.mean([m["reward"] for m in run[-5:]]) for run in side]
         accuracies = [run[-1]["eval_accuracy"] for run in side]
-        ends = map(common.mean_and_std, (rewards, accuracies))
         cells = [common.span(reached[G], 1), common.difference(reached[G], reached[8])]
+        ends = map(common.mean_and_std, (rewards, accuracies))
         learning_table.append([name, *cells, *ends])
-    axis.set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylim=(0, 1.02))
-    axis.set_ylabel("mean of the samples")
-    axis.legend(title="prompts x G", loc="lower right", ncols=3)
+    learning.set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylim=(0, 1.02))
+    learning.legend(title="prompts x G", loc="lower right", ncols=3)
     of = f"(a), (c) means of {len(seeds)} seeds;  bands: all of them"
     figure.supxlabel(f"{of};  (b) exact, whiskers: +- 1 standard deviation")
     common.save(args, "big_groups", figure, memory_table, learning_table)
