@@ -83,33 +83,29 @@ def exact_gradients() -> list[dict]:
     is that of the next-token KL, summed over the positions of the samples; of a term in the reward,
     that of the KL between whole sequences."""
     rows, reference = [], Toy(0, 1.0)
+    ref_logps = reference.logps().detach()
     for distance, scale in DISTANCES.items():
         policy = Toy(1, scale, reference)
-        logps, ref_logps = policy.logps(), reference.logps().detach()
+        logps = policy.logps()
+        kl = (logps.sum(1).exp() * (logps - ref_logps).sum(1)).sum()
+        pairs = zip(policy.conditionals(), reference.conditionals(), strict=True)
+        local = [(a.exp() * (a - b.detach())).sum(1) for a, b in pairs]  # T x [V^T]
         for sampling, sampler in (("on-policy", policy), ("off-policy", Toy(2, 0.3, policy))):
             old_logps = sampler.logps().detach()
             q = old_logps.sum(1).exp()[:, None]  # [V^T, 1]: how often a sequence is sampled
-
-            pairs = zip(policy.conditionals(), reference.conditionals(), strict=True)
-            local = [(a.exp() * (a - b.detach())).sum(1) for a, b in pairs]  # T x [V^T]
-            true_in_loss = policy.gradient((q * torch.stack(local, 1)).sum())
-            kl = (logps.sum(1).exp() * (logps - ref_logps).sum(1)).sum()
-            true_in_reward = policy.gradient(kl)
-
+            of_loss = policy.gradient((q * torch.stack(local, 1)).sum())
+            true = dict.fromkeys(ESTIMATORS, of_loss) | {ALL[-1]: policy.gradient(kl)}
             for name in ALL:
                 if name in ESTIMATORS:
                     values = kl_estimate(logps, ref_logps, old_logps, name).sum(1)  # [V^T]
-                    true = true_in_loss
                 else:
                     values = k1_in_reward(logps, old_logps, ref_logps)
-                    true = true_in_reward
                 g = torch.stack([policy.gradient(value) for value in values])  # [V^T, P]
-                mean = (q * g).sum(0)
-                noise = (q * (g - mean).square()).sum().sqrt()
+                mean, length = (q * g).sum(0), true[name].norm()
                 row = dict(name=name, distance=distance, sampling=sampling, kl=kl.item())
-                row["bias"] = ((mean - true).norm() / true.norm()).item()
-                row["along"] = (mean @ true / true.square().sum()).item()
-                row["noise"] = (noise / true.norm()).item()
+                row["bias"] = ((mean - true[name]).norm() / length).item()
+                row["along"] = (mean @ true[name] / length**2).item()
+                row["noise"] = ((q * (g - mean).square()).sum().sqrt() / length).item()
                 rows.append(row)
     return rows
 
@@ -158,21 +154,19 @@ def exact_kl(policy, reference, samples) -> float:
 
 def draw_exact(figure, rows):
     """(a) Bars for each estimator: near, mid and far, on-policy and, paler, off-policy."""
-    panels = [  # metric, lowest value, title
-        ("bias", 1e-3, "(a) error of the expected gradient; no bar: exact"),
-        ("noise", 1, "(a) noise of the gradient, standard deviation"),
-    ]
-    colours = []
-    for colour in common.ordered(3):
-        colours += [colour, 1 - 0.45 * (1 - colour)]
+    panels = {  # metric: lowest value, title
+        "bias": (1e-3, "(a) error of the expected gradient; no bar: exact"),
+        "noise": (1, "(a) noise of the gradient, standard deviation"),
+    }
+    kinds = common.grid(DISTANCES, ("on-policy", "off-policy"))
     axes = figure.subplots(1, 2)
-    for axis, (key, lowest, title) in zip(axes, panels, strict=True):
-        for i, name in enumerate(ALL):
-            of_name = [r for r in rows if r["name"] == name]
-            for j, (r, colour) in enumerate(zip(of_name, colours, strict=True)):
-                label = f"{r['distance']}, {r['sampling']}" if i == 0 else None
-                x = i + (j - 2.5) * 0.13
-                axis.bar(x, max(r[key], 1e-3), 0.12, color=colour, label=label)
+    for axis, (key, (lowest, title)) in zip(axes, panels.items(), strict=True):
+        for j, (distance, sampling) in enumerate(kinds):
+            bars = [r for r in rows if (r["distance"], r["sampling"]) == (distance, sampling)]
+            x = np.arange(len(ALL)) + (j - 2.5) * 0.13
+            style = dict(color=common.ordered(3)[j // 2], alpha=1 - 0.5 * (j % 2))
+            heights = [max(r[key], 1e-3) for r in bars]
+            axis.bar(x, heights, 0.12, label=f"{distance}, {sampling}", **style)
         axis.set(yscale="log", ylim=(lowest, 50), title=title)
         axis.set_ylabel("relative to the true gradient")
         axis.set_xticks(range(len(ALL)), (*ESTIMATORS, "k1 in\nreward"))
@@ -196,25 +190,24 @@ def draw_trained(figure, runs, names, betas, steps) -> list:
     left, right = figure.subplots(1, 2)
     table = [TRAINED_HEADER]
     first = min(FIRST_ROLLOUT, steps)
+    kl, accuracy = {}, {}
+    for key, side in runs.items():
+        kl[key] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
+        accuracy[key] = [run[-1]["eval_accuracy"] for run in side]
     for i, name in enumerate(names):
-        kl, accuracy = {}, {}
-        for beta in betas:
-            sides = runs[name, beta]
-            kl[beta] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in sides]
-            accuracy[beta] = [run[-1]["eval_accuracy"] for run in sides]
-            cells = [common.span(kl[beta], 2), common.difference(kl[beta], kl[0.0])]
-            table.append([name, beta, *cells, common.mean_and_std(accuracy[beta])])
-        means = [np.mean(kl[beta]) for beta in betas]
-        halves = [common.half_interval(kl[beta]) for beta in betas]
-        accuracies = [np.mean(accuracy[beta]) for beta in betas]
+        keys = [(name, beta) for beta in betas]
+        for key in keys:
+            cells = [common.span(kl[key], 2), common.difference(kl[key], kl[keys[0]])]
+            table.append([*key, *cells, common.mean_and_std(accuracy[key])])
+        means = [np.mean(kl[key]) for key in keys]
         x = np.arange(len(betas)) + (i - 2) * 0.06
+        halves = [common.half_interval(kl[key]) for key in keys]
         left.errorbar(x, means, halves, fmt="o-", lw=1, ms=4, label=name)
-        right.plot(means, accuracies, "-", lw=0.7, alpha=0.6)
-        right.scatter(means, accuracies, range(12, 12 + 16 * len(betas), 16), color=f"C{i}")
+        right.plot(means, [np.mean(accuracy[key]) for key in keys], "o-", lw=0.7, label=name)
     left.set(title=f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}", xlabel="beta")
     left.set_ylabel("nats per completion")
     left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
-    right.set(title="(c) a dot per beta, larger for larger", xlabel="KL, nats per completion")
+    right.set(title="(c) a dot for each beta", xlabel="KL, nats per completion")
     right.set_ylabel("greedy accuracy, held-out")
     common.legend(figure, left, len(names))
     return table

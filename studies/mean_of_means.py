@@ -21,6 +21,7 @@ from common import grid, lengths_of
 from grpo import Sample
 
 SIZES, RANKS = (1, 2, 4, 8, 16, "all"), (1, 2, 3, 8)  # "all": one mean per rank
+RANK_NAMES = ("1 rank", "2 ranks", "3 ranks", "8 ranks")
 LENGTHS = ("bundled", "skewed")
 TRAINING = {  # name: micro-batch size, ranks, sorted by length first
     "exact (token)": None,
@@ -47,13 +48,6 @@ def weights(lengths, size, ranks, order):
     return w
 
 
-def plant(samples, size, ranks, order):
-    """Multiplies the advantages, so that the update makes the error of this split."""
-    factors = weights(lengths_of(samples), size, ranks, order)
-    for sample, factor in zip(samples, factors, strict=True):
-        sample.advantages = sample.advantages * factor
-
-
 def skewed(samples, seed):
     """The same prompts and advantages with random tokens: most completions are short, a few very
     long (lognormal)."""
@@ -77,24 +71,18 @@ def errors_of(n_prompts, lengths_kind, seed):
     lengths = lengths_of(samples)
     # alone in its update a sample gives the mean over its tokens: times their number, the sum
     single = [common.gradient_of(policy, [s]) * len(s.completion_ids) for s in samples]
-    single = torch.stack(single)  # [N, P]
-    exact = single.sum(0) / lengths.sum()  # [P]
-    products = (single @ single.T).double().numpy() / lengths.sum() ** 2  # [N, N]
-    ones = np.ones(len(samples))
-    exact_norm = np.sqrt(ones @ products @ ones)
+    single = torch.stack(single).double() / lengths.sum()  # [N, P]
+    exact = single.sum(0)  # [P]
     order = np.random.default_rng(seed).permutation(len(samples))
 
     results = {}
     for size, ranks in grid(SIZES, RANKS):
-        w = weights(lengths, size, ranks, order)
-        norm = np.sqrt(w @ products @ w)
-        cosine = np.clip(w @ products @ ones / norm / exact_norm, -1, 1)
-        results[size, ranks] = np.degrees(np.arccos(cosine)), norm / exact_norm
-
-    by_sample = torch.tensor(weights(lengths, 1, 1, order), dtype=single.dtype)
-    by_sample = by_sample @ single / lengths.sum()
-    sequence = common.gradient_of(policy, samples, loss_reduction="sequence")
-    results["sequence"] = common.relative_error(by_sample, sequence)
+        mean = torch.tensor(weights(lengths, size, ranks, order)) @ single  # [P]
+        cosine = torch.cosine_similarity(mean, exact, 0).clip(-1, 1)
+        results[size, ranks] = cosine.arccos().rad2deg().item(), (mean.norm() / exact.norm()).item()
+        if (size, ranks) == (1, 1):
+            sequence = common.gradient_of(policy, samples, loss_reduction="sequence")
+            results["sequence"] = common.relative_error(mean, sequence)
     options = [dict(micro_batch_tokens=budget) for budget in (64, 512, 4096, 10**6)]
     gradients = [common.gradient_of(policy, samples, **option) for option in options]
     results["grpo"] = max(common.relative_error(gradient, exact) for gradient in gradients)
@@ -114,35 +102,29 @@ def check(kind, results):
 
 
 def learn(steps, name, seed):
-    def before(policy, samples, step):
-        if not TRAINING[name]:
-            return
+    def plant(policy, samples, step):
+        """Multiplies the advantages, so that the update makes the error of this split."""
         size, ranks, by_length = TRAINING[name]
         order = np.random.default_rng((seed, step)).permutation(len(samples))
         if by_length:
             order = np.argsort(lengths_of(samples), kind="stable")
-        plant(samples, size, ranks, order)
+        factors = weights(lengths_of(samples), size, ranks, order)
+        for sample, factor in zip(samples, factors, strict=True):
+            sample.advantages = sample.advantages * factor
 
+    before = plant if TRAINING[name] else None
     return common.train(before, seed=seed, max_steps=steps, evals=True)
 
 
-def rank_names() -> list[str]:
-    return [f"{n} rank" if n == 1 else f"{n} ranks" for n in RANKS]
-
-
-def draw_errors(axes, kind, mean, spread):
-    """Two panels. mean, spread: [sizes, ranks, (angle, length)]."""
-    titles = ("angle to the exact gradient", "norm of the gradient")
-    ylabels = ("degrees", "relative to the exact one's")
-    colours = common.ordered(len(RANKS))
-    for column, axis in enumerate(axes):
-        for r, name in enumerate(rank_names()):
-            x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: they often agree
-            style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=colours[r], label=name)
-            axis.errorbar(x, mean[:, r, column], spread[:, r, column], **style)
-        axis.set(title=f"{kind} lengths: {titles[column]}", ylabel=ylabels[column])
-        axis.set_xlabel("samples per micro-batch (all: a rank's)")
-        axis.set_xticks(range(len(SIZES)), SIZES)
+def draw_angles(axis, kind, mean, spread):
+    """mean, spread: [sizes, ranks], in degrees."""
+    for r, ranks in enumerate(RANK_NAMES):
+        x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: they often agree
+        style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=common.ordered(len(RANKS))[r])
+        axis.errorbar(x, mean[:, r], spread[:, r], label=ranks, **style)
+    axis.set(title=f"{kind} lengths: angle to the exact gradient", ylabel="degrees")
+    axis.set_xlabel("samples per micro-batch (all: a rank's)")
+    axis.set_xticks(range(len(SIZES)), SIZES)
 
 
 def main():
@@ -154,29 +136,27 @@ def main():
     results = common.scan(partial(errors_of, n_prompts), grid(LENGTHS), seeds, args.jobs)
     runs = common.scan(partial(learn, steps), grid(names), seeds, args.jobs)
 
-    figure = plt.figure(figsize=(10, 9.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(2, 1))
-    axes = top.subplots(2, 2)
-    left, right = bottom.subplots(1, 2)
-    errors_table = [" | ".join(["lengths", "samples per micro-batch", *rank_names()])]
+    figure = plt.figure(figsize=(10, 7.5), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    axes, (left, right) = top.subplots(1, 2), bottom.subplots(1, 2)
+    errors_table = [" | ".join(["lengths", "samples per micro-batch", *RANK_NAMES])]
     worst = 0.0
-    for row, kind in enumerate(LENGTHS):
+    for axis, kind in zip(axes, LENGTHS, strict=True):
         of_seeds = results[kind,]
         check(kind, of_seeds)
         worst = max(worst, *[errors["grpo"] for errors in of_seeds])
         splits = [[errors[split] for split in grid(SIZES, RANKS)] for errors in of_seeds]
         splits = np.reshape(splits, (len(seeds), len(SIZES), len(RANKS), 2))  # angle, length
-        mean, spread = splits.mean(0), splits.std(0)
-        draw_errors(axes[row], kind, mean, spread)
+        mean, spread = splits.mean(0), splits.std(0)[:, :, 0]
+        draw_angles(axis, kind, mean[:, :, 0], spread)
         for m, size in enumerate(SIZES):
             cells = [f"{kind}: angle in degrees, length / exact", size]
-            for r in range(len(RANKS)):
-                angle, length = mean[m, r]
-                cells.append(f"{angle:.1f} +- {spread[m, r, 0]:.1f}, {length:.2f}")
+            for (angle, length), deviation in zip(mean[m], spread[m], strict=True):
+                cells.append(f"{angle:.1f} +- {deviation:.1f}, {length:.2f}")
             errors_table.append(cells)
     error = f"relative error {worst:.0e}"
     errors_table.append(["both: grpo.update", "any", error, *["as 1 (by test)"] * 3])
-    common.legend(top, axes[0, 0], len(RANKS))
+    common.legend(top, axes[0], len(RANKS))
 
     training_table = [TRAINING_HEADER]
     for (name,), histories in runs.items():
