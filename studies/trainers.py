@@ -197,9 +197,7 @@ class KLInReward(Trainer):
         return self.policy_loss(b)
 
 
-class TRL(Trainer):
-    """A mean over the tokens of the step; k3 times the ratio."""
-
+class TRL(Trainer):  # a mean over the tokens of the step; k3 times the ratio
     def me(self, b, kl, **more):
         """The trainer's object, of TRL and of those that are made from it."""
         one = Namespace(num_processes=1, gather=same, gather_for_metrics=same, reduce=same)
@@ -220,9 +218,7 @@ class TRL(Trainer):
         return me._compute_loss(None, inputs)
 
 
-class Unsloth(Trainer):
-    """As TRL, but its k3 is clamped."""
-
+class Unsloth(Trainer):  # as TRL, but its k3 is clamped
     def loss(self, b, kl):
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
         options = dict(num_items_in_batch=torch.tensor(float(N_TOKENS)), num_processes=1)
@@ -231,9 +227,7 @@ class Unsloth(Trainer):
         return self.f.grpo_compute_loss(*tensors, **options, **self.defaults)[0]
 
 
-class Verl(Trainer):
-    """A bad answer's token whose ratio is above 3 teaches nothing (dual clip); k3 is clamped."""
-
+class Verl(Trainer):  # a bad answer's token whose ratio is above 3 teaches nothing (dual clip)
     counts = dict(dp_size=1, batch_num_tokens=N_TOKENS, global_batch_size=N)  # of the whole step
 
     def advantages(self, rewards, size):  # rewards at the last token, a name for each group
@@ -250,15 +244,11 @@ class Verl(Trainer):
         return policy + kl * self.f.agg_loss(k3, b.mask, "token-mean", **self.counts)
 
 
-class SiiRL(Verl):
-    """An earlier verl: a mean of each micro-batch."""
-
+class SiiRL(Verl):  # an earlier verl: a mean of each micro-batch
     counts = {}
 
 
-class Trinity(Trainer):
-    """A mean of each micro-batch, where verl's engine expects a share of the step's."""
-
+class Trinity(Trainer):  # a mean, where verl's engine expects a share of the step's
     def advantages(self, rewards, size):
         samples = [Namespace(reward=r, action_mask=torch.ones(1)) for r in rewards.tolist()]
         for i in range(0, len(samples), size):
@@ -271,9 +261,7 @@ class Trinity(Trainer):
         return policy(b.logps, b.old, b.mask, b.advantages)[0] + k2
 
 
-class OpenRLHF(KLInReward):
-    """The advantages are clipped at 10."""
-
+class OpenRLHF(KLInReward):  # the advantages are clipped at 10
     def estimate(self, rewards, size, mask, old, ref, coefficient):
         advantage = Namespace(estimator="group_norm", gamma=1.0, no_std_norm=False)
         args = Namespace(rollout=Namespace(n_samples_per_prompt=size))
@@ -291,9 +279,7 @@ class OpenRLHF(KLInReward):
         return self.f.PolicyLoss()(b.logps, b.old, b.advantages, **options)[0]
 
 
-class AReaL(KLInReward):
-    """The advantage is the reward itself."""
-
+class AReaL(KLInReward):  # the advantage is the reward itself
     def estimate(self, rewards, size, mask, old, ref, coefficient):
         me = self.f.PPOActor(config=Anything(), kl_ctl=coefficient, **self.defaults)
         me.kl_estimator = self.f.KLEstimator("k1")
@@ -309,9 +295,7 @@ class AReaL(KLInReward):
         return self.f.ppo_actor_loss_fn(*tensors)[0] * b.mask.sum() / N_TOKENS
 
 
-class SkyRL(Verl):
-    """verl's advantages; the weights of the tokens are in them. The KL is a mean of samples."""
-
+class SkyRL(Verl):  # the weights of the tokens are in the advantages; the KL is a mean of samples
     def loss(self, b, kl):
         all_rows = torch.zeros(N, T, dtype=torch.float64)
         all_rows[b.rows] = b.advantages
@@ -323,9 +307,7 @@ class SkyRL(Verl):
         return policy + kl * self.f.masked_mean(k3, b.mask, dim=-1).mean() * len(b.rows) / N
 
 
-class Swift(TRL):
-    """Made from TRL, but each sample counts the same; k3 is clamped."""
-
+class Swift(TRL):  # made from TRL, but each sample counts the same; k3 is clamped
     def advantages(self, rewards, size):
         one = torch.ones(1, dtype=rewards.dtype)
         return self.f.compute_advantages(rewards[:, None], one, size)[0]
@@ -338,9 +320,7 @@ class Swift(TRL):
         return me._compute_loss_and_metrics(None, {}, batch)[0]
 
 
-class AgileRL(Trainer):
-    """No division by the standard deviation; tokens far off the policy are dropped."""
-
+class AgileRL(Trainer):  # no standard deviation; tokens far off the policy are dropped
     def advantages(self, rewards, size):
         return self.f.GRPO(group_size=size, **self.defaults)._calculate_advantage(rewards)
 
@@ -351,9 +331,7 @@ class AgileRL(Trainer):
         return me._compute_policy_loss(*tensors, level="token", objective="grpo")[0]
 
 
-class ART(Trainer):
-    """No clip."""
-
+class ART(Trainer):  # no clip
     ddof, eps = 0, 1e-6
 
     def advantages(self, rewards, size):  # in Python's floats
@@ -366,9 +344,7 @@ class ART(Trainer):
         return self.f.loss_fn(batch, b.logps, b.ref, None, options).policy_loss
 
 
-class RLinf(Trainer):
-    """The actor's KL has the order (reference, policy): so does fsdp_actor_worker.py."""
-
+class RLinf(Trainer):  # reference and policy are in the order of fsdp_actor_worker.py
     def advantages(self, rewards, size):
         ones = torch.ones(1, len(rewards), dtype=rewards.dtype)
         return self.f.compute_grpo_advantages(rewards, ones, size)[0]
@@ -380,9 +356,7 @@ class RLinf(Trainer):
         return policy + kl * self.f.masked_mean(k3, b.mask > 0)
 
 
-class Areno(Trainer):
-    """The ratio is to itself."""
-
+class Areno(Trainer):  # the ratio is to itself
     def advantages(self, rewards, size):
         sizes = [size] * (len(rewards) // size)
         return torch.tensor(self.f.compute_batch_group_advantages(rewards.tolist(), sizes))
@@ -395,9 +369,7 @@ class Areno(Trainer):
         return self.f.grpo_loss_fn(pack, b.logps.reshape(-1))[0]
 
 
-class InvokeRL(Trainer):
-    """The first GRPO's loss, but a mean over the tokens of each micro-batch."""
-
+class InvokeRL(Trainer):  # the first GRPO's loss, but a mean over the tokens of each micro-batch
     def advantages(self, rewards, size):
         ones = torch.ones(len(rewards), 1)
         batch = Anything(group_size=size, response_mask=ones, rewards=rewards)
@@ -409,9 +381,7 @@ class InvokeRL(Trainer):
         return self.f.GRPO(beta=kl).compute_loss(b.logps, batch, b.advantages)[0]
 
 
-class Retrain(Trainer):
-    """No division by the standard deviation, and no clip."""
-
+class Retrain(Trainer):  # no division by the standard deviation, and no clip
     def advantages(self, rewards, size):
         groups = rewards.view(-1, size).tolist()
         return torch.tensor([self.f.compute_grpo_advantages(group) for group in groups])
@@ -421,9 +391,7 @@ class Retrain(Trainer):
         return self.f._compute_policy_loss(ratio, b.advantages, b.mask, 0.0, 0.0)[0]
 
 
-class Forge(Trainer):
-    """A log-probability is a sample's mean; the ratio is one for a sample, to the reference."""
-
+class Forge(Trainer):  # a log-probability is a sample's mean; the ratio is to the reference
     def advantages(self, rewards, size):
         return self.f.compute_group_advantages(rewards, size)
 
@@ -432,9 +400,7 @@ class Forge(Trainer):
         return self.f.grpo_loss(policy, ref, b.advantages[:, 0], kl_beta=kl)[0]
 
 
-class Stateset(Trainer):
-    """Each sample counts the same. The package imports as a whole."""
-
+class Stateset(Trainer):  # each sample counts the same. The package imports as a whole
     def objectives(self):
         sys.path.insert(0, str(self.at))
         from stateset_agents.training import objectives
@@ -452,9 +418,7 @@ class Stateset(Trainer):
         return core.policy_loss(**options, total_rows=N).loss
 
 
-class Slime(Trainer):
-    """Each sample counts the same; the KL is k1."""
-
+class Slime(Trainer):  # each sample counts the same; the KL is k1
     eps = 1e-6
 
     def loss(self, b, kl):
@@ -463,9 +427,7 @@ class Slime(Trainer):
         return ((tokens * b.mask).sum(1) / b.mask.sum(1)).sum() / N
 
 
-class Prime(Trainer):
-    """Tokens whose probability has moved are masked. The KL is to the sampler."""
-
+class Prime(Trainer):  # tokens whose probability has moved are masked. The KL is to the sampler
     def advantages(self, rewards, size):
         r = rewards.view(-1, size)
         return r - r.mean(1, keepdim=True)
