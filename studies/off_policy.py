@@ -17,7 +17,8 @@ import grpo
 
 SAMPLERS = ("same", "bf16", "4 steps old")
 DELAY = 4  # steps
-CAPS = (0.0, 2.0)  # 0: no importance weights
+CAPS = (0.0, 2.0)
+WEIGHTS = {0.0: "none", 2.0: "cap 2"}  # importance weights
 
 
 class BrainFloats(grpo.HFSampler):
@@ -54,39 +55,32 @@ def mismatch(steps, sampler, cap, seed):
         return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)
 
 
-def mean_rewards(histories) -> list:
-    """The mean reward of each run, over all steps."""
-    return [np.mean([m["reward"] for m in h]) for h in histories]
-
-
 def draw(runs: dict) -> tuple:
     """The figure, and the table. runs: {(sampler, cap): their metrics}."""
     figure, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained")
-    samplers = list(dict.fromkeys(sampler for sampler, _ in runs))
     table = [
         "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
         "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
         "weights (95 %)"
     ]
-    for (sampler, cap), side in runs.items():
-        i = samplers.index(sampler)
-        rewards = mean_rewards(side)
-        axis, name, difference, x, dot = axes[0], "none", "", i - 0.12, dict(fmt="s", mfc="white")
-        if cap:
-            axis, name, x, dot = axes[1], f"cap {cap:g}", i + 0.12, dict(fmt="o")
-            difference = common.difference(rewards, mean_rewards(runs[sampler, 0.0]))
-        common.band(axis, side, "reward", color=f"C{i}", label=sampler)
-        common.whiskers(axes[2], x, rewards, color=f"C{i}", **dot)
+    rewards = {key: [np.mean([m["reward"] for m in run]) for run in runs[key]] for key in runs}
+    for number, ((sampler, cap), side) in enumerate(runs.items()):
+        column = CAPS.index(cap)
+        colour = f"C{SAMPLERS.index(sampler)}"
+        common.band(axes[column], side, "reward", color=colour, label=sampler)
+        marker = dict(fmt="so"[column], mfc=("white", colour)[column])
+        common.whiskers(axes[2], number, rewards[sampler, cap], color=colour, **marker)
         gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
         ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
         accuracies = [run[-1]["eval_accuracy"] for run in side]
-        spans = [common.span(values) for values in (rewards, ends, accuracies)]
-        table.append([sampler, name, gap, *spans, difference])
+        spans = [common.span(values) for values in (rewards[sampler, cap], ends, accuracies)]
+        row = [sampler, WEIGHTS[cap], gap, *spans]
+        table.append([*row, common.difference(rewards[sampler, cap], rewards[sampler, 0.0])])
     for axis, title in zip(axes, ("no importance weights", "truncated weights"), strict=False):
         axis.set(title=title, xlabel="rollout", ylabel="reward, mean of the samples", ylim=(0, 1))
     common.legend(figure, axes[0], 3, title="the sampler's weights")
-    axes[2].set_xticks(range(len(samplers)), [s.replace(" step", "\nstep") for s in samplers])
     axes[2].set(title="hollow: no importance weights", ylabel="reward, mean of all rollouts")
+    axes[2].set_xticks([])
     return figure, table
 
 
@@ -100,9 +94,8 @@ def main():
     for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
         assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
     figure, table = draw(runs)
-    figure.supxlabel(
-        f"means of {len(seeds)} seeds;  bands: all of them;  whiskers: 95 % interval of the mean"
-    )
+    of = f"means of {len(seeds)} seeds;  bands: all of them"
+    figure.supxlabel(f"{of};  whiskers: 95 % interval of the mean")
     common.save(args, "off_policy", figure, table)
 
 

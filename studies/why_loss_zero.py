@@ -43,28 +43,25 @@ def run(steps, case, seed):
     if "bug" in case:
         options["reward"] = f"{__file__}:always_right"
     cfg = grpo.Config(**grpo.BUNDLED | dict(micro_batch_tokens=2048))
-    parameters = []  # before each step
+    starts = []  # the parameters before each step
 
     def before(policy, samples, step):
-        parameters.append(flat_parameters(policy))
+        starts.append(flat_parameters(policy))
         # under a name that the update does not read
         grpo.add_logps("logps_before", policy, samples, cfg)
 
     def after(policy, samples, step):
-        k3 = []  # a KL estimate for each token, at ratio 1
-        for s in samples:
-            d = (s.logps_before - s.ref_logps).astype(float)
-            k3.append(np.expm1(-d) + d)
+        differences = [(s.logps_before - s.ref_logps).astype(float) for s in samples]
+        k3 = [np.expm1(-d) + d for d in differences]  # for each token, at ratio 1
+        covariance = 0.0
+        beta_kl = BETA * np.mean([x.mean() for x in k3])
         if "token" in case:
+            beta_kl = BETA * np.concatenate(k3).mean()
             lengths = common.lengths_of(samples)
             advantages = [s.advantages[0] for s in samples]
-            beta_kl = BETA * np.concatenate(k3).mean()
-            covariance = np.cov(advantages, lengths, ddof=0)[0, 1]
-            predicted = beta_kl - covariance / lengths.mean()
-        else:
-            predicted = beta_kl = BETA * np.mean([x.mean() for x in k3])
-        moved = (flat_parameters(policy) - parameters[0]).norm().item()
-        return dict(beta_kl=beta_kl, predicted=predicted, moved=moved)
+            covariance = np.cov(advantages, lengths, ddof=0)[0, 1] / lengths.mean()
+        moved = (flat_parameters(policy) - starts[0]).norm().item()
+        return dict(beta_kl=beta_kl, predicted=beta_kl - covariance, moved=moved)
 
     metrics = common.train(before, after, **options)
     check(case, metrics)
