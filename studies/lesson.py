@@ -1,5 +1,5 @@
 """The figures of learn.ipynb. The lesson computes their numbers with the functions of grpo.py and
-passes them in; only the time line is a sketch.
+passes them in. (The time line of the four policies is a sketch, figures/four_policies.svg.)
 
 python studies/lesson.py makes README's picture of a step.
 """
@@ -113,50 +113,7 @@ def colors_of(value: float, limit: float) -> tuple:
     return SIGNED(0.5 + value / limit / 2), ink
 
 
-# -- Section 5: four policies, and the clip
-
-
-def draw_time_line() -> None:
-    """Four policies during one step with two optimizer steps. Heights are a sketch."""
-    _, axis = plt.subplots(figsize=(10, 4.1))
-    axis.set(xlim=(-0.2, 13.4), ylim=(-0.2, 5.5), xticks=[], yticks=[])
-    axis.set_xlabel("time: one step, and the beginning of the next")
-    axis.set_ylabel("distance from the reference (not to scale)")
-    phases = [
-        (0.0, 3.1, "rollout, rewards:\nsampler_logps"),
-        (3.1, 5.3, "old_logps,\nref_logps"),
-        (5.3, 11.9, "update: here two optimizer steps, by default one"),
-        (11.9, 13.4, "next step"),
-    ]
-    for number, (begin, end, text) in enumerate(phases):
-        if number % 2 == 0:
-            axis.axvspan(begin, end, color="#f5f5f5")
-        axis.text((begin + end) / 2, 5.4, text, ha="center", va="top", color=GREY)
-
-    steps = [0, 11.9, 11.9, 13.4]  # times of two of them
-    policies = [  # name, colour, where its name stands, and its line: times and heights
-        ("reference: the model at the start of the run", "black", 0.45, [0, 13.4], [0.3, 0.3]),
-        ("sampler: the same parameters, other code", GREY, 1.35, steps, [1.6, 1.6, 3.6, 3.6]),
-        ("old policy: before the update of this step", ORANGE, 2.4, steps, [2.1, 2.1, 4.1, 4.1]),
-        ("", BLUE, 0, [0, 6, 6, 8, 8, 13.4], [2.17, 2.17, 3.2, 3.2, 4.17, 4.17]),
-    ]
-    for name, color, height, times, heights in policies:
-        axis.plot(times, heights, color=color, lw=2.5)
-        axis.text(0.05, height, name, color=color, va="center")
-    axis.text(6.05, 3.4, "policy now: it learns", color=BLUE, va="center")
-    axis.text(0.05, 2.75, "(blue on orange: the same policy)", color=BLUE, va="center")
-
-    text = "old_logps - sampler_logps\nweight, capped by tis_cap"
-    draw_difference(axis, 5.6, 1.6, 2.1, 1.0, text)
-    draw_difference(axis, 8.3, 2.1, 4.17, 2.9, "logps - old_logps\nratio, clipped")
-    draw_difference(axis, 10.2, 0.3, 4.17, 1.2, "logps - ref_logps\nKL, times beta")
-    plt.show()
-
-
-def draw_difference(axis, time, low, high, text_height, text) -> None:
-    arrow = dict(arrowstyle="<->", lw=1.2, shrinkA=0, shrinkB=0)
-    axis.annotate("", (time, low), (time, high), arrowprops=arrow)
-    axis.text(time + 0.12, text_height, text, va="center")
+# -- Section 5: the clip
 
 
 def draw_surrogate(ratios, curves: dict) -> None:
@@ -192,21 +149,17 @@ def draw_curves(steps: list) -> None:
     numbers = range(1, len(steps) + 1)
     _, axes = plt.subplots(2, 3, figsize=(10, 4.2), sharex=True)
     for axis, (name, title) in zip(axes.flat, panels.items(), strict=True):
-        color = BLUE
-        if name == "loss":
-            color = GREY
-        axis.plot(numbers, [step[name] for step in steps], "o-", markersize=3, color=color)
+        values = [step[name] for step in steps]
+        axis.plot(numbers, values, "o-", markersize=3, color=BLUE, label="k1")
         axis.set_title(title)
+        axis.set_xticks(range(2, len(steps) + 1, 2))
         axis.grid(alpha=0.3)
-    axis.lines[0].set_label("k1")
-    axis.plot(numbers, [step["kl"] for step in steps], "--", color=ORANGE, label="k3")
-    axis.legend()
-    for axis, name in zip(axes.flat, panels, strict=True):
         if name != "loss":
             axis.set_ylim(bottom=0)
+    axis.plot(numbers, [step["kl"] for step in steps], "--", color=ORANGE, label="k3")
+    axis.legend()
     for axis in axes[1]:
         axis.set_xlabel("step")
-        axis.set_xticks(range(2, len(steps) + 1, 2))
     plt.show()
 
 
