@@ -13,7 +13,6 @@ Counts the steps until the mean reward of 3 steps reaches a threshold.
 from functools import partial
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 
 import grpo
@@ -53,38 +52,31 @@ def predicted_steps(warmup, full_steps):
 
 def compare(args, name: str, results: dict, limit: int) -> None:
     """Saves a figure and a table. results: {(noise, warmup): runs}, without warmup first."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), layout="constrained")
-    table, labels, steps = [HEADER], [], {}
+    table, sides, steps, predicted = [HEADER], {}, {}, {}
     for noise, warmup in results:
         runs = results[noise, warmup]
         first_rate = grpo.BUNDLED["learning_rate"] / max(1, warmup)
         assert np.allclose([run[0]["learning_rate"] for run in runs], first_rate, rtol=1e-6)
         loss = np.mean([abs(run[0]["loss"]) for run in runs])
         steps[noise, warmup] = [min(limit, common.steps_to(THRESHOLD, run)) for run in runs]
-        predicted = predicted_steps(warmup, np.mean(steps[noise, 0]))
+        predicted[noise, warmup] = predicted_steps(warmup, np.mean(steps[noise, 0]))
         base = steps[0.0, 0]
         if noise > 0:
             base = steps[0.0, warmup]
-        cells = [warmup, noise, common.span(steps[noise, warmup], 1), predicted]
-        cells.append(common.difference(steps[noise, warmup], base))
+        row = [warmup, noise, common.span(steps[noise, warmup], 1), predicted[noise, warmup]]
+        row.append(common.difference(steps[noise, warmup], base))
         missed = sum(not reached(run) for run in runs)
         first_rewards = np.mean([[m["reward"] for m in run[:5]] for run in runs])
-        table.append([*cells, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
+        table.append([*row, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
+        sides[f"noise {noise:g}, warmup {warmup}"] = runs
 
-        style = dict(color=common.ordered(len(results))[len(labels)])
-        x = len(labels) + np.linspace(-0.25, 0.25, len(runs))
-        left.scatter(x, steps[noise, warmup], s=12, alpha=0.4, **style)
-        left.plot(len(labels), predicted, "kx")
-        common.whiskers(left, len(labels), steps[noise, warmup], fmt="o", **style)
-        labels.append(f"noise {noise:g}\nwarmup {warmup}")
-        common.band(right, runs, "reward", label=labels[-1].replace("\n", ", "), **style)
-    left.set_xticks(range(len(labels)), labels)
-    left.set(title=f"until the mean reward of 3 steps is {THRESHOLD}", ylabel="steps", ylim=0)
-    right.set(title="until the first seed is there", xlabel="step", ylabel="reward of the samples")
-    common.legend(figure, right, 3)
-    dots = "small dots, bands: all seeds;  whiskers: 95 % interval of the mean"
-    figure.supxlabel(f"{dots};  crosses: predicted from the sum of the learning rates")
-    common.save(args, name, figure, table)
+    words = [label.replace(", ", "\n") for label in sides]
+    lines = {"predicted from the sum of the rates": (words, [*predicted.values()])}
+    lines["measured"] = (words, *common.means_and_halves(steps.values()))
+    title = f"until the mean reward of 3 steps is {THRESHOLD}"
+    left = dict(title=title, ylabel="steps", ylim=0, lines=lines)
+    right = dict(title="reward, until the first seed is there", metric="reward", sides=sides)
+    common.save(args, name, [left, right], table)
 
 
 def main():

@@ -11,7 +11,6 @@ import math
 from functools import partial
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import grid, steps_to
@@ -85,25 +84,22 @@ def check(peak, worst, budget):
     assert np.all(np.diff(np.divide(stds, means)) < 0), "a bigger group must be less noisy"
 
 
-def draw_exact(axes, peak, budget):
+def exact_panels(peak, budget):
     """(a) and (b): memory, advantages and lost groups against the group size."""
-    memory, advantages, lost = axes
-    for column, label in enumerate((f"micro-batches of {budget} tokens", "whole group at once")):
-        memory.plot(list(peak), [peak[G][column] for G in peak], "o-", label=label)
-    groups = [2**i for i in range(1, 9)]
+    names = (f"micro-batches of {budget} tokens", "whole group at once")
+    memory = {name: (list(peak), [peak[G][i] for G in peak]) for i, name in enumerate(names)}
+    advantages, lost, groups = {}, {}, [2**i for i in range(1, 9)]
     for p in (0.25, 0.8):
         mean, std, no_signal = zip(*(advantage_when_right(G, p) for G in groups), strict=True)
-        label = f"success rate {p}"
-        advantages.errorbar(groups, mean, std, fmt="o-", capsize=2, label=label)
-        lost.plot(groups, no_signal, "o-", label=label)
-    memory.set(title="(a) held for backward, at its peak", ylabel="MiB", yscale="log")
-    advantages.set(title="(b) advantage of a right answer", ylabel="mean over all outcomes")
-    lost.set(title="(b) groups without signal", ylabel="share of the groups")
-    for axis in axes:
-        axis.set_xlabel("group size G")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(groups, groups)
-        axis.legend()
+        advantages[f"success rate {p}"] = (groups, mean, std)
+        lost[f"success rate {p}"] = (groups, no_signal)
+    style = dict(xlabel="group size G", xscale="log")
+    title = "(b) advantage of a right answer, and its std"
+    return [
+        dict(title="(a) MiB held for backward, at its peak", lines=memory, yscale="log", **style),
+        dict(title=title, lines=advantages, **style),
+        dict(title="(b) share of the groups without signal", lines=lost, **style),
+    ]
 
 
 def main():
@@ -120,9 +116,6 @@ def main():
     worst = {G: np.max(of_seeds, 0)[2] for (G,), of_seeds in memory.items()}
     check(peak, worst, budget)
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
-    *exact, learning = axes.flat
-    draw_exact(exact, peak, budget)
     memory_table = [
         f"G | MiB, {budget} tokens a micro-batch | MiB, at once | gradient difference, largest | "
         "advantage of a right answer at rate 0.25 | groups without signal"
@@ -136,22 +129,20 @@ def main():
         "prompts x G | steps to reward 0.8 (95 %) | difference to G = 8 (95 %) | "
         "reward, last 5 steps | accuracy +- std"
     ]
-    reached = {}
+    reached, sides = {}, {}
     for (G,), side in runs.items():
         reached[G] = [min(steps, steps_to(THRESHOLD, run)) for run in side]
     for (G,), side in runs.items():
         name = f"{SAMPLES // G} x {G}"
-        common.band(learning, side, "reward", label=name)
+        sides[name] = side
         rewards = [np.mean([m["reward"] for m in run[-5:]]) for run in side]
         accuracies = [run[-1]["eval_accuracy"] for run in side]
         cells = [common.span(reached[G], 1), common.difference(reached[G], reached[8])]
         ends = map(common.mean_and_std, (rewards, accuracies))
         learning_table.append([name, *cells, *ends])
-    learning.set(title=f"(c) reward, {SAMPLES} samples a step", xlabel="step", ylim=(0, 1.02))
-    learning.legend(title="prompts x G", loc="lower right", ncols=3)
-    of = f"(a), (c) means of {len(seeds)} seeds;  bands: all of them"
-    figure.supxlabel(f"{of};  (b) exact, whiskers: +- 1 standard deviation")
-    common.save(args, "big_groups", figure, memory_table, learning_table)
+    title = f"(c) reward, {SAMPLES} samples a step, prompts x G"
+    panels = [*exact_panels(peak, budget), dict(title=title, metric="reward", sides=sides)]
+    common.save(args, "big_groups", panels, memory_table, learning_table)
 
 
 if __name__ == "__main__":

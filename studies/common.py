@@ -33,7 +33,7 @@ import grpo
 
 torch.set_num_threads(1)
 plt.rc("axes", grid=True, titlesize=11, prop_cycle=plt.cycler(color=view.COLORS))
-plt.rc("figure", labelsize=9)  # supxlabel explains bands and whiskers below a figure
+plt.rc("figure", labelsize=9)
 plt.rc("grid", alpha=0.3)
 plt.rc("legend", fontsize=9, frameon=False)
 plt.rc("savefig", dpi=110)
@@ -60,11 +60,11 @@ def arguments(doc: str, *positional: str):
     return args
 
 
-def save(args, name: str, figure, *tables: list) -> None:
+def save(args, name: str, panels: list[dict], *tables: list) -> None:
     """Writes NAME.png, and NAME.md with the tables. The first row of a table is a string, its
     column names with " | " between them; the others are lists."""
-    if figure is not None:
-        figure.savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
+    if panels:
+        figure_of(panels).savefig(os.path.join(args.out, name + ".png"), bbox_inches="tight")
     lines = []
     for header, *rows in tables:
         lines += [f"| {header} |", "| " + " | ".join(["---"] * (header.count(" | ") + 1)) + " |"]
@@ -198,6 +198,12 @@ def half_interval(values) -> float:
     return compare.half_interval(list(map(float, values))) if len(values) > 1 else 0.0
 
 
+def means_and_halves(sides) -> tuple:
+    """Of the values of each side the means, and halves of their intervals."""
+    sides = list(sides)
+    return [np.mean(values) for values in sides], [half_interval(values) for values in sides]
+
+
 def span(values, digits: int = 3) -> str:
     """The mean and its interval: 0.663 +- 0.041."""
     return f"{np.mean(values):.{digits}f} +- {half_interval(values):.{digits}f}"
@@ -217,28 +223,32 @@ def difference(values, others) -> str:
 # -- Figures
 
 
-def ordered(n: int):
-    """n colours from dark to light, which colour-blind readers can tell apart."""
-    return plt.cm.viridis(np.linspace(0, 0.8, n))
+def figure_of(panels: list[dict]):
+    """A panel has a title and what else axes can be set to, and
+    sides: {label: runs}, with a `metric`: the mean over the seeds by step, up to where the first
+           run ends, and all seeds as a band;
+    lines: {label: (x, y) or (x, y, half of the whiskers)}; x may be words."""
+    shape = ((len(panels) + 1) // 2, 2)
+    size = (10, 3.6 * shape[0])
+    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        panel = dict(panel)
+        metric, sides, lines = (panel.pop(name, {}) for name in ("metric", "sides", "lines"))
+        for label, runs in sides.items():
+            band(axis, runs, metric, label)
+        for label, line in lines.items():
+            axis.errorbar(*line, fmt="o-", ms=4, lw=1, capsize=3, label=label)
+        axis.set(**panel)
+        axis.legend()
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    figure.supxlabel("curves: mean of the seeds;  bands: all of them;  whiskers: 95 % intervals")
+    return figure
 
 
-def legend(figure, axis, ncols: int, **style) -> None:
-    """Puts the axis's legend above all panels, away from the curves."""
-    handles = axis.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=ncols, **style)
-
-
-def band(axis, runs: list, metric: str, **style) -> None:
-    """The mean over the seeds by step, up to where the first run ends, and all seeds as a band.
-    Curves of less than five points have markers."""
+def band(axis, runs: list, metric: str, label: str) -> None:
     steps, values = compare.curves_of([SimpleNamespace(log=run) for run in runs], metric)
-    if len(steps) < 5:
-        style["marker"] = "o"
-    (line,) = axis.plot(steps, values.mean(0), ms=4, **style)
+    marker = "o" if len(steps) < 5 else ""
+    (line,) = axis.plot(steps, values.mean(0), marker=marker, ms=4, label=label)
     axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, lw=0)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
-def whiskers(axis, x, values, **style) -> None:
-    """A dot at the mean over the seeds, with its 95 % interval."""
-    axis.errorbar(x, np.mean(values), half_interval(values), capsize=4, **style)
+    axis.set_xlabel("step")

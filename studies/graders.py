@@ -343,7 +343,8 @@ def main():
     check(verdicts)
     figure = plt.figure(figsize=(13, 13), layout="constrained")
     draw(figure, verdicts)
-    common.save(args, "graders", figure, *tables(verdicts, versions))
+    figure.savefig(Path(args.out, "graders.png"), bbox_inches="tight", dpi=110)
+    common.save(args, "graders", [], *tables(verdicts, versions))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import itertools
 from functools import partial
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -152,65 +151,43 @@ def exact_kl(policy, reference, samples) -> float:
     return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
-def draw_exact(figure, rows):
-    """(a) Bars for each estimator: near, mid and far, on-policy and, paler, off-policy."""
-    panels = {  # metric: lowest value, title
-        "bias": (1e-3, "(a) error of the expected gradient; no bar: exact"),
-        "noise": (1, "(a) noise of the gradient, standard deviation"),
-    }
-    kinds = common.grid(DISTANCES, ("on-policy", "off-policy"))
-    axes = figure.subplots(1, 2)
-    for axis, (key, (lowest, title)) in zip(axes, panels.items(), strict=True):
-        for j, (distance, sampling) in enumerate(kinds):
-            bars = [r for r in rows if (r["distance"], r["sampling"]) == (distance, sampling)]
-            x = np.arange(len(ALL)) + (j - 2.5) * 0.13
-            style = dict(color=common.ordered(3)[j // 2], alpha=1 - 0.5 * (j % 2))
-            heights = [max(r[key], 1e-3) for r in bars]
-            axis.bar(x, heights, 0.12, label=f"{distance}, {sampling}", **style)
-        axis.set(yscale="log", ylim=(lowest, 50), title=title)
-        axis.set_ylabel("relative to the true gradient")
-        axis.set_xticks(range(len(ALL)), (*ESTIMATORS, "k1 in\nreward"))
-    title = "the policy's distance from the reference, and whose samples"
-    common.legend(figure, axes[0], 3, title=title)
+def exact_panels(rows) -> list[dict]:
+    """(a) For each estimator: near, mid and far, on-policy and off-policy."""
+    lines = {"bias": {}, "noise": {}}
+    for distance, sampling in common.grid(DISTANCES, ("on-policy", "off-policy")):
+        of_kind = [r for r in rows if (r["distance"], r["sampling"]) == (distance, sampling)]
+        for key in lines:
+            heights = [max(r[key], 1e-3) for r in of_kind]
+            lines[key][f"{distance}, {sampling}"] = (ALL, heights)
+    title = "(a) {} of the gradient, relative to the true one; 0.001: exact"
+    style = dict(yscale="log", ylim=(8e-4, 50))
+    return [dict(title=title.format(key), lines=lines[key], **style) for key in lines]
 
 
-def draw_curves(figure, runs, names, betas):
-    """(b) The KL by rollout, a panel for each estimator."""
-    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        for beta, colour in zip(betas, common.ordered(len(betas)), strict=True):
-            common.band(axis, runs[name, beta], "exact_kl", label=f"beta {beta:g}", color=colour)
-        axis.set(title=f"(b) {name}", xlabel="rollout")
-    axes[0].set_ylabel("KL to the reference,\nnats per completion")
-    common.legend(figure, axes[0], len(betas))
-
-
-def draw_trained(figure, runs, names, betas, steps) -> list:
-    """(b) KL against beta, (c) accuracy against KL, and their table."""
-    left, right = figure.subplots(1, 2)
-    table = [TRAINED_HEADER]
+def trained(runs, names, betas, steps) -> tuple:
+    """(b) KL by rollout and against beta, (c) accuracy against KL: panels, and their table."""
+    panels, table = [], [TRAINED_HEADER]
+    of_beta, of_kl = {}, {}
     first = min(FIRST_ROLLOUT, steps)
     kl, accuracy = {}, {}
     for key, side in runs.items():
         kl[key] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
         accuracy[key] = [run[-1]["eval_accuracy"] for run in side]
-    for i, name in enumerate(names):
+    for name in names:
         keys = [(name, beta) for beta in betas]
         for key in keys:
             cells = [common.span(kl[key], 2), common.difference(kl[key], kl[keys[0]])]
             table.append([*key, *cells, common.mean_and_std(accuracy[key])])
-        means = [np.mean(kl[key]) for key in keys]
-        x = np.arange(len(betas)) + (i - 2) * 0.06
-        halves = [common.half_interval(kl[key]) for key in keys]
-        left.errorbar(x, means, halves, fmt="o-", lw=1, ms=4, label=name)
-        right.plot(means, [np.mean(accuracy[key]) for key in keys], "o-", lw=0.7, label=name)
-    left.set(title=f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}", xlabel="beta")
-    left.set_ylabel("nats per completion")
-    left.set_xticks(range(len(betas)), [f"{beta:g}" for beta in betas])
-    right.set(title="(c) a dot for each beta", xlabel="KL, nats per completion")
-    right.set_ylabel("greedy accuracy, held-out")
-    common.legend(figure, left, len(names))
-    return table
+        means, halves = common.means_and_halves(kl[key] for key in keys)
+        of_beta[name] = ([f"{beta:g}" for beta in betas], means, halves)
+        of_kl[name] = (means, [np.mean(accuracy[key]) for key in keys])
+        sides = {f"beta {beta:g}": runs[name, beta] for beta in betas}
+        title = f"(b) {name}: KL to the reference, nats per completion"
+        panels.append(dict(title=title, metric="exact_kl", sides=sides))
+    title = f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}"
+    panels.append(dict(title=title, xlabel="beta", lines=of_beta))
+    panels.append(dict(title="(c) greedy accuracy, held-out", xlabel="KL", lines=of_kl))
+    return panels, table
 
 
 def main():
@@ -228,18 +205,12 @@ def main():
     runs = common.scan(partial(run, steps), settings, seeds, args.jobs)
     runs |= {(name, 0.0): runs["wk3", 0.0] for name in names}
 
-    figure = plt.figure(figsize=(10, 11), layout="constrained")
-    top, middle, bottom = figure.subfigures(3, 1)
-    draw_exact(top, rows)
-    draw_curves(middle, runs, names, betas)
-    trained = draw_trained(bottom, runs, names, betas, steps)
-    of = f"(a) exact;  (b), (c) means of {len(seeds)} seeds;  bands: all of them"
-    figure.supxlabel(f"{of};  whiskers: 95 % interval of the mean")
+    panels, trained_table = trained(runs, names, betas, steps)
     exact = [EXACT_HEADER]
     for r in rows:
         numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
         exact.append([r["name"], r["distance"], r["sampling"], *numbers])
-    common.save(args, "kl_estimators", figure, exact, trained)
+    common.save(args, "kl_estimators", exact_panels(rows) + panels, exact, trained_table)
 
 
 if __name__ == "__main__":

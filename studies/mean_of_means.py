@@ -13,7 +13,6 @@ that error.
 from functools import partial
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from common import grid, lengths_of
@@ -116,17 +115,6 @@ def learn(steps, name, seed):
     return common.train(before, seed=seed, max_steps=steps, evals=True)
 
 
-def draw_angles(axis, kind, mean, spread):
-    """mean, spread: [sizes, ranks], in degrees."""
-    for r, ranks in enumerate(RANK_NAMES):
-        x = np.arange(len(SIZES)) + (r - 1.5) * 0.12  # side by side: they often agree
-        style = dict(fmt="o-", ms=4, lw=1, capsize=2, color=common.ordered(len(RANKS))[r])
-        axis.errorbar(x, mean[:, r], spread[:, r], label=ranks, **style)
-    axis.set(title=f"{kind} lengths: angle to the exact gradient", ylabel="degrees")
-    axis.set_xlabel("samples per micro-batch (all: a rank's)")
-    axis.set_xticks(range(len(SIZES)), SIZES)
-
-
 def main():
     args = common.arguments(__doc__)
     seeds, n_prompts, names, steps = range(5), 16, tuple(TRAINING), 20
@@ -136,19 +124,22 @@ def main():
     results = common.scan(partial(errors_of, n_prompts), grid(LENGTHS), seeds, args.jobs)
     runs = common.scan(partial(learn, steps), grid(names), seeds, args.jobs)
 
-    figure = plt.figure(figsize=(10, 7.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    axes, (left, right) = top.subplots(1, 2), bottom.subplots(1, 2)
+    panels = []
     errors_table = [" | ".join(["lengths", "samples per micro-batch", *RANK_NAMES])]
     worst = 0.0
-    for axis, kind in zip(axes, LENGTHS, strict=True):
+    for kind in LENGTHS:
         of_seeds = results[kind,]
         check(kind, of_seeds)
         worst = max(worst, *[errors["grpo"] for errors in of_seeds])
         splits = [[errors[split] for split in grid(SIZES, RANKS)] for errors in of_seeds]
         splits = np.reshape(splits, (len(seeds), len(SIZES), len(RANKS), 2))  # angle, length
         mean, spread = splits.mean(0), splits.std(0)[:, :, 0]
-        draw_angles(axis, kind, mean[:, :, 0], spread)
+        words = [str(size) for size in SIZES]
+        lines = {}
+        for r, ranks in enumerate(RANK_NAMES):
+            lines[ranks] = (words, mean[:, r, 0], spread[:, r])
+        title = f"{kind} lengths: degrees to the exact gradient, and std"
+        panels.append(dict(title=title, xlabel="samples per micro-batch", lines=lines))
         for m, size in enumerate(SIZES):
             cells = [f"{kind}: angle in degrees, length / exact", size]
             for (angle, length), deviation in zip(mean[m], spread[m], strict=True):
@@ -156,22 +147,17 @@ def main():
             errors_table.append(cells)
     error = f"relative error {worst:.0e}"
     errors_table.append(["both: grpo.update", "any", error, *["as 1 (by test)"] * 3])
-    common.legend(top, axes[0], len(RANKS))
 
     training_table = [TRAINING_HEADER]
     for (name,), histories in runs.items():
-        common.band(left, histories, "reward", label=name)
-        common.band(right, histories, "completions/mean_length", label=name)
         ends = [[h[-1]["eval_accuracy"] for h in histories]]
         for key in ("reward", "completions/mean_length"):
             ends.append([np.mean([m[key] for m in h[-3:]]) for h in histories])
         training_table.append([name, *map(common.mean_and_std, ends)])
-    left.set(title="training: reward", xlabel="step", ylabel="mean of the samples")
-    right.set(title="training: completion length", xlabel="step", ylabel="tokens")
-    common.legend(bottom, left, 2)
-    of = f"means of {len(seeds)} seeds"
-    figure.supxlabel(f"{of};  whiskers: +- 1 standard deviation over seeds;  bands: all of them")
-    common.save(args, "mean_of_means", figure, errors_table, training_table)
+    sides = {name: histories for (name,), histories in runs.items()}
+    for metric in ("reward", "completions/mean_length"):
+        panels.append(dict(title=f"training: {metric}", metric=metric, sides=sides))
+    common.save(args, "mean_of_means", panels, errors_table, training_table)
 
 
 if __name__ == "__main__":

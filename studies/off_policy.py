@@ -10,7 +10,6 @@ from functools import partial
 from unittest import mock
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 
 import grpo
@@ -55,33 +54,30 @@ def mismatch(steps, sampler, cap, seed):
         return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)
 
 
-def draw(runs: dict) -> tuple:
-    """The figure, and the table. runs: {(sampler, cap): their metrics}."""
-    figure, axes = plt.subplots(1, 3, figsize=(10, 4), layout="constrained")
+def report(runs: dict) -> tuple:
+    """The figure's panels, and the table. runs: {(sampler, cap): their metrics}."""
+    sides, lines = {0.0: {}, 2.0: {}}, {}
     table = [
         "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
         "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
         "weights (95 %)"
     ]
     rewards = {key: [np.mean([m["reward"] for m in run]) for run in runs[key]] for key in runs}
-    for number, ((sampler, cap), side) in enumerate(runs.items()):
-        column = CAPS.index(cap)
-        colour = f"C{SAMPLERS.index(sampler)}"
-        common.band(axes[column], side, "reward", color=colour, label=sampler)
-        marker = dict(fmt="so"[column], mfc=("white", colour)[column])
-        common.whiskers(axes[2], number, rewards[sampler, cap], color=colour, **marker)
+    for (sampler, cap), side in runs.items():
+        sides[cap][sampler] = side
         gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
         ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
         accuracies = [run[-1]["eval_accuracy"] for run in side]
         spans = [common.span(values) for values in (rewards[sampler, cap], ends, accuracies)]
         row = [sampler, WEIGHTS[cap], gap, *spans]
         table.append([*row, common.difference(rewards[sampler, cap], rewards[sampler, 0.0])])
-    for axis, title in zip(axes, ("no importance weights", "truncated weights"), strict=False):
-        axis.set(title=title, xlabel="rollout", ylabel="reward, mean of the samples", ylim=(0, 1))
-    common.legend(figure, axes[0], 3, title="the sampler's weights")
-    axes[2].set(title="hollow: no importance weights", ylabel="reward, mean of all rollouts")
-    axes[2].set_xticks([])
-    return figure, table
+    panels = []
+    for cap, name in WEIGHTS.items():
+        panels.append(dict(title=f"reward, weights: {name}", metric="reward", sides=sides[cap]))
+        of_sides = [rewards[sampler, cap] for sampler in sides[cap]]
+        lines[name] = ([*sides[cap]], *common.means_and_halves(of_sides))
+    panels.append(dict(title="reward, mean of all rollouts", lines=lines))
+    return panels, table
 
 
 def main():
@@ -93,10 +89,8 @@ def main():
     runs = common.scan(partial(mismatch, steps), settings, seeds, args.jobs)
     for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
         assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
-    figure, table = draw(runs)
-    of = f"means of {len(seeds)} seeds;  bands: all of them"
-    figure.supxlabel(f"{of};  whiskers: 95 % interval of the mean")
-    common.save(args, "off_policy", figure, table)
+    panels, table = report(runs)
+    common.save(args, "off_policy", panels, table)
 
 
 if __name__ == "__main__":

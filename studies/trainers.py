@@ -565,7 +565,7 @@ def main():
     for name, spec in tomllib.loads(Path(common.HERE, "trainers.toml").read_text()).items():
         trainer = globals()[name](installed(args.folder, spec["package"]), spec)
         rows.append(row_of(spec["package"], trainer, measure(trainer)))
-    common.save(args, "trainers", None, [HEADER, *rows])
+    common.save(args, "trainers", [], [HEADER, *rows])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A planted bug, a reward that is always 1, shows for contrast how a true fault lo
 from functools import partial
 
 import common
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -18,12 +17,12 @@ import grpo
 BETA = 0.04
 CASES = ("sequence reduction", "token reduction", "bug: the reward is always 1")
 PANELS = {
-    "loss": ("loss", "value"),
-    "beta_kl": ("beta * KL", f"{BETA} * nats per token"),
-    "grad_norm": ("gradient norm", "L2, before clipping"),
-    "reward": ("reward", "mean of the samples"),
-    "moved": ("parameter change", "L2, |theta - theta_0|"),
-    "advantage_abs": ("|advantage|", "mean of the samples"),
+    "loss": "loss",
+    "beta_kl": f"{BETA} * KL, nats per token",
+    "grad_norm": "gradient norm, L2, before clipping",
+    "reward": "reward, mean of the samples",
+    "moved": "parameter change, L2, |theta - theta_0|",
+    "advantage_abs": "|advantage|, mean of the samples",
 }
 HEADER = (
     "case | largest loss at step 1 | loss, range | largest difference from the prediction | "
@@ -96,15 +95,11 @@ def main():
 
     results = common.scan(partial(run, steps), common.grid(CASES), seeds, args.jobs)
 
-    figure, axes = plt.subplots(2, 3, figsize=(10, 6), layout="constrained")
     table = [HEADER]
     for (case,), runs in results.items():
         column = {}  # metric: [seeds, steps]
         for key in (*PANELS, "predicted", "frac_reward_zero_std"):
             column[key] = np.array([[m[key] for m in run] for run in runs])
-        for axis, (key, (title, ylabel)) in zip(axes.flat, PANELS.items(), strict=True):
-            common.band(axis, runs, key, label=case)
-            axis.set(title=title, xlabel="step", ylabel=ylabel)
         loss, norm, reward = column["loss"], column["grad_norm"], column["reward"]
         table.append([
             case,
@@ -116,9 +111,9 @@ def main():
             f"{column['frac_reward_zero_std'][:, -1].mean():.2f}",
             f"{reward[:, 0].mean():.2f} -> {reward[:, -3:].mean():.2f}",
         ])  # fmt: skip
-    common.legend(figure, axes[0, 0], 3)
-    figure.supxlabel(f"lines: mean of {len(seeds)} seeds;  bands: all of them")
-    common.save(args, "why_loss_zero", figure, table)
+    sides = {case: runs for (case,), runs in results.items()}
+    panels = [dict(title=PANELS[key], metric=key, sides=sides) for key in PANELS]
+    common.save(args, "why_loss_zero", panels, table)
 
 
 if __name__ == "__main__":
