@@ -122,14 +122,15 @@ def cut(name: str, at: Path, files: dict) -> types.ModuleType:
     module = sys.modules[name] = types.ModuleType(name)  # dataclasses and pydantic look there
     vars(module).update(STAND_INS, verl_F=module, siirl_F=module)
     for path, names in files.items():
-        body = []
+        body, names = [], names.split()
         for node in ast.parse((at / path).read_text()).body:
-            parts = [node, *methods_of(node, names.split())]
-            if len(parts) > 1:
-                node.bases, node.body = [ast.parse("Anything", mode="eval").body], parts[1:]
-            if len(parts) > 1 or name_of(node) in names.split() or is_import(node):
+            inner = getattr(node, "body", [])
+            methods = [x for x in inner if f"{name_of(node)}.{name_of(x)}" in names]
+            if methods:
+                node.bases, node.body = [ast.parse("Anything", mode="eval").body], methods
+            if methods or name_of(node) in names or is_import(node):
                 body.append(node)
-            for part in parts:
+            for part in (node, *methods):
                 old = getattr(part, "decorator_list", [])
                 part.decorator_list = [d for d in old if ast.unparse(d).split("(")[0] in DECORATORS]
         flag = __future__.annotations.compiler_flag
@@ -142,10 +143,6 @@ def name_of(node) -> str:
     """What a statement defines: a function, a class, a constant."""
     target = getattr(node, "targets", [node])[0]
     return getattr(target, "name", None) or getattr(target, "id", "")
-
-
-def methods_of(node, names: list[str]) -> list:
-    return [x for x in getattr(node, "body", []) if f"{name_of(node)}.{name_of(x)}" in names]
 
 
 def is_import(node) -> bool:
@@ -162,8 +159,8 @@ class Trainer:
     ddof, eps = 1, 1e-4
     kl_flags, kl_coefficient, advantage_coefficient = KL_FLAGS, 1.0, 0  # to measure its KL
 
-    def __init__(self, at: Path, spec: dict):
-        self.at, self.kl, self.ran = at, spec["kl"], "steps" in spec
+    def __init__(self, at: Path, spec: dict):  # spec: its section of trainers.toml
+        self.spec = spec
         self.defaults = spec.get("defaults", {})
         self.micro_batches = spec.get("micro_batches", "sum")
         self.f = cut(f"of_{type(self).__name__}", at, spec.get("files", {}))
@@ -401,21 +398,21 @@ class Forge(Trainer):  # a log-probability is a sample's mean; the ratio is to t
 
 
 class Stateset(Trainer):  # each sample counts the same. The package imports as a whole
-    def objectives(self):
-        sys.path.insert(0, str(self.at))
+    def __init__(self, at, spec):
+        super().__init__(at, spec)
+        sys.path.insert(0, str(at))
         from stateset_agents.training import objectives
 
-        return objectives, objectives.OBJECTIVES["grpo"]
+        self.f, self.plain = objectives, objectives.OBJECTIVES["grpo"]
 
     def advantages(self, rewards, size):
-        core, plain = self.objectives()
-        return core.compute_advantages(rewards, torch.arange(len(rewards)) // size, plain)
+        groups = torch.arange(len(rewards)) // size
+        return self.f.compute_advantages(rewards, groups, self.plain)
 
     def loss(self, b, kl):
-        core, plain = self.objectives()
         options = dict(logp_cur=b.logps, logp_old=b.old, logp_ref=b.ref, mask=b.mask)
-        options |= dict(advantages=b.advantages[:, 0], objective=plain.with_(kl_coef=kl))
-        return core.policy_loss(**options, total_rows=N).loss
+        options |= dict(advantages=b.advantages[:, 0], objective=self.plain.with_(kl_coef=kl))
+        return self.f.policy_loss(**options, total_rows=N).loss
 
 
 class Slime(Trainer):  # each sample counts the same; the KL is k1
@@ -470,16 +467,12 @@ class Ours(Trainer):
 
 def installed(folder: str, package: str) -> Path:
     """Where the package lies: FOLDER/NAME."""
-    at = Path(folder, short(package)).resolve()
-    if not at.exists() and "==" not in package:
-        sys.exit(f"clone {package} into {at}")
+    at = Path(folder, re.split("==| at ", package)[0]).resolve()
     if not at.exists():
+        if "==" not in package:
+            sys.exit(f"clone {package} into {at}")
         common.install(at, package)
     return at
-
-
-def short(package: str) -> str:
-    return re.split("==| at ", package)[0]
 
 
 # -- What is measured
@@ -525,46 +518,44 @@ def shown(errors) -> str:
     return " / ".join(words)
 
 
-def measure(trainer) -> dict:
+def row_of(trainer) -> list:
+    """Its row of the table."""
+    spec = trainer.spec
     a = torch.as_tensor(trainer.advantages(REWARDS.clone(), G)).double().flatten()  # [N]
-    found = dict(advantages=kind_of(a), equal=largest_of_equal(trainer))
+    row = [spec["package"], kind_of(a)]
+
     a = a[:, None].expand(N, T)
-    found["flags"], found["errors"], theirs, mine = nearest(trainer, a, POLICY_FLAGS)
-    found["wild"] = int((abs(mine - theirs) > 1e-6).sum())
+    flags, errors, theirs, mine = nearest(trainer, a, POLICY_FLAGS)
+    row += [flags, shown(errors), int((abs(mine - theirs) > 1e-6).sum())]
 
     whole, split = (gradient(trainer, "on", parts, a) for parts in (WHOLE, PARTS))
     cosine = torch.cosine_similarity(split.flatten(), whole.flatten(), 0).item()
-    found["split"] = f"{error(split, whole):.2f}, {cosine:.3f}"
+    of_split = f"{error(split, whole):.2f}, {cosine:.3f}"
     if trainer.micro_batches == "none":
-        found["split"] = "not split"
+        of_split = "not split"
 
     of_kl = (a * trainer.advantage_coefficient, trainer.kl_flags, trainer.kl_coefficient)
-    found["kl"], found["kl_errors"], theirs, mine = nearest(trainer, *of_kl)
-    found["no_pull"] = int(((theirs == 0) & (mine != 0)).sum())
-    if found["kl"] in ("", "none", "k1 in reward"):
-        found["no_pull"] = ""
-    return found
-
-
-def row_of(package: str, trainer, m: dict) -> list:
-    how = "two steps" if trainer.ran else "reading"
-    of_policy = [m["flags"], shown(m["errors"]), m["wild"], m["split"]]
-    of_kl = [trainer.kl, m["kl"], shown(m["kl_errors"]), m["no_pull"]]
-    return [package, m["advantages"], *of_policy, *of_kl, f"{m['equal']:.2g}", how]
+    flags, errors, theirs, mine = nearest(trainer, *of_kl)
+    no_pull = int(((theirs == 0) & (mine != 0)).sum())
+    if flags in ("", "none", "k1 in reward"):
+        no_pull = ""
+    row += [of_split, spec["kl"], flags, shown(errors), no_pull]
+    how = "two steps" if "steps" in spec else "reading"
+    return [*row, f"{largest_of_equal(trainer):.2g}", how]
 
 
 def main():
     args = common.arguments(__doc__, "folder")
     if args.quick:
-        m = measure(Textbook(None, dict(kl="", micro_batches="mean")))
-        assert m["flags"] == "token, clip 0.2, 0.2" and max(m["errors"]) < 1e-12 and m["wild"] == 0
-        assert m["kl"] == "k3, token" and max(m["kl_errors"]) < 1e-12 and m["no_pull"] == 0
-        assert m["split"] == "0.48, 0.924"
+        row = row_of(Textbook(None, dict(package="", kl="", micro_batches="mean")))
+        assert row[1:5] == ["std, n - 1", "token, clip 0.2, 0.2", "0 / 0", 0], row
+        assert row[5] == "0.48, 0.924" and row[7] == "k3, token" and row[9] == 0, row
+        assert re.fullmatch(r"(0|\de-1\d) / (0|\de-1\d)", row[8]), row
         return
     rows = []
     for name, spec in tomllib.loads(Path(common.HERE, "trainers.toml").read_text()).items():
         trainer = globals()[name](installed(args.folder, spec["package"]), spec)
-        rows.append(row_of(spec["package"], trainer, measure(trainer)))
+        rows.append(row_of(trainer))
     common.save(args, "trainers", [], [HEADER, *rows])
 
 
