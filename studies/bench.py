@@ -3,7 +3,7 @@
     python3.11 -m venv .trl-venv
     .trl-venv/bin/pip install --no-deps --retries 1 -r requirements-test.txt
     .trl-venv/bin/pip install trl==1.16.0 "datasets<4.9"
-    python studies/bench.py --trl .trl-venv/bin/python --rounds 3 --runs runs.jsonl
+    python studies/bench.py --trl .trl-venv/bin/python --rounds 3
     python studies/bench.py --settings bundled            # without TRL
 
 Both sides have the same model, prompts, G, lengths, learning rate, beta and dtype, and take turns,
@@ -11,14 +11,15 @@ each in a process of its own with one thread. A ratio compares two sides of the 
 sample with the same vLLM engine (the bundled model: ours with Hugging Face, as --rollout auto
 does). TRL is at its best: it computes the head at completion positions only, as it does on CUDA.
 
-Each side appends a JSON line to --runs: setting, round, side, dtype; CPU seconds of a step and of
-its phases rollout, logps, update; tokens (prompts and completions of all samples); memory (peak of
-scoring and update in MB, above what is in memory after sampling, without the gradients).
+Each side prints a JSON line: setting, side, dtype; CPU seconds of a step and of its rollout; tokens
+(prompts and completions of all samples); memory (peak of scoring and update in MB, above what is in
+memory after sampling, without the gradients). Of TRL's costs over ours the least, the median and
+the most of the rounds is printed.
 """
 
 import argparse
-import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -53,7 +54,7 @@ SETTINGS = {
     "30M, long answers": TWO | dict(prompt=60, completion=768, stop=1 / 340),
     "30M, long prompt and answers": TWO | dict(prompt=512, completion=512, stop=1 / 400),
 }
-PHASES = ("rollout", "logps", "update")
+KINDS = ("step", "logps and update", "memory")
 REWARD = """
 def position(completions, **_):
     return [i % 13 / 13 for i in range(len(completions))]
@@ -66,12 +67,12 @@ def prepare(spec: dict, folder: str) -> dict:
         file.write(REWARD)
     files = dict(reward=f"{folder}/rewards.py:position", dtype="float32")
     if "shape" not in spec:
-        return files | dict(model=grpo.BUNDLED["model"], rows=grpo.BUNDLED["train_data"])
+        return files | {name: grpo.BUNDLED[name] for name in ("model", "train_data")}
     make_random_model(spec, folder)
     write_random_prompts(spec, f"{folder}/rows.jsonl")
     if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
         files["dtype"] = "bfloat16"
-    return files | dict(model=folder, rows=f"{folder}/rows.jsonl")
+    return files | dict(model=folder, train_data=f"{folder}/rows.jsonl")
 
 
 def make_random_model(spec: dict, folder: str) -> None:
@@ -121,54 +122,41 @@ def forget_peak() -> None:
 
 
 class Record:
-    """CPU seconds of each step by phase. The first step warms up, and the last one measures memory,
-    which takes time: neither counts for the seconds."""
+    """CPU seconds of each step and of its rollout. The first step warms up, and the last one
+    measures memory, which takes time: neither counts for the seconds."""
 
     def __init__(self, n_timed: int):
         self.n_timed = n_timed
         self.steps = []
-        self.now = {}
-        self.started = time.process_time()
-        self.after_sampling = 0
-
-    @contextlib.contextmanager
-    def phase(self, name):
-        started = time.process_time()
-        yield
-        self.now[name] = self.now.get(name, 0.0) + time.process_time() - started
-        if name == "rollout" and len(self.steps) == 1 + self.n_timed:
-            forget_peak()
-            self.after_sampling = memory_now()[0]
-
-    def timed(self, name, function):
-        def call(*args, **options):
-            with self.phase(name):
-                return function(*args, **options)
-
-        return call
 
     def step_begins(self, *_, **__):
-        self.now = {}
+        self.rollout = 0.0
         self.started = time.process_time()
 
+    def sample(self, function, *args, **options):
+        started = time.process_time()
+        result = function(*args, **options)
+        self.rollout += time.process_time() - started
+        if len(self.steps) == 1 + self.n_timed:
+            forget_peak()
+            self.after_sampling = memory_now()[0]
+        return result
+
     def step_ends(self, tokens: int):
-        step = time.process_time() - self.started
-        self.steps.append(self.now | dict(step=step, tokens=tokens, peak=memory_now()[1]))
+        self.steps.append((time.process_time() - self.started, self.rollout, tokens))
+        self.peak = memory_now()[1]
         self.step_begins()
 
     def result(self, model) -> dict:
-        timed = self.steps[1:-1]
-        names = (*PHASES, "step", "tokens")
-        result = {name: float(np.mean([step.get(name, 0) for step in timed])) for name in names}
-        peak = self.steps[-1]["peak"] - self.after_sampling - 4 * model.num_parameters()
-        return result | dict(memory=peak / 1e6)
+        means = np.mean(self.steps[1:-1], 0).tolist()
+        memory = self.peak - self.after_sampling - 4 * model.num_parameters()
+        return dict(zip(("step", "rollout", "tokens"), means, strict=True), memory=memory / 1e6)
 
 
 def config(files: dict, spec: dict, sampler: str) -> grpo.Config:
     options = {name: spec[name] for name in ("num_prompts", "num_generations", "beta")}
-    options |= {name: files[name] for name in ("model", "reward", "dtype")}
+    options |= {name: files[name] for name in ("model", "reward", "dtype", "train_data")}
     return grpo.Config(
-        train_data=files["rows"],
         rollout=sampler,
         max_completion_length=spec["completion"],
         micro_batch_tokens=spec["budget"],
@@ -179,7 +167,7 @@ def config(files: dict, spec: dict, sampler: str) -> grpo.Config:
 
 
 def run_ours(files: dict, spec: dict) -> dict:
-    """grpo.train with a clock around its phases; it saves nothing."""
+    """grpo.train with a clock; it saves nothing."""
     record = Record(spec["steps"])
     runs = []
     log_step = grpo.Run.log_step
@@ -191,9 +179,7 @@ def run_ours(files: dict, spec: dict) -> dict:
 
     grpo.Run.log_step = logged_step
     grpo.Run.save = lambda run: None
-    grpo.rollout = record.timed("rollout", grpo.rollout)
-    grpo.add_logps = record.timed("logps", grpo.add_logps)
-    grpo.update = record.timed("update", grpo.update)
+    grpo.rollout = functools.partial(record.sample, grpo.rollout)
     record.step_begins()
     grpo.train(config(files, spec, "auto"))
     return record.result(runs[0].model)
@@ -205,9 +191,7 @@ def run_trl(files: dict, spec: dict) -> dict:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    record = Record(spec["steps"])
-    with open(files["rows"]) as file:
-        rows = [{"prompt": json.loads(line)["prompt"]} for line in file]
+    record, tokens = Record(spec["steps"]), []
     n = spec["num_prompts"] * spec["num_generations"]
     options = dict(num_generations=spec["num_generations"], beta=spec["beta"])
     options |= dict(max_completion_length=spec["completion"], max_steps=spec["steps"] + 2)
@@ -217,36 +201,26 @@ def run_trl(files: dict, spec: dict) -> dict:
     options |= dict(bf16=files["dtype"] == "bfloat16", model_init_kwargs=dict(dtype="float32"))
     options |= dict(report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1)
     options |= dict(output_dir=tempfile.mkdtemp())
+    with open(files["train_data"]) as file:
+        rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in file])
     reward = grpo.load_function(files["reward"])
-    trainer = GRPOTrainer(
-        files["model"],
-        reward,
-        GRPOConfig(**options),
-        train_dataset=Dataset.from_list(rows),
-    )
-    tokens = []
+    trainer = GRPOTrainer(files["model"], reward, GRPOConfig(**options), train_dataset=rows)
     give_engine(trainer, files, spec, record)
     score = trainer._get_per_token_logps_and_entropies
 
-    def timed_score(model, input_ids, attention_mask, *args, **options):
+    def counted_score(model, input_ids, attention_mask, *args, **options):
         if torch.is_grad_enabled():
             tokens.append(int(attention_mask.sum()))
-            return score(model, input_ids, attention_mask, *args, **options)
-        with record.phase("logps"):
-            return score(model, input_ids, attention_mask, *args, **options)
+        return score(model, input_ids, attention_mask, *args, **options)
 
     class Steps(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            record.step_begins()
+        on_train_begin = record.step_begins
 
         def on_step_end(self, *_, **__):
-            # the rest of a step is forward, backward, optimizer
-            spent = sum(record.now.values())
-            record.now["update"] = time.process_time() - record.started - spent
             record.step_ends(sum(tokens))
             tokens.clear()
 
-    trainer._get_per_token_logps_and_entropies = timed_score
+    trainer._get_per_token_logps_and_entropies = counted_score
     trainer.add_callback(Steps())
     trainer.train()
     return record.result(trainer.model)
@@ -260,18 +234,17 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
     # TRL asks this only when it chooses at which positions to compute the head.
     trl.trainer.utils._use_triton = lambda device: True
     fast.keep_freed_memory(torch.device("cpu"))  # as ours does
-    cfg = config(files, spec, "vllm")
     longest = spec["prompt"] + spec["completion"]
+    cfg = config(files, spec, "vllm")
     engine = grpo.VLLMSampler(trainer.model, trainer.eos_token_ids, longest, cfg)
-    calls = []
+    calls = itertools.count(1)
 
     def generate(prompt_ids, images, fields, num_generations, **_):
-        calls.append(1)
         engine.load_weights(trainer.model)
-        with record.phase("rollout"):
-            prompts = [np.array(ids) for ids in prompt_ids]
-            seeds = [(len(calls), i) for i in range(len(prompts))]
-            completions = engine.generate(prompts, seeds, 1.0)
+        prompts = [np.array(ids) for ids in prompt_ids]
+        call = next(calls)
+        seeds = [(call, i) for i in range(len(prompts))]
+        completions = record.sample(engine.generate, prompts, seeds, 1.0)
         lists = [(ids.tolist(), logps.tolist()) for ids, logps in completions]
         return tuple(map(list, zip(*lists, strict=True)))
 
@@ -289,74 +262,52 @@ def run_side(python: str, side: str, setting: str, files: dict) -> dict:
     if "\nRESULT " not in done.stdout:
         sys.exit(f"{setting}, {side}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     result = json.loads(done.stdout.split("\nRESULT ")[1].splitlines()[0])
-    return dict(setting=setting, side=side, dtype=files["dtype"]) | result
+    about = dict(setting=setting, side=side, dtype=files["dtype"])
+    print(json.dumps(about | result), flush=True)
+    return result
 
 
-def do_work(text: str) -> None:
+def do_work(side: str, files: dict, spec: dict) -> None:
     """The work of a process that run_side has started."""
-    work = json.loads(text)
-    side = run_ours if work["side"] == "ours" else run_trl
-    print("\nRESULT " + json.dumps(side(work["files"], work["spec"])), flush=True)
+    sides = dict(ours=run_ours, trl=run_trl)
+    print("\nRESULT " + json.dumps(sides[side](files, spec)), flush=True)
     os._exit(0)
 
 
-def run_all(settings, trl: str, rounds: int, path: str) -> list[dict]:
-    pythons = dict(ours=sys.executable, trl=trl)
-    results = []
-    for setting in settings:
-        with tempfile.TemporaryDirectory() as folder:
-            files = prepare(SETTINGS[setting], folder)
-            for number, (side, python) in itertools.product(range(rounds), pythons.items()):
-                if python:
-                    result = dict(round=number) | run_side(python, side, setting, files)
-                    results.append(result)
-                    print(json.dumps(result), flush=True)
-                    with open(path, "a") as file:
-                        file.write(json.dumps(result) + "\n")
-    return results
-
-
-def ratios(results: list[dict], setting: str) -> None:
-    """TRL's CPU seconds per token over ours, and its memory: least, median and most of the rounds.
-    Per token, because the sides draw completions of other lengths."""
-    kinds = {"step": [], "logps and update": [], "memory": []}
-    rounds = {r["round"] for r in results if r["setting"] == setting}
-    for number in rounds:
-        sides = {r["side"]: r for r in results if (r["setting"], r["round"]) == (setting, number)}
-        if len(sides) < 2:
-            continue
-        costs = {}
-        for side, r in sides.items():
-            other = r["step"] - r["rollout"]  # TRL's update has no phase of its own
-            costs[side] = (r["step"] / r["tokens"], other / r["tokens"], r["memory"])
-        for values, theirs, ours in zip(kinds.values(), costs["trl"], costs["ours"], strict=True):
-            values.append(theirs / ours)
-    for kind, values in kinds.items():
-        if values:
-            spread = f"{min(values):.2f}, {np.median(values):.2f}, {max(values):.2f}"
-            print(f"{setting}: TRL / ours, {kind}: {spread}")
+def costs_of(result: dict) -> list[float]:
+    """Of the step and of what is not its rollout, per token, because the sides draw completions of
+    other lengths; and memory."""
+    step, rest = result["step"], result["step"] - result["rollout"]
+    return [step / result["tokens"], rest / result["tokens"], result["memory"]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--trl", default="", help="python of an environment that has TRL")
     add("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     add("--rounds", type=int, default=3)
-    add("--runs", default=os.devnull, help="file to which each side's result is appended")
     add("--quick", action="store_true", help="one round of the bundled setting, two steps")
-    add("--work", help=argparse.SUPPRESS)
+    add("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        do_work(args.work)
+        do_work(**args.work)
     if args.quick:
         SETTINGS["bundled"]["steps"] = 1
         args.settings, args.rounds = ["bundled"], 1
-    results = run_all(args.settings, args.trl, args.rounds, args.runs)
     for setting in args.settings:
-        ratios(results, setting)
+        ratios = []
+        with tempfile.TemporaryDirectory() as folder:
+            files = prepare(SETTINGS[setting], folder)
+            for _ in range(args.rounds):
+                ours = run_side(sys.executable, "ours", setting, files)
+                if args.trl:
+                    theirs = run_side(args.trl, "trl", setting, files)
+                    ratios.append(np.divide(costs_of(theirs), costs_of(ours)))
+        for kind, values in zip(KINDS, np.transpose(ratios), strict=False):
+            spread = f"{min(values):.2f}, {np.median(values):.2f}, {max(values):.2f}"
+            print(f"{setting}: TRL / ours, {kind}: {spread}")
 
 
 if __name__ == "__main__":
