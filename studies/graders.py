@@ -1,10 +1,9 @@
 """What does each grader pay?   python studies/graders.py FOLDER
 
 The same 60 answers, each with the right one, are judged by 31 graders of 16 packages, and so are 12
-wrong answers that name the right one. Each package is installed from PyPI in the version of
-graders.toml, into a folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not installed
-again), without its dependencies but for those that its graders need. Its graders run in a process
-that sees this folder and Python's own modules only.
+wrong answers that name the right one (graders.toml). Each package is installed from PyPI into a
+folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not installed again), with what its
+graders need. They run in a process that sees this folder and Python's own modules only.
 
 A grader gets the whole completion. If it takes an answer that is cut out already, its package's own
 function cuts it out; the three that have none get what stands in the last box. lm-eval's filters
@@ -13,6 +12,7 @@ for GSM8K stand in a YAML file, and are written out here.
 --quick: does reward.py pay what the published table says? Without any package.
 """
 
+import asyncio
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -74,7 +74,9 @@ def function_of(function, extract=None, gold="{}", gold_first=False, options=Non
     module = load(module)
 
     def verdict(right, text):
-        if extract:
+        if extract == "last box":
+            text = in_last_box(module, text)
+        elif extract:
             try:
                 text = getattr(module, extract)(text)
             except ValueError:  # there is no answer
@@ -85,6 +87,8 @@ def function_of(function, extract=None, gold="{}", gold_first=False, options=Non
         if gold_first:
             pair.reverse()
         paid = getattr(module, name)(*pair, **options or {})
+        if asyncio.iscoroutine(paid):
+            paid = asyncio.run(paid)
         return paid if result is None else paid[result]
 
     return verdict
@@ -131,19 +135,7 @@ def areal():
     yield "math_verify", lambda gold, text: worker.verify(text, gold)
 
 
-def inspect_evals():
-    import asyncio
-
-    utils = load("inspect_evals.math.utils")
-    yield "MATH", lambda gold, text: asyncio.run(utils.is_equiv(in_last_box(utils, text), gold))
-
-
 def lm_eval():
-    hendrycks = load("lm_eval.tasks.hendrycks_math.utils")
-    yield (
-        "hendrycks_math",
-        lambda gold, text: hendrycks.is_equiv(in_last_box(hendrycks, text), gold),
-    )
     minerva = load("lm_eval.tasks.minerva_math.utils")
 
     def results(gold, text):
@@ -200,9 +192,8 @@ def grade(package, out):
     sys.meta_path.insert(0, StandIns())
     functions = DATA["functions"].get(package, {})
     graders = {name: function_of(**described) for name, described in functions.items()}
-    if not graders:
-        graders = globals()[package.replace("-", "_")]()
-    verdicts = {name: judge(grader) for name, grader in dict(graders).items()}
+    graders.update(globals().get(package.replace("-", "_"), dict)())
+    verdicts = {name: judge(grader) for name, grader in graders.items()}
     Path(out).write_text(json.dumps(verdicts))
 
 
@@ -272,17 +263,14 @@ def count(verdicts, rights, verdict, first=0, last=60):
 def tables(verdicts, versions):
     """What each grader pays, and each of its verdicts."""
     codes = string.ascii_uppercase + string.ascii_lowercase
-    header = (
-        "code | package | version | grader | paid of 60 | right refused of 49 | wrong paid of 5"
-    )
-    first = [f"{header} | not judged | wrong paid that name the right one, of 12"]
+    header = "code | package | version | grader | paid of 60 | right refused of 49 | wrong paid of "
+    first = [f"{header}5 | not judged | wrong paid that name the right one, of 12"]
     for code, (key, said) in zip(codes, verdicts.items(), strict=False):
         counts = [count(said, "yn?", "1"), count(said, "y", ".-E"), count(said, "n", "1")]
         counts += [count(said, "yn?", "-E"), count(said, "n", "1", first=60, last=72)]
         first.append([code, key[0], versions[key[0]], key[1], *counts])
-    second = [
-        "# | right? | gold | completion | " + " | ".join(codes[: len(verdicts)]) + " | paid by"
-    ]
+    codes = " | ".join(codes[: len(verdicts)])
+    second = [f"# | right? | gold | completion | {codes} | paid by"]
     for i, (gold, text, right) in enumerate(pairs()):
         row = [said[i] for said in verdicts.values()]
         text = text.replace("\n", "\u23ce")
