@@ -2,16 +2,13 @@
 
     python studies/gpu.py                    # all points, some ten minutes
     python studies/gpu.py float32 resume     # some of them
-    python studies/gpu.py --list
 
 Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
 seen. The exit code is 1 if a point is WRONG. README has the lines of the cards that were tried.
-Please send those of another in an issue.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +22,6 @@ import torch
 import grpo
 from grpo import Config
 
-HERE = bench.HERE
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPES = {  # parameters: shape of a Llama
     "30M": bench.SHAPE,
@@ -47,31 +43,20 @@ def model_folder(size: str) -> str:
     return folder
 
 
-def made_up(vocab_size: int, n: int, prompt: int, completion: int, group: int) -> list:
-    """n samples of random tokens, in groups that share a prompt."""
+def made_up(vocab_size: int, n: int, prompt: int, completion: int) -> list:
+    """n samples of random tokens, in groups of 8 that share a prompt."""
     rng = np.random.default_rng(0)
-    samples = []
-    for i in range(n):
-        if i % group == 0:
-            text = grpo.Prompt(rng.integers(0, vocab_size, prompt), "", {})
-        ids = rng.integers(0, vocab_size, completion)
-        sample = grpo.Sample(i // group, text, ids, np.zeros(completion, np.float32))
-        sample.advantages[:] = rng.normal()
-        samples.append(sample)
+    ids = rng.integers(0, vocab_size, (n // 8, prompt))
+    samples = grpo.made_up([grpo.Prompt(x, "", {}) for x in ids], [completion] * 8)
+    for s in samples:
+        s.completion_ids = rng.integers(0, vocab_size, completion)
+        s.advantages[:] = rng.normal()
     return samples
 
 
-def logps_and_gradient(model, samples, cfg: Config) -> tuple:
-    """The log-probabilities of all completion tokens, and the gradient of one optimizer step."""
-    policy = grpo.Policy(model, 1.0)
-    for s in samples:
-        s.old_logps = None
-    grpo.add_logps("old_logps", policy, samples, cfg)
-    logps = np.concatenate([s.old_logps for s in samples])
-    policy.zero_grad()
-    grpo.accumulate_gradient(policy, policy, samples, cfg)
-    gradient = torch.cat([p.grad.flatten().double().to(CPU) for p in policy.parameters()])
-    return logps, gradient
+def gradient_of(policy):
+    """[P], on the CPU."""
+    return torch.cat([p.grad.flatten().double().to(CPU) for p in policy.parameters()])
 
 
 def cosine(a, b) -> float:
@@ -81,15 +66,17 @@ def cosine(a, b) -> float:
 def against_the_cpu(dtype: str, least_cosine: float, most_error: float) -> tuple:
     """The plain policy on the GPU, against float64 on the CPU."""
     folder = model_folder("30M")
-    results = {}
+    logps, gradients = [], []
     for device, kind in ((CPU, "float64"), (CUDA, dtype)):
         cfg = Config(model=folder, dtype=kind, micro_batch_tokens=4096, tis_cap=0.0)
-        model = grpo.load_model("model", folder, cfg, device)
-        samples = made_up(bench.SHAPE["vocab_size"], 16, 64, 64, 8)
-        results[kind] = logps_and_gradient(model, samples, cfg)
-    (logps, gradient), (exact_logps, exact_gradient) = results[dtype], results["float64"]
-    error = float(np.abs(logps - exact_logps).mean())
-    angle = cosine(gradient, exact_gradient)
+        policy = grpo.Policy(grpo.load_model("model", folder, cfg, device), 1.0)
+        samples = made_up(bench.SHAPE["vocab_size"], 16, 64, 64)
+        grpo.add_logps("old_logps", policy, samples, cfg)
+        logps.append(np.concatenate([s.old_logps for s in samples]))
+        grpo.accumulate_gradient(policy, policy, samples, cfg)
+        gradients.append(gradient_of(policy))
+    error = float(np.abs(logps[1] - logps[0]).mean())
+    angle = cosine(*gradients)
     shown = f"log-probabilities {error:.1e} off, cosine of the gradients {angle:.6f}"
     return error < most_error and angle > least_cosine, shown
 
@@ -113,11 +100,10 @@ def point_fast():
     dtype = "bfloat16" if is_fast else "float32"
     cfg = Config(model=folder, dtype=dtype, micro_batch_tokens=8192, tis_cap=0.0)
     model = grpo.load_model("model", folder, cfg, CUDA)
-    samples = made_up(SHAPES["500M"]["vocab_size"], 32, 512, 256, 8)
-    plain = grpo.Policy(model, 1.0)
+    samples = made_up(SHAPES["500M"]["vocab_size"], 32, 512, 256)
     faster = grpo.make_policy(model, [samples[0].prompt, samples[8].prompt], cfg)
-    measured = {}
-    for name, policy in (("plain", plain), ("fast", faster)):
+    shown, gradients = f"{type(faster).__name__}; ", []
+    for name, policy in (("plain", grpo.Policy(model, 1.0)), ("fast", faster)):
         for _ in range(2):  # the first one warms up
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
@@ -126,32 +112,27 @@ def point_fast():
             grpo.accumulate_gradient(policy, policy, samples, cfg)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-        gradient = torch.cat([p.grad.flatten().to(CPU) for p in policy.parameters()]).double()
-        measured[name] = seconds, torch.cuda.max_memory_allocated() / 1e9, gradient
-    (slow, much, exact), (quick, little, gradient) = measured["plain"], measured["fast"]
+        gradients.append(gradient_of(policy))
+        shown += f"{name} {seconds:.2f} s and {torch.cuda.max_memory_allocated() / 1e9:.1f} GB, "
     tokens = sum(s.total_length for s in samples)
-    shown = f"{type(faster).__name__}; cosine {cosine(gradient, exact):.6f}; "
-    shown += f"plain {slow:.2f} s and {much:.1f} GB, fast {quick:.2f} s and {little:.1f} GB, "
-    shown += f"{tokens / quick:.0f} tokens a second"
-    return cosine(gradient, exact) > 0.999, shown
+    angle = cosine(*gradients)
+    return angle > 0.999, f"{shown}{tokens / seconds:.0f} tokens a second, cosine {angle:.6f}"
 
 
-def run(*flags, ranks: int = 0) -> tuple:
-    """A run of grpo.py on the GPU, with ranks by torchrun: its directory and the lines of
-    metrics.jsonl."""
-    out = tempfile.mkdtemp()
+def run(*flags, ranks: int = 0, resumed: str = "") -> tuple:
+    """A run of grpo.py on the GPU, with ranks by torchrun, or on from a run's directory: its
+    directory and the lines of metrics.jsonl."""
+    out = resumed or tempfile.mkdtemp()
     command = [sys.executable]
     if ranks > 0:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [os.path.join(os.path.dirname(HERE), "grpo.py"), "--device", "cuda"]
-    if "--resume" not in flags:
-        command += ["--out_dir", out]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    command += [f"{bench.HERE}/../grpo.py", "--device", "cuda", "--out_dir", out, *flags]
+    if resumed:
+        command.append("--resume")
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         print(done.stdout[-2000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
-    if "--resume" in flags:
-        out = flags[flags.index("--out_dir") + 1]
     return out, [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
@@ -177,17 +158,17 @@ def point_vllm(ranks: int = 0):
     flags += ["--max_completion_length", "256", "--num_prompts", "8"]
     _, lines = run_500M(*flags, ranks=ranks)
     last = lines[-1]
-    phases = [
-        f"{name} {last['time_' + name]:.1f}" for name in ("rollout", "update", "load_weights")
-    ]
-    shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: {', '.join(phases)}"
-    return last["sampler_gap"] < 0.05, f"{shown}, {last['tokens_per_s']:.0f} tokens a second"
+    shown = f"gaps {[round(m['sampler_gap'], 5) for m in lines]}, seconds: "
+    for name in ("rollout", "update", "load_weights"):
+        shown += f"{name} {last['time_' + name]:.1f}, "
+    return last["sampler_gap"] < 0.05, f"{shown}{last['tokens_per_s']:.0f} tokens a second"
 
 
 def point_vllm_ranks():
     """The same by torchrun, an engine in each rank: two ranks, or one if there is one GPU."""
-    right, shown = point_vllm(min(2, torch.cuda.device_count()))
-    return right, f"{min(2, torch.cuda.device_count())} ranks, {shown}"
+    ranks = min(2, torch.cuda.device_count())
+    right, shown = point_vllm(ranks)
+    return right, f"{ranks} ranks, {shown}"
 
 
 def point_resume():
@@ -195,7 +176,7 @@ def point_resume():
     flags = ["--rollout", "hf", "--eval_data", ""]
     _, whole = run(*flags, "--max_steps", "6")
     out, _ = run(*flags, "--max_steps", "3")
-    _, resumed = run("--resume", "--out_dir", out, "--max_steps", "6")
+    _, resumed = run("--max_steps", "6", resumed=out)
     return same_run(whole, resumed)
 
 
@@ -225,28 +206,31 @@ def point_micro_batch():
 POINTS = {name[6:]: f for name, f in list(globals().items()) if name.startswith("point_")}
 
 
+def check(name: str) -> int:
+    """Prints what a point says; 1 if it is wrong."""
+    verdict, failed = "WRONG", 1
+    try:
+        right, shown = POINTS[name]()
+        if right:
+            verdict, failed = "right", 0
+    except Skip as reason:
+        verdict, shown, failed = "skipped", reason, 0
+    except Exception as error:
+        shown = repr(error)
+    print(f"{verdict:8} {name:14} {shown}", flush=True)
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("points", nargs="*", metavar="POINT", help=", ".join(POINTS))
-    parser.add_argument("--list", action="store_true")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
+    if args.here:
+        return check(*args.points)
     failed = 0
     for name in args.points or POINTS:
-        if args.list:
-            print(f"{name:14} {POINTS[name].__doc__}")
-        elif not args.here:
-            failed |= subprocess.run([sys.executable, __file__, name, "--here"]).returncode
-        else:
-            try:
-                right, shown = POINTS[name]()
-                failed = int(not right)
-                print(f"{'right' if right else 'WRONG':8} {name:14} {shown}", flush=True)
-            except Skip as reason:
-                print(f"skipped  {name:14} {reason}", flush=True)
-            except Exception as error:
-                failed = 1
-                print(f"WRONG    {name:14} {error!r}", flush=True)
+        failed |= subprocess.run([sys.executable, __file__, name, "--here"]).returncode
     return failed
 
 
