@@ -2,12 +2,10 @@
 
 Counts the steps until the mean reward of 3 steps reaches a threshold.
 
-(a) The proposal: add noise with variance 1e-4 (standard deviation 0.01) to the standardised
-    advantages, so that the loss is not 0, and learn "in 15 steps instead of 100". With and without
-    a warmup of the learning rate. The loss is reduced by `sequence`: it is 0 without the noise.
-(b) A linear warmup of 0 to 100 steps. If progress depends only on the sum of the learning rates so
-    far, and a run needs s steps without warmup, then with a warmup of w > s steps a run needs about
-    sqrt(2 w s). That prediction uses the runs without warmup only.
+(a) With noise on the standardised advantages, with a warmup and without. It was proposed so that
+    the loss is not 0, and to learn "in 15 steps instead of 100". The reduction is `sequence`.
+(b) With a linear warmup. If progress depends only on the sum of the learning rates so far, and a
+    run needs s steps without warmup, then with a warmup of w > s steps it needs some sqrt(2 w s).
 """
 
 from functools import partial
@@ -79,7 +77,7 @@ def compare(args, name: str, results: dict, limit: int) -> None:
     common.save(args, name, [left, right], table)
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     noises, warmups, limit = (0.0, 0.01, 0.1), (0, 10, 50, 100), 120
     ten, five = range(10), range(5)
@@ -96,7 +94,3 @@ def main():
         assert silent == [noise == 0] * len(runs), "the first loss is 0 without noise, only then"
     compare(args, "advantage_noise", noisy, limit)
     compare(args, "warmup", common.scan(of_token, without, five, args.jobs), limit)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,14 +7,13 @@
     python studies/bench.py --settings bundled            # without TRL
 
 Both sides have the same model, prompts, G, lengths, learning rate, beta and dtype, and take turns,
-each in a process of its own with one thread. A ratio compares two sides of the same round. Both
-sample with the same vLLM engine (the bundled model: ours with Hugging Face, as --rollout auto
-does). TRL is at its best: it computes the head at completion positions only, as it does on CUDA.
+each in a process of its own with one thread. Both sample with the same vLLM engine (the bundled
+model: ours with Hugging Face, as --rollout auto does). TRL is at its best: it computes the head at
+completion positions only, as it does on CUDA.
 
-Each side prints a JSON line: setting, side, dtype; CPU seconds of a step and of its rollout; tokens
-(prompts and completions of all samples); memory (peak of scoring and update in MB, above what is in
-memory after sampling, without the gradients). Of TRL's costs over ours the least, the median and
-the most of the rounds is printed.
+Each side prints a JSON line: CPU seconds of a step and of its rollout, tokens (of all prompts and
+completions), memory (peak of scoring and update in MB, above what is in memory after sampling,
+without the gradients). Of TRL's costs over ours in the same round come least, median and most.
 """
 
 import argparse
@@ -281,7 +280,7 @@ def costs_of(result: dict) -> list[float]:
     return [step / result["tokens"], rest / result["tokens"], result["memory"]]
 
 
-def main() -> None:
+if __name__ == "__main__":
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -308,7 +307,3 @@ def main() -> None:
         for kind, values in zip(KINDS, np.transpose(ratios), strict=False):
             spread = f"{min(values):.2f}, {np.median(values):.2f}, {max(values):.2f}"
             print(f"{setting}: TRL / ours, {kind}: {spread}")
-
-
-if __name__ == "__main__":
-    main()

@@ -102,7 +102,7 @@ def exact_panels(peak, budget):
     ]
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     budget, sizes, learning_sizes = BUDGET, (4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64)
     seeds, steps = range(5), 25
@@ -143,7 +143,3 @@ def main():
     title = f"(c) reward, {SAMPLES} samples a step, prompts x G"
     panels = [*exact_panels(peak, budget), dict(title=title, metric="reward", sides=sides)]
     common.save(args, "big_groups", panels, memory_table, learning_table)
-
-
-if __name__ == "__main__":
-    main()

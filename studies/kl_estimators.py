@@ -190,7 +190,7 @@ def trained(runs, names, betas, steps) -> tuple:
     return panels, table
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     rows = exact_gradients()
     check(rows)
@@ -211,7 +211,3 @@ def main():
         numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
         exact.append([r["name"], r["distance"], r["sampling"], *numbers])
     common.save(args, "kl_estimators", exact_panels(rows) + panels, exact, trained_table)
-
-
-if __name__ == "__main__":
-    main()

