@@ -50,31 +50,26 @@ def predicted_steps(warmup, full_steps):
 
 def compare(args, name: str, results: dict, limit: int) -> None:
     """Saves a figure and a table. results: {(noise, warmup): runs}, without warmup first."""
-    table, sides, steps, predicted = [HEADER], {}, {}, {}
+    table, sides, steps = [HEADER], {}, {}
     for noise, warmup in results:
         runs = results[noise, warmup]
         first_rate = grpo.BUNDLED["learning_rate"] / max(1, warmup)
         assert np.allclose([run[0]["learning_rate"] for run in runs], first_rate, rtol=1e-6)
         loss = np.mean([abs(run[0]["loss"]) for run in runs])
         steps[noise, warmup] = [min(limit, common.steps_to(THRESHOLD, run)) for run in runs]
-        predicted[noise, warmup] = predicted_steps(warmup, np.mean(steps[noise, 0]))
+        predicted = predicted_steps(warmup, np.mean(steps[noise, 0]))
         base = steps[0.0, 0]
         if noise > 0:
             base = steps[0.0, warmup]
-        row = [warmup, noise, common.span(steps[noise, warmup], 1), predicted[noise, warmup]]
+        row = [warmup, noise, common.span(steps[noise, warmup], 1), predicted]
         row.append(common.difference(steps[noise, warmup], base))
         missed = sum(not reached(run) for run in runs)
         first_rewards = np.mean([[m["reward"] for m in run[:5]] for run in runs])
         table.append([*row, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
         sides[f"noise {noise:g}, warmup {warmup}"] = runs
 
-    words = [label.replace(", ", "\n") for label in sides]
-    lines = {"predicted from the sum of the rates": (words, [*predicted.values()])}
-    lines["measured"] = (words, *common.means_and_halves(steps.values()))
-    title = f"until the mean reward of 3 steps is {THRESHOLD}"
-    left = dict(title=title, ylabel="steps", ylim=0, lines=lines)
-    right = dict(title="reward, until the first seed is there", metric="reward", sides=sides)
-    common.save(args, name, [left, right], table)
+    title = "reward, until the first seed is there"
+    common.save(args, name, [(title, "reward", sides)], table)
 
 
 if __name__ == "__main__":

@@ -84,24 +84,6 @@ def check(peak, worst, budget):
     assert np.all(np.diff(np.divide(stds, means)) < 0), "a bigger group must be less noisy"
 
 
-def exact_panels(peak, budget):
-    """(a) and (b): memory, advantages and lost groups against the group size."""
-    names = (f"micro-batches of {budget} tokens", "whole group at once")
-    memory = {name: (list(peak), [peak[G][i] for G in peak]) for i, name in enumerate(names)}
-    advantages, lost, groups = {}, {}, [2**i for i in range(1, 9)]
-    for p in (0.25, 0.8):
-        mean, std, no_signal = zip(*(advantage_when_right(G, p) for G in groups), strict=True)
-        advantages[f"success rate {p}"] = (groups, mean, std)
-        lost[f"success rate {p}"] = (groups, no_signal)
-    style = dict(xlabel="group size G", xscale="log")
-    title = "(b) advantage of a right answer, and its std"
-    return [
-        dict(title="(a) MiB held for backward, at its peak", lines=memory, yscale="log", **style),
-        dict(title=title, lines=advantages, **style),
-        dict(title="(b) share of the groups without signal", lines=lost, **style),
-    ]
-
-
 if __name__ == "__main__":
     args = common.arguments(__doc__)
     budget, sizes, learning_sizes = BUDGET, (4, 8, 16, 32, 64, 128, 256), (4, 8, 16, 32, 64)
@@ -141,5 +123,5 @@ if __name__ == "__main__":
         ends = map(common.mean_and_std, (rewards, accuracies))
         learning_table.append([name, *cells, *ends])
     title = f"(c) reward, {SAMPLES} samples a step, prompts x G"
-    panels = [*exact_panels(peak, budget), dict(title=title, metric="reward", sides=sides)]
+    panels = [(title, "reward", sides)]
     common.save(args, "big_groups", panels, memory_table, learning_table)

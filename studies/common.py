@@ -60,7 +60,7 @@ def arguments(doc: str, *positional: str):
     return args
 
 
-def save(args, name: str, panels: list[dict], *tables: list) -> None:
+def save(args, name: str, panels: list[tuple], *tables: list) -> None:
     """Writes NAME.png, and NAME.md with the tables. The first row of a table is a string, its
     column names with " | " between them; the others are lists."""
     if panels:
@@ -198,12 +198,6 @@ def half_interval(values) -> float:
     return compare.half_interval(list(map(float, values))) if len(values) > 1 else 0.0
 
 
-def means_and_halves(sides) -> tuple:
-    """Of the values of each side the means, and halves of their intervals."""
-    sides = list(sides)
-    return [np.mean(values) for values in sides], [half_interval(values) for values in sides]
-
-
 def span(values, digits: int = 3) -> str:
     """The mean and its interval: 0.663 +- 0.041."""
     return f"{np.mean(values):.{digits}f} +- {half_interval(values):.{digits}f}"
@@ -223,32 +217,19 @@ def difference(values, others) -> str:
 # -- Figures
 
 
-def figure_of(panels: list[dict]):
-    """A panel has a title and what else axes can be set to, and
-    sides: {label: runs}, with a `metric`: the mean over the seeds by step, up to where the first
-           run ends, and all seeds as a band;
-    lines: {label: (x, y) or (x, y, half of the whiskers)}; x may be words."""
-    shape = ((len(panels) + 1) // 2, 2)
-    size = (10, 3.6 * shape[0])
-    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        panel = dict(panel)
-        metric, sides, lines = (panel.pop(name, {}) for name in ("metric", "sides", "lines"))
+def figure_of(panels: list[tuple]):
+    """A panel is a title, a metric, and {label: runs}: by step the mean over the seeds, up to where
+    the first run ends, and all seeds as a band."""
+    n_rows = (len(panels) + 1) // 2
+    figure = plt.figure(figsize=(10, 3.6 * n_rows), layout="constrained")
+    for number, (title, metric, sides) in enumerate(panels, 1):
+        axis = figure.add_subplot(n_rows, 2, number, title=title, xlabel="step")
         for label, runs in sides.items():
-            band(axis, runs, metric, label)
-        for label, line in lines.items():
-            axis.errorbar(*line, fmt="o-", ms=4, lw=1, capsize=3, label=label)
-        axis.set(**panel)
+            runs = [SimpleNamespace(log=run) for run in runs]
+            steps, values = compare.curves_of(runs, metric)
+            (line,) = axis.plot(steps, values.mean(0), marker=".", label=label)
+            style = dict(color=line.get_color(), alpha=0.2, lw=0)
+            axis.fill_between(steps, values.min(0), values.max(0), **style)
         axis.legend()
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    figure.supxlabel("curves: mean of the seeds;  bands: all of them;  whiskers: 95 % intervals")
+    figure.supxlabel("lines: means of the seeds;  bands: all of them")
     return figure
-
-
-def band(axis, runs: list, metric: str, label: str) -> None:
-    steps, values = compare.curves_of([SimpleNamespace(log=run) for run in runs], metric)
-    marker = "o" if len(steps) < 5 else ""
-    (line,) = axis.plot(steps, values.mean(0), marker=marker, ms=4, label=label)
-    axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, lw=0)
-    axis.set_xlabel("step")

@@ -5,7 +5,7 @@
     of an older policy.
 (b) The bundled task with each estimator, beta and seed, and two optimizer steps per rollout. Does a
     larger beta give a smaller KL to the reference? The KL is exact over the vocabulary.
-(c) The same runs as a Pareto front: accuracy against KL.
+(c) The same runs: accuracy against KL.
 """
 
 import copy
@@ -151,42 +151,21 @@ def exact_kl(policy, reference, samples) -> float:
     return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
-def exact_panels(rows) -> list[dict]:
-    """(a) For each estimator: near, mid and far, on-policy and off-policy."""
-    lines = {"bias": {}, "noise": {}}
-    for distance, sampling in common.grid(DISTANCES, ("on-policy", "off-policy")):
-        of_kind = [r for r in rows if (r["distance"], r["sampling"]) == (distance, sampling)]
-        for key in lines:
-            heights = [max(r[key], 1e-3) for r in of_kind]
-            lines[key][f"{distance}, {sampling}"] = (ALL, heights)
-    title = "(a) {} of the gradient, relative to the true one; 0.001: exact"
-    style = dict(yscale="log", ylim=(8e-4, 50))
-    return [dict(title=title.format(key), lines=lines[key], **style) for key in lines]
-
-
 def trained(runs, names, betas, steps) -> tuple:
-    """(b) KL by rollout and against beta, (c) accuracy against KL: panels, and their table."""
+    """(b) The KL by rollout, in a panel for each estimator, and (b), (c) in a table."""
     panels, table = [], [TRAINED_HEADER]
-    of_beta, of_kl = {}, {}
     first = min(FIRST_ROLLOUT, steps)
-    kl, accuracy = {}, {}
-    for key, side in runs.items():
-        kl[key] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
-        accuracy[key] = [run[-1]["eval_accuracy"] for run in side]
     for name in names:
-        keys = [(name, beta) for beta in betas]
-        for key in keys:
-            cells = [common.span(kl[key], 2), common.difference(kl[key], kl[keys[0]])]
-            table.append([*key, *cells, common.mean_and_std(accuracy[key])])
-        means, halves = common.means_and_halves(kl[key] for key in keys)
-        of_beta[name] = ([f"{beta:g}" for beta in betas], means, halves)
-        of_kl[name] = (means, [np.mean(accuracy[key]) for key in keys])
         sides = {f"beta {beta:g}": runs[name, beta] for beta in betas}
         title = f"(b) {name}: KL to the reference, nats per completion"
-        panels.append(dict(title=title, metric="exact_kl", sides=sides))
-    title = f"(b) KL, mean of rollouts {FIRST_ROLLOUT} to {steps}"
-    panels.append(dict(title=title, xlabel="beta", lines=of_beta))
-    panels.append(dict(title="(c) greedy accuracy, held-out", xlabel="KL", lines=of_kl))
+        panels.append((title, "exact_kl", sides))
+        kl = {}
+        for beta in betas:
+            side = runs[name, beta]
+            kl[beta] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
+            cells = [common.span(kl[beta], 2), common.difference(kl[beta], kl[0.0])]
+            accuracy = [run[-1]["eval_accuracy"] for run in side]
+            table.append([name, beta, *cells, common.mean_and_std(accuracy)])
     return panels, table
 
 
@@ -210,4 +189,4 @@ if __name__ == "__main__":
     for r in rows:
         numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
         exact.append([r["name"], r["distance"], r["sampling"], *numbers])
-    common.save(args, "kl_estimators", exact_panels(rows) + panels, exact, trained_table)
+    common.save(args, "kl_estimators", panels, exact, trained_table)

@@ -121,7 +121,6 @@ if __name__ == "__main__":
     results = common.scan(partial(errors_of, n_prompts), grid(LENGTHS), seeds, args.jobs)
     runs = common.scan(partial(learn, steps), grid(names), seeds, args.jobs)
 
-    panels = []
     errors_table = [" | ".join(["lengths", "samples per micro-batch", *RANK_NAMES])]
     worst = 0.0
     for kind in LENGTHS:
@@ -131,12 +130,6 @@ if __name__ == "__main__":
         splits = [[errors[split] for split in grid(SIZES, RANKS)] for errors in of_seeds]
         splits = np.reshape(splits, (len(seeds), len(SIZES), len(RANKS), 2))  # angle, length
         mean, spread = splits.mean(0), splits.std(0)[:, :, 0]
-        words = [str(size) for size in SIZES]
-        lines = {}
-        for r, ranks in enumerate(RANK_NAMES):
-            lines[ranks] = (words, mean[:, r, 0], spread[:, r])
-        title = f"{kind} lengths: degrees to the exact gradient, and std"
-        panels.append(dict(title=title, xlabel="samples per micro-batch", lines=lines))
         for m, size in enumerate(SIZES):
             cells = [f"{kind}: angle in degrees, length / exact", size]
             for (angle, length), deviation in zip(mean[m], spread[m], strict=True):
@@ -152,6 +145,6 @@ if __name__ == "__main__":
             ends.append([np.mean([m[key] for m in h[-3:]]) for h in histories])
         training_table.append([name, *map(common.mean_and_std, ends)])
     sides = {name: histories for (name,), histories in runs.items()}
-    for metric in ("reward", "completions/mean_length"):
-        panels.append(dict(title=f"training: {metric}", metric=metric, sides=sides))
+    metrics = ("reward", "completions/mean_length")
+    panels = [(f"training: {metric}", metric, sides) for metric in metrics]
     common.save(args, "mean_of_means", panels, errors_table, training_table)

@@ -130,5 +130,5 @@ if __name__ == "__main__":
     for task, histories in runs.items():
         table += [run_row(task, seed, history) for seed, history in enumerate(histories)]
     sides = {f"{TITLES[task]}, seeds: {len(runs[task])}": runs[task] for task in TITLES}
-    panels = [dict(title=PANELS[key], metric=key, sides=sides, xlim=0, ylim=0) for key in PANELS]
+    panels = [(PANELS[key], key, sides) for key in PANELS]
     common.save(args, "real_model", panels, table)

@@ -107,5 +107,5 @@ if __name__ == "__main__":
         row += [f"{column[key][:, -1].mean():.2f}" for key in ("moved", "frac_reward_zero_std")]
         table.append([*row, f"{reward[:, 0].mean():.2f} -> {reward[:, -3:].mean():.2f}"])
     sides = {case: runs for (case,), runs in results.items()}
-    panels = [dict(title=PANELS[key], metric=key, sides=sides) for key in PANELS]
+    panels = [(PANELS[key], key, sides) for key in PANELS]
     common.save(args, "why_loss_zero", panels, table)
