@@ -18,6 +18,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -246,10 +247,10 @@ def published():
 
 def check(verdicts):
     """The claims about this project's rewards."""
-    math, trl = verdicts["here", "math"], verdicts["trl", "accuracy_reward"]
-    for (_, _, right), ours, theirs in zip(pairs(), math, trl, strict=True):
-        assert (ours, theirs, right) != (".", "1", "y"), "math pays what is right for TRL"
-        assert (ours, theirs, right) != ("1", ".", "n"), "math pays nothing wrong that TRL refuses"
+    ours, trl = verdicts["here", "math"], verdicts["trl", "accuracy_reward"]
+    for (_, _, right), our, their in zip(pairs(), ours, trl, strict=True):
+        assert (our, their, right) != (".", "1", "y"), "math pays what is right for TRL"
+        assert (our, their, right) != ("1", ".", "n"), "math pays nothing wrong that TRL refuses"
     judged = zip(pairs(), verdicts["here", "gsm8k"], strict=True)
     paid = {text for (_, text, _), said in judged if said == "1"}
     assert not {r"\boxed{70\text{ or }72}", r"\boxed{[0,1]}"} & paid, "gsm8k takes one number"
@@ -278,37 +279,24 @@ def tables(verdicts, versions):
     return first, second
 
 
-def draw(figure, verdicts):
+def draw(verdicts):
     """A column for each grader, a row for each answer."""
-    colours = {  # is it right?, what is said: the colour, the name
-        "y1": ("#2166ac", "right, paid"),
-        "y.": ("#f4a582", "right, refused"),
-        "n1": ("#b2182b", "wrong, paid"),
-        "n.": ("#f7f7f7", "wrong, refused"),
-        "?1": ("#92c5de", "a matter of taste, paid"),
-        "?.": ("#dddddd", "a matter of taste, refused"),
-        "": ("#777777", "not judged, or an error"),
-    }
+    hues, strengths = {"y": 1.0, "?": 0.5, "n": -1.0}, {"1": 1.0, ".": 0.2}
     image, texts = [], []
     for i, (gold, text, right) in enumerate(pairs()):
-        seen = [colours.get(right + said[i], colours[""]) for said in verdicts.values()]
-        image.append([plt.matplotlib.colors.to_rgb(colour) for colour, _ in seen])
+        row = [said[i] for said in verdicts.values()]
+        image.append([hues[right] * strengths.get(x, math.nan) for x in row])
         texts.append(f"{text}  for  {gold}".replace("\n", " ").replace("$", r"\$"))
-    axis = figure.subplots()
-    axis.imshow(image, aspect="auto")
+    figure, axis = plt.subplots(figsize=(13, 13), layout="constrained")
+    axis.imshow(image, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
     axis.grid(False)
     axis.xaxis.tick_top()
     names = [f"{package}: {grader}" for package, grader in verdicts]
     axis.set_xticks(range(len(names)), names, rotation=60, ha="left", fontsize=8)
     axis.set_yticks(range(len(texts)), texts, fontsize=7, family="monospace")
-    packages = [package for package, _ in verdicts]
-    for package in packages:
-        axis.axvline(packages.index(package) - 0.5, color="black", lw=0.8)
-    axis.axhline(59.5, color="black", lw=0.8)
-    squares = [
-        plt.Rectangle((0, 0), 1, 1, fc=c, ec="#777777", label=n) for c, n in colours.values()
-    ]
-    figure.legend(handles=squares, loc="outside lower center", ncols=4)
+    of = "blue: right, half as strong: a matter of taste, red: wrong"
+    figure.supxlabel(f"{of};  strong: paid, pale: refused, white: not judged, or an error")
+    return figure
 
 
 def main():
@@ -329,9 +317,7 @@ def main():
     versions = {package: needs_of(package)[0].split("==")[1] for package in DATA["packages"]}
     versions["here"] = f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}"
     check(verdicts)
-    figure = plt.figure(figsize=(13, 13), layout="constrained")
-    draw(figure, verdicts)
-    figure.savefig(Path(args.out, "graders.png"), bbox_inches="tight", dpi=110)
+    draw(verdicts).savefig(Path(args.out, "graders.png"), bbox_inches="tight")
     common.save(args, "graders", [], *tables(verdicts, versions))
 
 

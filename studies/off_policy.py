@@ -54,29 +54,6 @@ def mismatch(steps, sampler, cap, seed):
         return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)
 
 
-def report(runs: dict) -> tuple:
-    """The figure's panels, and the table. runs: {(sampler, cap): their metrics}."""
-    sides = {0.0: {}, 2.0: {}}
-    table = [
-        "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
-        "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
-        "weights (95 %)"
-    ]
-    rewards = {key: [np.mean([m["reward"] for m in run]) for run in runs[key]] for key in runs}
-    for (sampler, cap), side in runs.items():
-        sides[cap][sampler] = side
-        gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
-        ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
-        accuracies = [run[-1]["eval_accuracy"] for run in side]
-        spans = [common.span(values) for values in (rewards[sampler, cap], ends, accuracies)]
-        row = [sampler, WEIGHTS[cap], gap, *spans]
-        table.append([*row, common.difference(rewards[sampler, cap], rewards[sampler, 0.0])])
-    panels = []
-    for cap, name in WEIGHTS.items():
-        panels.append((f"reward, weights: {name}", "reward", sides[cap]))
-    return panels, table
-
-
 if __name__ == "__main__":
     args = common.arguments(__doc__)
     seeds, samplers, steps = range(5), SAMPLERS, 14
@@ -86,5 +63,20 @@ if __name__ == "__main__":
     runs = common.scan(partial(mismatch, steps), settings, seeds, args.jobs)
     for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
         assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
-    panels, table = report(runs)
+    table = [
+        "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
+        "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
+        "weights (95 %)"
+    ]
+    sides, rewards = {0.0: {}, 2.0: {}}, {}
+    for (sampler, cap), side in runs.items():
+        sides[cap][sampler] = side
+        rewards[cap] = [np.mean([m["reward"] for m in run]) for run in side]
+        gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
+        ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
+        accuracies = [run[-1]["eval_accuracy"] for run in side]
+        spans = [common.span(values) for values in (rewards[cap], ends, accuracies)]
+        row = [sampler, WEIGHTS[cap], gap, *spans]
+        table.append([*row, common.difference(rewards[cap], rewards[0.0])])
+    panels = [(f"reward, weights: {WEIGHTS[cap]}", "reward", sides[cap]) for cap in CAPS]
     common.save(args, "off_policy", panels, table)
