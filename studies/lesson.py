@@ -1,7 +1,7 @@
 """The figures of learn.ipynb. The lesson computes their numbers with the functions of grpo.py and
 passes them in. (The time line of the four policies is a sketch, figures/four_policies.svg.)
 
-python studies/lesson.py makes README's picture of a step.
+PYTHONPATH=. python studies/lesson.py makes README's picture of a step.
 """
 
 import matplotlib.pyplot as plt
@@ -77,40 +77,26 @@ def draw_tokens(samples: list, tokenizer, panels: dict, limit: float, labels: li
     height = len(panels) * (BOX * len(tokens) + 0.4)
     figure, axes = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False)
     for axis, (title, values) in zip(axes[:, 0], panels.items(), strict=True):
-        draw_boxes(axis, tokens, values, limit)
+        image = np.zeros((len(tokens), width))  # 0: white
+        for row, (texts, of_row) in enumerate(zip(tokens, values, strict=True)):
+            image[row, : len(texts)] = of_row
+            for column, (text, value) in enumerate(zip(texts, of_row, strict=True)):
+                ink = "black" if abs(value) <= 0.6 * limit else "white"
+                style = dict(ha="center", va="center", fontsize=8, color=ink)
+                axis.text(column, row, SHORT_NAMES.get(text, text), **style)
+        axis.set_facecolor(GREY)
+        shown = axis.imshow(image, SIGNED, vmin=-limit, vmax=limit, aspect="auto")
+        is_beyond = np.nanmax(np.abs(image)) > limit  # then the ends of the scale are arrows
+        extend = "both" if is_beyond else "neither"
+        figure.colorbar(shown, ax=axis, pad=0.01, fraction=0.03, extend=extend)
         axis.set_title(title, loc="left")
-        axis.set_xlim(-0.6, width - 0.4)
-        axis.set_ylim(len(tokens) - 0.5, -0.5)
         axis.set_yticks(range(len(tokens)), labels)
-        axis.set_xticks([])
+        axis.set_xticks(np.arange(width) + 0.5, [""] * width)
         axis.tick_params(length=0)
+        axis.grid(axis="x", color="white")
+        axis.hlines(np.arange(len(tokens)) - 0.5, -0.5, width - 0.5, color="white", lw=2)
         axis.spines[:].set_visible(False)
-        colors = plt.cm.ScalarMappable(plt.Normalize(-limit, limit), SIGNED)
-        extend = "neither"
-        if np.nanmax(np.abs(np.concatenate(values))) > limit:
-            extend = "both"  # arrows at the ends of the scale
-        figure.colorbar(colors, ax=axis, pad=0.01, fraction=0.03, extend=extend)
     plt.show()
-
-
-def draw_boxes(axis, tokens: list, values: list, limit: float) -> None:
-    for row, (texts, row_values) in enumerate(zip(tokens, values, strict=True)):
-        for column, (text, value) in enumerate(zip(texts, row_values, strict=True)):
-            background, ink = colors_of(value, limit)
-            box = dict(width=0.94, height=0.84, facecolor=background, edgecolor="#cccccc", lw=0.5)
-            axis.add_patch(plt.Rectangle((column - 0.47, row - 0.42), **box))
-            text = SHORT_NAMES.get(text, text)
-            axis.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
-
-
-def colors_of(value: float, limit: float) -> tuple:
-    """The colours of a box and of its text."""
-    if np.isnan(value):
-        return GREY, "white"
-    ink = "black"
-    if abs(value) > 0.6 * limit:
-        ink = "white"
-    return SIGNED(0.5 + value / limit / 2), ink
 
 
 # -- Section 5: the clip
