@@ -8,8 +8,6 @@ Counts the steps until the mean reward of 3 steps reaches a threshold.
     run needs s steps without warmup, then with a warmup of w > s steps it needs some sqrt(2 w s).
 """
 
-from functools import partial
-
 import common
 import numpy as np
 
@@ -80,12 +78,11 @@ if __name__ == "__main__":
     if args.quick:
         with_noise, warmups, limit = [(0.0, 0), (0.1, 0)], (0, 10), 2
         ten = five = range(1)
-    without = common.grid([0.0], warmups)
-    of_sequence, of_token = partial(run, limit, "sequence"), partial(run, limit, "token")
-    noisy = common.scan(of_sequence, with_noise, ten, args.jobs)
+    noisy = common.scan(run, (limit, "sequence"), with_noise, ten, args.jobs)
     for (noise, _), runs in noisy.items():
         # the only certain effect of the noise: the loss that is printed
         silent = [abs(run[0]["loss"]) < 1e-6 for run in runs]
         assert silent == [noise == 0] * len(runs), "the first loss is 0 without noise, only then"
     compare(args, "advantage_noise", noisy, limit)
-    compare(args, "warmup", common.scan(of_token, without, five, args.jobs), limit)
+    warm = common.scan(run, (limit, "token"), common.grid([0.0], warmups), five, args.jobs)
+    compare(args, "warmup", warm, limit)

@@ -54,17 +54,16 @@ SETTINGS = {
     "30M, long prompt and answers": TWO | dict(prompt=512, completion=512, stop=1 / 400),
 }
 KINDS = ("step", "logps and update", "memory")
-REWARD = """
-def position(completions, **_):
+
+
+def position(completions, **_) -> list[float]:
+    """The reward: each sample of a step has another."""
     return [i % 13 / 13 for i in range(len(completions))]
-"""
 
 
 def prepare(spec: dict, folder: str) -> dict:
     """Paths of the model, the rows and the reward; the dtype that --dtype auto takes on a CPU."""
-    with open(f"{folder}/rewards.py", "w") as file:
-        file.write(REWARD)
-    files = dict(reward=f"{folder}/rewards.py:position", dtype="float32")
+    files = dict(reward=f"{os.path.abspath(__file__)}:position", dtype="float32")
     if "shape" not in spec:
         return files | {name: grpo.BUNDLED[name] for name in ("model", "train_data")}
     make_random_model(spec, folder)
@@ -101,9 +100,6 @@ def write_random_prompts(spec: dict, path: str) -> None:
     with open(path, "w") as file:
         for ids in rng.integers(V // 2, V, (64, spec["prompt"])):
             file.write(json.dumps(dict(prompt=" ".join(f"w{i}" for i in ids))) + "\n")
-
-
-# -- One side, in a process of its own
 
 
 def memory_now() -> tuple[int, int]:
@@ -154,15 +150,9 @@ class Record:
 
 def config(files: dict, spec: dict, sampler: str) -> grpo.Config:
     options = {name: spec[name] for name in ("num_prompts", "num_generations", "beta")}
-    options |= {name: files[name] for name in ("model", "reward", "dtype", "train_data")}
-    return grpo.Config(
-        rollout=sampler,
-        max_completion_length=spec["completion"],
-        micro_batch_tokens=spec["budget"],
-        max_steps=spec["steps"] + 2,
-        out_dir=tempfile.mkdtemp(),
-        **options,
-    )
+    options |= dict(max_completion_length=spec["completion"], micro_batch_tokens=spec["budget"])
+    options |= dict(max_steps=spec["steps"] + 2, out_dir=tempfile.mkdtemp(), rollout=sampler)
+    return grpo.Config(**files, **options)
 
 
 def run_ours(files: dict, spec: dict) -> dict:
@@ -249,9 +239,6 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
 
     trainer.use_vllm = True
     trainer._generate_single_turn = generate
-
-
-# -- All sides in turn
 
 
 def run_side(python: str, side: str, setting: str, files: dict) -> dict:

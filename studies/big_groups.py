@@ -8,7 +8,6 @@
 """
 
 import math
-from functools import partial
 
 import common
 import numpy as np
@@ -92,8 +91,8 @@ if __name__ == "__main__":
         budget, sizes, learning_sizes = 256, (4, 64, 128), (8,)
         seeds, steps = range(1), 1
 
-    memory = common.scan(partial(memory_of_group, budget), grid(sizes), seeds, args.jobs)
-    runs = common.scan(partial(learn, steps), grid(learning_sizes), seeds, args.jobs)
+    memory = common.scan(memory_of_group, (budget,), grid(sizes), seeds, args.jobs)
+    runs = common.scan(learn, (steps,), grid(learning_sizes), seeds, args.jobs)
     peak = {G: np.mean(of_seeds, 0) for (G,), of_seeds in memory.items()}
     worst = {G: np.max(of_seeds, 0)[2] for (G,), of_seeds in memory.items()}
     check(peak, worst, budget)
@@ -111,9 +110,8 @@ if __name__ == "__main__":
         "prompts x G | steps to reward 0.8 (95 %) | difference to G = 8 (95 %) | "
         "reward, last 5 steps | accuracy +- std"
     ]
-    reached, sides = {}, {}
-    for (G,), side in runs.items():
-        reached[G] = [min(steps, steps_to(THRESHOLD, run)) for run in side]
+    sides = {}
+    reached = {G: [min(steps, steps_to(THRESHOLD, run)) for run in runs[G,]] for (G,) in runs}
     for (G,), side in runs.items():
         name = f"{SAMPLES // G} x {G}"
         sides[name] = side

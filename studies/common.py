@@ -39,16 +39,17 @@ plt.rc("legend", fontsize=9, frameon=False)
 plt.rc("savefig", dpi=110)
 
 
-# -- Arguments, tables
-
-
-def arguments(doc: str, *positional: str):
-    """The study's arguments, the start time, and the directory of its figure: with `--quick` a
-    temporary one, so that the published figures come from full runs only."""
+def arguments(doc: str, *names: str):
+    """The study's arguments, with others: "name", "many*" or "--switch"; the start time, and the
+    directory of its figure: with `--quick` a temporary one, so that the published figures come from
+    full runs only."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
-    for name in positional:
-        parser.add_argument(name)
+    for name in names:
+        kind = dict(nargs="*") if name.endswith("*") else {}
+        if name.startswith("--"):
+            kind = dict(action="store_true")
+        parser.add_argument(name.rstrip("*"), **kind)
     parser.add_argument("--quick", action="store_true", help="does it run, and do its claims hold?")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()
@@ -68,20 +69,14 @@ def save(args, name: str, panels: list[tuple], *tables: list) -> None:
     lines = []
     for header, *rows in tables:
         lines += [f"| {header} |", "| " + " | ".join(["---"] * (header.count(" | ") + 1)) + " |"]
-        lines += ["| " + " | ".join(map(cell_text, row)) + " |" for row in rows]
+        for row in rows:
+            cells = [f"{x:.3g}" if isinstance(x, float) else str(x) for x in row]
+            lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     Path(args.out, name + ".md").write_text("\n".join(lines[:-1]) + "\n")
     print("\n".join(lines))
     minutes = (time.monotonic() - args.started) / 60
     print(f"{name}: {minutes:.1f} minutes, {args.jobs} processes -> {args.out}")
-
-
-def cell_text(x) -> str:
-    """A number of a table to three digits, anything else as it is."""
-    return f"{x:.3g}" if isinstance(x, float) else str(x)
-
-
-# -- Packages
 
 
 def install(at, *packages: str) -> None:
@@ -164,10 +159,10 @@ def lengths_of(samples: list) -> np.ndarray:
     return np.array([len(s.completion_ids) for s in samples])
 
 
-def scan(function, settings: list[tuple], seeds, jobs: int) -> dict:
-    """{setting: [function(*setting, seed) of each seed]}, computed by `jobs` processes. The results
-    depend neither on the number of processes nor on the order."""
-    work = [(*setting, seed) for setting in settings for seed in seeds]
+def scan(function, first: tuple, settings: list[tuple], seeds, jobs: int) -> dict:
+    """{setting: [function(*first, *setting, seed) of each seed]}, computed by `jobs` processes. The
+    results depend neither on the number of processes nor on the order."""
+    work = [(*first, *setting, seed) for setting in settings for seed in seeds]
     if jobs == 1:
         results = itertools.starmap(function, work)
     else:
@@ -193,14 +188,12 @@ def steps_to(threshold: float, metrics: list[dict], window: int = 3) -> float:
     return np.inf
 
 
-def half_interval(values) -> float:
-    """Half of the 95 % interval of the mean over seeds; 0 for one seed."""
-    return compare.half_interval(list(map(float, values))) if len(values) > 1 else 0.0
-
-
 def span(values, digits: int = 3) -> str:
-    """The mean and its interval: 0.663 +- 0.041."""
-    return f"{np.mean(values):.{digits}f} +- {half_interval(values):.{digits}f}"
+    """The mean and half of its 95 % interval, 0 for one seed: 0.663 +- 0.041."""
+    half = 0.0
+    if len(values) > 1:
+        half = compare.half_interval(list(map(float, values)))
+    return f"{np.mean(values):.{digits}f} +- {half:.{digits}f}"
 
 
 def mean_and_std(values) -> str:
@@ -212,9 +205,6 @@ def difference(values, others) -> str:
     if values is others:
         return ""
     return compare.difference(dict(enumerate(others)), dict(enumerate(values)))
-
-
-# -- Figures
 
 
 def figure_of(panels: list[tuple]):

@@ -264,8 +264,7 @@ def count(verdicts, rights, verdict, first=0, last=60):
 def tables(verdicts, versions):
     """What each grader pays, and each of its verdicts."""
     codes = string.ascii_uppercase + string.ascii_lowercase
-    header = "code | package | version | grader | paid of 60 | right refused of 49 | wrong paid of "
-    first = [f"{header}5 | not judged | wrong paid that name the right one, of 12"]
+    first = [DATA["columns"]]
     for code, (key, said) in zip(codes, verdicts.items(), strict=False):
         counts = [count(said, "yn?", "1"), count(said, "y", ".-E"), count(said, "n", "1")]
         counts += [count(said, "yn?", "-E"), count(said, "n", "1", first=60, last=72)]

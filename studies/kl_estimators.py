@@ -10,7 +10,6 @@
 
 import copy
 import itertools
-from functools import partial
 
 import common
 import numpy as np
@@ -151,24 +150,6 @@ def exact_kl(policy, reference, samples) -> float:
     return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 
-def trained(runs, names, betas, steps) -> tuple:
-    """(b) The KL by rollout, in a panel for each estimator, and (b), (c) in a table."""
-    panels, table = [], [TRAINED_HEADER]
-    first = min(FIRST_ROLLOUT, steps)
-    for name in names:
-        sides = {f"beta {beta:g}": runs[name, beta] for beta in betas}
-        title = f"(b) {name}: KL to the reference, nats per completion"
-        panels.append((title, "exact_kl", sides))
-        kl = {}
-        for beta in betas:
-            side = runs[name, beta]
-            kl[beta] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
-            cells = [common.span(kl[beta], 2), common.difference(kl[beta], kl[0.0])]
-            accuracy = [run[-1]["eval_accuracy"] for run in side]
-            table.append([name, beta, *cells, common.mean_and_std(accuracy)])
-    return panels, table
-
-
 if __name__ == "__main__":
     args = common.arguments(__doc__)
     rows = exact_gradients()
@@ -181,12 +162,23 @@ if __name__ == "__main__":
 
     # with beta 0 all estimators are the same run
     settings = [("wk3", 0.0), *common.grid(names, betas[1:])]
-    runs = common.scan(partial(run, steps), settings, seeds, args.jobs)
+    runs = common.scan(run, (steps,), settings, seeds, args.jobs)
     runs |= {(name, 0.0): runs["wk3", 0.0] for name in names}
 
-    panels, trained_table = trained(runs, names, betas, steps)
+    panels, table = [], [TRAINED_HEADER]
+    first = min(FIRST_ROLLOUT, steps)
+    for name in names:
+        sides = {f"beta {beta:g}": runs[name, beta] for beta in betas}
+        panels.append((f"(b) {name}: KL, nats per completion", "exact_kl", sides))
+        kl = {}
+        for beta in betas:
+            side = runs[name, beta]
+            kl[beta] = [np.mean([m["exact_kl"] for m in run[first - 1 :]]) for run in side]
+            cells = [common.span(kl[beta], 2), common.difference(kl[beta], kl[0.0])]
+            accuracy = [run[-1]["eval_accuracy"] for run in side]
+            table.append([name, beta, *cells, common.mean_and_std(accuracy)])
     exact = [EXACT_HEADER]
     for r in rows:
         numbers = [round(r[key], 3) for key in ("kl", "bias", "along", "noise")]
         exact.append([r["name"], r["distance"], r["sampling"], *numbers])
-    common.save(args, "kl_estimators", panels, exact, trained_table)
+    common.save(args, "kl_estimators", panels, exact, table)

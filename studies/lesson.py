@@ -34,11 +34,8 @@ def digits(values) -> str:
     return "(" + ", ".join(f"{value:+.4f}" for value in rounded) + ")"
 
 
-# -- Section 3: the spread of estimates
-
-
 def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
-    """Left: single estimates of a gradient. Right: their spread, by what is added to each reward.
+    """Section 3. Left: estimates of a gradient. Right: their spread, by what is added to rewards.
 
     clouds: name -> estimates [n, 3]. exact: the gradient [3]. spreads: name -> one for each offset.
     """
@@ -62,11 +59,8 @@ def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
     plt.show()
 
 
-# -- Sections 4, 5 and 8: tokens in coloured boxes
-
-
 def draw_tokens(samples: list, tokenizer, panels: dict, limit: float, labels: list = ()) -> None:
-    """A panel for each {title: values of every token}, with a row of boxes for each sample.
+    """Sections 4, 5, 8. A panel for each {title: values of every token}, a row for each sample.
 
     values: one list for each sample; NaN is a gray box. limit: the value with the deepest colour.
     """
@@ -99,11 +93,8 @@ def draw_tokens(samples: list, tokenizer, panels: dict, limit: float, labels: li
     plt.show()
 
 
-# -- Section 5: the clip
-
-
 def draw_surrogate(ratios, curves: dict) -> None:
-    """curves: advantage -> (values of the surrogate, its slopes by the log-probability)."""
+    """Section 5. curves: advantage -> (values of the surrogate, slopes by the log-probability)."""
     _, axes = plt.subplots(1, len(curves), figsize=(10, 3.1), sharex=True)
     for axis, (advantage, (values, slopes)) in zip(axes, curves.items(), strict=True):
         flat = ratios[slopes == 0]
@@ -119,11 +110,8 @@ def draw_surrogate(ratios, curves: dict) -> None:
     plt.show()
 
 
-# -- Section 9: the curves of a run
-
-
 def draw_curves(steps: list) -> None:
-    """steps: for each step a dict with a value for each of these panels."""
+    """Section 9. steps: for each step a dict with a value for each of these panels."""
     panels = {
         "reward": "reward: share of right answers",
         "length": "length of a completion, tokens",
@@ -149,11 +137,8 @@ def draw_curves(steps: list) -> None:
     plt.show()
 
 
-# -- README's picture
-
-
 def draw_step() -> None:
-    """One group of the first step of the bundled task: rewards, advantages, tokens."""
+    """README: one group of the first step of the bundled task: rewards, advantages, tokens."""
     import common  # sets a style for the studies; this picture has the lesson's
 
     set_style()

@@ -7,8 +7,6 @@ weighted sum. With one optimizer step per rollout, the same weights on the advan
 that error.
 """
 
-from functools import partial
-
 import common
 import numpy as np
 import torch
@@ -118,8 +116,8 @@ if __name__ == "__main__":
     if args.quick:
         seeds, n_prompts, names, steps = range(1), 3, ("exact (token)",), 1
 
-    results = common.scan(partial(errors_of, n_prompts), grid(LENGTHS), seeds, args.jobs)
-    runs = common.scan(partial(learn, steps), grid(names), seeds, args.jobs)
+    results = common.scan(errors_of, (n_prompts,), grid(LENGTHS), seeds, args.jobs)
+    runs = common.scan(learn, (steps,), grid(names), seeds, args.jobs)
 
     errors_table = [" | ".join(["lengths", "samples per micro-batch", *RANK_NAMES])]
     worst = 0.0

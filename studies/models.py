@@ -10,7 +10,6 @@ attention (some are longer than every window), to the hf sampler and to vLLM; ha
 the names and shapes of the files it began with; the layers that get adapters.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -175,17 +174,13 @@ def row_of(kind: str, with_vllm: bool) -> dict:
 COLUMNS = ("sequences", "head", "error", "hf gap", "vllm gap", "checkpoint", "adapters", "note")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kinds", nargs="*")
-    parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    args, _ = parser.parse_known_args()  # studies/run_all may pass --jobs
-    lines = [f"| kind | {' | '.join(COLUMNS)} |", "|" + " --- |" * (1 + len(COLUMNS))]
+    args = common.arguments(__doc__, "kinds*", "--vllm")
+    table = [" | ".join(("kind", *COLUMNS))]
     for kind in args.kinds or (QUICK if args.quick else TINY["kinds"]):
         row = row_of(kind, args.vllm)
-        lines.append(f"| {kind} | {' | '.join(row.get(name, '') for name in COLUMNS)} |")
-        print(lines[-1], flush=True)
+        table.append([kind, *[row.get(name, "") for name in COLUMNS]])
+        print(*table[-1], sep=" | ", flush=True)
         if args.quick and (float(row["error"]) > 1e-4 or row["checkpoint"] != "same"):
             sys.exit(f"{kind}: {row}")
-    if not args.kinds and not args.quick:
-        Path(common.HERE, "figures", "models.md").write_text("\n".join(lines) + "\n")
+    if not args.kinds:
+        common.save(args, "models", [], table)

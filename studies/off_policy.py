@@ -6,7 +6,6 @@ old: each with and without truncated importance weights (cap 2) to correct for t
 
 import copy
 import dataclasses
-from functools import partial
 from unittest import mock
 
 import common
@@ -60,7 +59,7 @@ if __name__ == "__main__":
     if args.quick:
         seeds, samplers, steps = range(1), ("4 steps old",), 3
     settings = common.grid(samplers, CAPS)
-    runs = common.scan(partial(mismatch, steps), settings, seeds, args.jobs)
+    runs = common.scan(mismatch, (steps,), settings, seeds, args.jobs)
     for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
         assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
     table = [

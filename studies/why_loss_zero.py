@@ -6,8 +6,6 @@ VALUE of the loss follows from the samples alone. Under `sequence` reduction it 
 A planted bug, a reward that is always 1, shows for contrast how a true fault looks.
 """
 
-from functools import partial
-
 import common
 import numpy as np
 import torch
@@ -93,7 +91,7 @@ if __name__ == "__main__":
     if args.quick:
         seeds, steps = range(1), 3
 
-    results = common.scan(partial(run, steps), common.grid(CASES), seeds, args.jobs)
+    results = common.scan(run, (steps,), common.grid(CASES), seeds, args.jobs)
 
     table = [HEADER]
     for (case,), runs in results.items():
