@@ -7,13 +7,11 @@
     python studies/bench.py --settings bundled            # without TRL
 
 Both sides have the same model, prompts, G, lengths, learning rate, beta and dtype, and take turns,
-each in a process of its own with one thread. Both sample with the same vLLM engine (the bundled
-model: ours with Hugging Face, as --rollout auto does). TRL is at its best: it computes the head at
-completion positions only, as it does on CUDA.
-
-Each side prints a JSON line: CPU seconds of a step and of its rollout, tokens (of all prompts and
-completions), memory (peak of scoring and update in MB, above what is in memory after sampling,
-without the gradients). Of TRL's costs over ours in the same round come least, median and most.
+each in a process with one thread. Both sample with the same vLLM engine (the bundled model: ours
+with Hugging Face, as --rollout auto does). TRL computes the head at completion positions only, as
+it does on CUDA. A side prints a JSON line: CPU seconds of a step and of its rollout, tokens (of all
+prompts and completions), memory (peak of scoring and update in MB, above what is in memory after
+sampling, without the gradients). Of TRL's costs over ours come least, median and most.
 """
 
 import argparse

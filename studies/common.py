@@ -40,9 +40,8 @@ plt.rc("savefig", dpi=110)
 
 
 def arguments(doc: str, *names: str):
-    """The study's arguments, with others: "name", "many*" or "--switch"; the start time, and the
-    directory of its figure: with `--quick` a temporary one, so that the published figures come from
-    full runs only."""
+    """The study's arguments, some by name ("folder", "many*", "--switch"); when it began; and where
+    its figure goes, with `--quick` a temporary directory: what is published is of full runs."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     for name in names:
@@ -84,9 +83,6 @@ def install(at, *packages: str) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
     pip += ["--ignore-requires-python", "--target", str(at)]
     subprocess.run([*pip, *packages], check=True)
-
-
-# -- Runs
 
 
 def train(before=None, after=None, stop=None, evals=False, **options) -> list[dict]:
@@ -173,9 +169,6 @@ def scan(function, first: tuple, settings: list[tuple], seeds, jobs: int) -> dic
 
 def grid(*axes) -> list[tuple]:
     return list(itertools.product(*axes))
-
-
-# -- Statistics
 
 
 def steps_to(threshold: float, metrics: list[dict], window: int = 3) -> float:

@@ -38,9 +38,6 @@ ROOT = os.path.dirname(HERE)
 DATA = tomllib.loads(Path(HERE, "graders.toml").read_text())
 
 
-# -- In a process of each package
-
-
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name.startswith(tuple(DATA["stand_ins"].split())):
@@ -187,7 +184,7 @@ def lighteval():
 
 
 def grade(package, out):
-    """Writes {grader: its verdicts}: 1 paid, 0 refused, None: not judged, a text: an error."""
+    """In the process of a package: writes {grader: its verdicts}."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     sys.meta_path.insert(0, StandIns())
@@ -215,9 +212,6 @@ def pairs():
     text = DATA["answers"]["pairs"] + DATA["answers"]["naming"]
     lines = [line.split(" ; ") for line in text.splitlines()]
     return [(gold, text.replace(r"\n", "\n"), right) for gold, text, right in lines]
-
-
-# -- The table and the picture
 
 
 def needs_of(package):
@@ -298,7 +292,17 @@ def draw(verdicts):
     return figure
 
 
-def main():
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--grade"]:
+        sys.path.insert(0, sys.argv[3])
+        grade(sys.argv[2], sys.argv[4])
+        sys.exit()
+
+    import common
+    import matplotlib.pyplot as plt
+
+    import reward
+
     args = common.arguments(__doc__, "folder")
     if args.quick:
         verdicts = published()
@@ -308,7 +312,7 @@ def main():
                 said = judge(lambda gold, text, f=verdict: f(text, dict(answer=gold)))
                 assert said == list(verdicts["here", name]), f"{name} is not what was published"
         check(verdicts)
-        return
+        sys.exit()
     with ThreadPoolExecutor(args.jobs) as pool:
         folders = [os.path.abspath(f"{args.folder}/{package}") for package in DATA["packages"]]
         parts = list(pool.map(verdicts_of, DATA["packages"], folders))
@@ -318,16 +322,3 @@ def main():
     check(verdicts)
     draw(verdicts).savefig(Path(args.out, "graders.png"), bbox_inches="tight")
     common.save(args, "graders", [], *tables(verdicts, versions))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--grade"]:
-        sys.path.insert(0, sys.argv[3])
-        grade(sys.argv[2], sys.argv[4])
-    else:
-        import common
-        import matplotlib.pyplot as plt
-
-        import reward
-
-        main()

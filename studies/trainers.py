@@ -80,9 +80,6 @@ def error(mine, theirs) -> float:
     return ((mine - theirs).abs().max() / theirs.abs().max()).item()
 
 
-# -- The packages
-
-
 def same(x, **_):
     return x
 
@@ -455,9 +452,6 @@ def installed(folder: str, package: str) -> Path:
             sys.exit(f"clone {package} into {at}")
         common.install(at, package)
     return at
-
-
-# -- What is measured
 
 
 def largest_of_equal(trainer, size=8) -> float:
