@@ -1,5 +1,6 @@
 """The vLLM engine: its samples are the policy's after every push, and what a push misses ends the
-run. Each slow test has a process of its own, since an engine cannot be started twice in one."""
+run. An engine cannot be started twice in a process, and a start takes 25 CPU seconds: all runs of
+the bundled model on one rank have the same engine."""
 
 import ctypes
 import json
@@ -19,6 +20,7 @@ from tests.common import (
     CPU,
     HERE,
     flags_of,
+    lines,
     metrics_of,
     on_ranks,
     small_config,
@@ -28,7 +30,6 @@ from tests.common import (
 
 QUESTIONS = ["520+773=", "111+222=", "989+898="]
 FAULTS = {  # what goes wrong from the second push on, and what the run says
-    "none": "",
     "push": "nan off on average",
     "norms": "nan off on average",
     "scaled": "off on average",
@@ -37,9 +38,9 @@ FAULTS = {  # what goes wrong from the second push on, and what the run says
 }
 
 
-def in_a_process(function, *args, module="test_vllm"):
+def in_a_process(function, *args):
     """What a function of this file prints as JSON in its last line."""
-    code = f"from tests import {module} as m; m.{function}(*{list(map(str, args))!r})"
+    code = f"from tests import test_vllm as m; m.{function}(*{list(map(str, args))!r})"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -101,14 +102,14 @@ def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# Faults
+# Runs of the bundled model
 
 
-def plant(sampler, fault):
+def plant(fault, engine, patch):
     """Makes pushes and rollouts go wrong from the second push on."""
-    generate = sampler.generate
-    reload = sampler.llm.collective_rpc
-    reset = sampler.llm.reset_prefix_cache
+    generate = grpo.VLLMSampler.generate
+    reload = engine.collective_rpc
+    reset = engine.reset_prefix_cache
     pushes = []
 
     def faulty_reload(name, kwargs):
@@ -122,77 +123,89 @@ def plant(sampler, fault):
             weights = {name: w for name, w in weights.items() if "norm" not in name}
         reload(name, kwargs=dict(weights_iterator=iter(weights.items())))
 
-    def faulty_generate(prompts, seeds, temperature, limits=None):
+    def faulty_generate(self, prompts, *args):
         if len(pushes) >= 2 and fault == "swapped":
             prompts = prompts[::-1]
-        return generate(prompts, seeds, temperature, limits)
+        return generate(self, prompts, *args)
 
     def faulty_reset():
         return reset() and not (len(pushes) >= 2 and fault == "refused")
 
-    sampler.llm.collective_rpc = faulty_reload
-    sampler.generate = faulty_generate
-    sampler.llm.reset_prefix_cache = faulty_reset
+    patch.setattr(engine, "collective_rpc", faulty_reload)
+    patch.setattr(engine, "reset_prefix_cache", faulty_reset)
+    patch.setattr(grpo.VLLMSampler, "generate", faulty_generate)
 
 
-def run_with(fault, out):
-    honest = grpo.make_sampler
+def runs_of_one_engine(folder):
+    """Prints what a run with each fault says at its end. Before the first push of a resume the
+    engine has the weights of another run's end."""
+    import vllm
 
-    def make_sampler(*args):
-        sampler = honest(*args)
-        plant(sampler, fault)
-        return sampler
+    start = vllm.LLM
+    engines = []
 
-    grpo.make_sampler = make_sampler
-    said = ""
-    try:
-        small_run(out, rollout="vllm", max_steps=3, eval_data="")
-    except grpo.TrainingError as error:
-        said = str(error)
-    steps = [m["step"] for m in metrics_of(out)] if said == "" else []
-    print(json.dumps([said, steps]))
+    def engine_of(**options):
+        if engines == []:
+            engines.append((options, start(**options)))
+        first_options, engine = engines[0]
+        assert options == first_options
+        return engine
+
+    vllm.LLM = engine_of
+    grpo.VLLMSampler.close = lambda self: None
+    small_run(f"{folder}/none", rollout="vllm", max_steps=3)
+    said = {}
+    for fault in FAULTS:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(grpo.TrainingError) as ended:
+            plant(fault, engines[0][1], patch)
+            small_run(f"{folder}/{fault}", rollout="vllm", max_steps=3)
+        said[fault] = str(ended.value)
+    adapters = dict(rollout="vllm", lora_rank=2)
+    small_run(f"{folder}/parts", max_steps=2, **adapters)
+    small_run(f"{folder}/whole", **adapters)
+    small_run(f"{folder}/parts", resume=True, **adapters)
+    print(json.dumps(said))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_ends_the_run(fault, tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of the runs, and what those with a fault said."""
     needs_vllm()
-    said, steps = in_a_process("run_with", fault, tmp_path / "run")
-    assert FAULTS[fault] in said
-    assert bool(steps) == (fault == "none")
-    for m in steps and metrics_of(tmp_path / "run"):
-        assert m["sampler_gap"] < 1e-5
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, in_a_process("runs_of_one_engine", folder)
 
 
 @pytest.mark.slow
-def test_resume_to_the_bit_with_vllm_and_adapters(tmp_path):
-    needs_vllm()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = dict(rollout="vllm", lora_rank=2)
-    for out, more in ((whole, {}), (parts, dict(max_steps=2)), (parts, dict(resume=True))):
-        args = flags_of(small_config(out, **options | more))
-        done = subprocess.run([sys.executable, f"{HERE}/grpo.py", *args], capture_output=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics_of(whole) == metrics_of(parts)
-    assert all(m["sampler_gap"] < 1e-4 for m in metrics_of(whole))
+@pytest.mark.xdist_group("engine")
+def test_planted_faults_end_a_run(runs):
+    folder, said = runs
+    for fault, words in FAULTS.items():
+        assert words in said[fault]
+    assert [m["step"] for m in metrics_of(folder / "none")] == [1, 2, 3]
+    assert all(m["sampler_gap"] < 1e-5 for m in metrics_of(folder / "none"))
 
 
 @pytest.mark.slow
-def test_two_ranks_with_vllm(tmp_path):
+@pytest.mark.xdist_group("engine")
+def test_resume_to_the_bit_with_vllm_and_adapters(runs):
+    whole, parts = (metrics_of(runs[0] / name) for name in ("whole", "parts"))
+    assert whole == parts and [m["step"] for m in whole] == [1, 2, 3, 4]
+    assert all(m["sampler_gap"] < 1e-4 for m in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
+def test_two_ranks_with_vllm(runs, tmp_path):
     """Two engines: the samples of one rank."""
-    needs_vllm()
-    texts = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        done = on_ranks(
-            ranks,
-            "tests.common.main",
-            *flags_of(small_config(out, rollout="vllm", max_steps=2)),
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        rows = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
-        texts.append([row["completion"] for row in rows])
-    assert texts[0] == texts[1]
+    flags = flags_of(small_config(tmp_path / "two", rollout="vllm", max_steps=2))
+    done = on_ranks(2, "tests.common.main", *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (
+        lines(folder / "completions.jsonl") for folder in (runs[0] / "none", tmp_path / "two")
+    )
+    assert [row["completion"] for row in two] == [
+        row["completion"] for row in one if row["step"] < 3
+    ]
 
 
 # ------------------------------------------------------------------------------------------------
