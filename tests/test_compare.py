@@ -1,6 +1,7 @@
 """extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
 extras/selfcheck.py: what it says if a run fails."""
 
+import importlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from reward import load_rewards
 from tests.common import HERE, fake_run, metrics_of, small_config, small_rows, small_run
 
 SCRIPT = f"{HERE}/extras/compare.py"
+SAVEFIG = Figure.savefig
 SAME = dict(reward_of="1", eval_accuracy_of="1")  # quantities, in the about of config.json
 SCRIPT_OF_A_RUN = """
 import hashlib, json, os, sys
@@ -102,15 +105,15 @@ def last_difference(output):
     return float(found[1]), float(found[2]), found[3]
 
 
-def test_runs_of_the_same_flags_are_a_side_and_other_flags_are_printed(tmp_path):
+def test_runs_of_the_same_flags_are_a_side_and_other_flags_are_printed(compare, tmp_path):
     for number in range(4):
         flags = dict(learning_rate=[0.5, 0.25][number // 2], beta=0.125, resume=number == 1)
         write_run(tmp_path / f"out.{number}", [0.1, number], {2: 0.2}, seed=number % 2, **flags)
-    command = [sys.executable, SCRIPT, "out.0", "out.1", "out.2", "out.3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "compare.png").stat().st_size > 10_000
-    assert "0.5" in done.stdout and "0.25" in done.stdout and "0.125" not in done.stdout
-    assert last_difference(done.stdout)[0] == pytest.approx(1.0)  # 1.3 - 0.3
+    with unittest.mock.patch("matplotlib.figure.Figure.savefig", SAVEFIG):
+        code, out, _ = compare("out.0", "out.1", "out.2", "out.3")
+    assert code == 0 and (tmp_path / "compare.png").stat().st_size > 10_000
+    assert "0.5" in out and "0.25" in out and "0.125" not in out
+    assert last_difference(out)[0] == pytest.approx(1.0)  # 1.3 - 0.3
 
 
 def test_pairs_have_students_interval_and_other_seeds_welchs(compare, tmp_path):
@@ -353,7 +356,7 @@ def test_an_error_that_ends_it_is_one_line(tmp_path):
 
 def test_a_copy_elsewhere_finds_the_rest_and_one_without_digests_is_no_side(compare, scripts):
     mine = Path("mine.py")
-    mine.write_text("from extras import digests\nimport reward\n" + mine.read_text())
+    mine.write_text("from extras import tokens\nimport reward\n" + mine.read_text())
     arguments = ["--run", "base.py", "mine.py", "--seeds", "2"]
     assert compare(*arguments)[0] == 0
     mine.write_text(mine.read_text().replace("files=", "no_files="))
@@ -408,28 +411,19 @@ def test_flags_are_taken_as_the_trainer_takes_them(compare):
         assert compare(*run, *flags)[2] == compare(*run)[2]
 
 
-IN_ONE_PROCESS = """
-import extras.view
-from tests.common import small_config, small_run
-extras.view.draw = str  # a picture takes as long as a run
-small_run("run0", seed=0, max_steps=2)
-import later
-small_run("run1", seed=1, max_steps=2)
-small_run("run2", seed=2, max_steps=1, learning_rate=0.1)
-small_run("run2", seed=2, max_steps=2, resume=True)
-import mine
-mine.train(mine.Config(**vars(small_config("mine", seed=3, max_steps=2))))
-"""
-
-
-def test_a_side_is_what_was_trained_and_how(compare, tmp_path):
+def test_a_side_is_what_was_trained_and_how(compare, tmp_path, monkeypatch):
     """A later run of a process begins with more modules than the first. A run that was resumed
     with other flags, or made by another trainer, is of another side."""
-    small_rows(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     Path("later.py").touch()
     Path("mine.py").write_text(Path(HERE, "grpo.py").read_text() + "# mine\n")
-    environment = with_path(HERE)
-    subprocess.run([sys.executable, "-c", IN_ONE_PROCESS], env=environment, check=True)
+    small_run("run0", seed=0, max_steps=1)
+    importlib.import_module("later")
+    small_run("run1", seed=1, max_steps=1)
+    small_run("run2", seed=2, max_steps=1, learning_rate=0.1)
+    small_run("run2", seed=2, max_steps=2, resume=True)
+    mine = importlib.import_module("mine")
+    mine.train(mine.Config(**vars(small_config("mine", seed=3, max_steps=1))))
     codes = [compare(f"side=run0,{other}")[0] for other in ("run1", "run2", "mine")]
     assert codes == [0, 2, 2] and "0.1" in compare("run0", "run2")[1]
 
