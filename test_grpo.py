@@ -478,7 +478,7 @@ def naive_gradient(cfg, samples):
     return torch.cat([g.flatten() for g in grads]), loss.item()
 
 
-def case_of_ranks(reduction, n=15):
+def case_of_ranks(reduction, n=16):
     """With so few samples, too, that some ranks have none."""
     cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, max_grad_norm=0)
     samples = random_samples(n, min(n, 5), np.float64)
@@ -487,7 +487,7 @@ def case_of_ranks(reduction, n=15):
     return grpo.replace(cfg, micro_batch_tokens=40), samples
 
 
-CASES_OF_RANKS = [*((reduction, 15) for reduction in REDUCTIONS), ("constant", 1), ("constant", 2)]
+CASES_OF_RANKS = [*((reduction, 16) for reduction in REDUCTIONS), ("constant", 1), ("constant", 2)]
 
 
 def gradients_of_ranks(out):
@@ -512,9 +512,9 @@ def gradients_of_ranks(out):
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
-def test_the_gradient_of_ranks_is_the_naive_one(n_ranks, tmp_path):
-    done = on_ranks(n_ranks, "test_grpo.gradients_of_ranks", tmp_path / "out.pt")
+def test_the_gradient_of_ranks_is_the_naive_one(tmp_path):
+    """Three, which do not divide the 16 samples."""
+    done = on_ranks(3, "test_grpo.gradients_of_ranks", tmp_path / "out.pt")
     assert done.returncode == 0, done.stderr[-3000:]
     reference = tiny_model(dtype=F64, seed=1)
     results = torch.load(tmp_path / "out.pt")

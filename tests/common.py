@@ -1,11 +1,14 @@
 """Helpers of the tests: tiny models, made-up samples, runs of seconds, ranks as processes."""
 
+import atexit
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -162,6 +165,26 @@ def small_config(out_dir, **options):
 
 def small_run(out_dir, **options):
     return train(small_config(out_dir, **options))
+
+
+@functools.cache
+def whole_run():
+    """The directory of a small run of four steps, made once. Tests leave it as it is."""
+    out = tempfile.mkdtemp(prefix="whole_run.") + "/run"
+    atexit.register(shutil.rmtree, os.path.dirname(out))
+    small_run(out)
+    return out
+
+
+def begun_run(out, steps):
+    """A copy of it, as it was killed after so many steps: before the next checkpoint."""
+    small_rows(Path(out).parent)
+    shutil.copytree(whole_run(), out)
+    for path in grpo.checkpoints(str(out))[steps:]:
+        shutil.rmtree(path)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        kept = [line for line in lines(Path(out, name)) if line["step"] <= steps]
+        Path(out, name).write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 @unittest.mock.patch("extras.view.draw", str)  # a picture takes twice as long as a small run

@@ -283,7 +283,7 @@ def test_the_digest_of_rows_is_that_of_their_json():
     assert digests.of_many(iter([])) == hashlib.sha256(b"[]").hexdigest()
 
 
-def test_two_files_alone_read_json_lines_and_train(tmp_path):
+def test_two_files_alone_read_json_lines_and_train(tmp_path, monkeypatch, capsys):
     for name in ("grpo.py", "reward.py"):
         shutil.copy(f"{HERE}/{name}", tmp_path)
     data = write(tmp_path, [dict(prompt=f"{i}+1=", answer=str(i + 1)) for i in range(4)])
@@ -297,11 +297,15 @@ def test_two_files_alone_read_json_lines_and_train(tmp_path):
     csv = write(tmp_path, "prompt\n1\n", "x.csv")
     (tmp_path / "extras").mkdir()  # a part of it
     shutil.copy(f"{HERE}/extras/preflight.py", tmp_path / "extras")
+    shutil.rmtree(tmp_path / "out")
     done = subprocess.run([csv if word == data else word for word in command], **options)
     assert done.returncode == 2 and "x.csv" in done.stderr and "rows.py" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
     assert "nobody looks at the data" not in done.stdout
-    done = subprocess.run([*command, "--lora_rank", "2"], **options)
-    assert done.returncode == 2 and "lora" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setitem(sys.modules, "extras.lora", None)  # it is not there
+    monkeypatch.delattr(sys.modules["extras"], "lora", raising=False)
+    assert main(*args, "--lora_rank", "2", "--out_dir", f"{tmp_path}/out") == 2
+    assert "lora" in capsys.readouterr().err
 
 
 def test_answers_of_reasoning_gym(monkeypatch):

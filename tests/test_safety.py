@@ -23,6 +23,7 @@ import grpo
 from tests.common import (
     CPU,
     HERE,
+    begun_run,
     command,
     flags_of,
     lines,
@@ -52,7 +53,7 @@ def cut(path):
 
 def test_a_resume_without_a_readable_checkpoint_changes_nothing(tmp_path, capfd):
     out = tmp_path / "run"
-    small_run(out, max_steps=2)
+    begun_run(out, 2)
     for step in (1, 2):
         cut(out / f"step_00000{step}" / "trainer_state.pt")
     before = files_of(out)
@@ -64,7 +65,7 @@ def test_a_resume_without_a_readable_checkpoint_changes_nothing(tmp_path, capfd)
 
 def test_checkpoints_that_cannot_be_read_do_not_count_for_keep(tmp_path):
     out = tmp_path / "run"
-    small_run(out)
+    begun_run(out, 4)
     for step in (3, 4):
         cut(out / f"step_00000{step}" / "trainer_state.pt")
     small_run(out, max_steps=3, keep=2, resume=True)
@@ -83,7 +84,7 @@ def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, mo
 
 def test_half_a_line_of_the_checkpoints_own_step_is_cut_off(tmp_path):
     out = tmp_path / "run"
-    small_run(out, max_steps=2)
+    begun_run(out, 2)
     log = out / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-20])
     small_run(out, max_steps=3, resume=True)
@@ -268,7 +269,7 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, capsys):
 
 def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
     out = tmp_path / "run"
-    small_run(out, max_steps=1)
+    begun_run(out, 1)
     before = files_of(out)
     for more in ([], ["--resume"]):
         with open(out / "metrics.jsonl") as log:
