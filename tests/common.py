@@ -211,8 +211,8 @@ def run(*args, **options):
     return subprocess.run(command(*args), **options)
 
 
-# -- Ranks: forks of a process that has imported everything and run nothing. (A fork of this one may
-# not run autograd where torch has CUDA.)
+# -- Ranks, and what is killed: forks of a process that has imported everything and run nothing.
+# (A fork of this one may not run autograd where torch has CUDA.)
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.common"])
@@ -230,9 +230,7 @@ def on_ranks(ranks, function, *args):
         processes = []
         for rank in range(ranks):
             own = environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-            arguments = (own, paths, os.getcwd(), function, [*map(str, args)])
-            processes.append(SERVER.Process(target=be_rank, args=arguments))
-            processes[-1].start()
+            processes.append(fork(function, map(str, args), paths, **own))
         code = 0
         running = {process.sentinel: process for process in processes}
         while running:
@@ -247,11 +245,19 @@ def on_ranks(ranks, function, *args):
         return subprocess.CompletedProcess(function, code, *texts)
 
 
-def be_rank(environment, paths, folder, function, args):
+def fork(function, args, paths, **environment):
+    """A process that calls "module.function". paths: of its stdout, and of its stderr."""
+    arguments = (environment, paths, os.getcwd(), function, [*args])
+    process = SERVER.Process(target=be_forked, args=arguments)
+    process.start()
+    return process
+
+
+def be_forked(environment, paths, folder, function, args):
     os.environ.update(environment)
     os.chdir(folder)
-    grpo.RANK = grpo.LOCAL_RANK = int(environment["RANK"])
-    grpo.WORLD_SIZE = int(environment["WORLD_SIZE"])
+    grpo.RANK = grpo.LOCAL_RANK = int(environment.get("RANK", 0))
+    grpo.WORLD_SIZE = int(environment.get("WORLD_SIZE", 1))
     for number, path in enumerate(paths, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     module, _, name = function.rpartition(".")

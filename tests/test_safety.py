@@ -85,10 +85,11 @@ def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, mo
 def test_half_a_line_of_the_checkpoints_own_step_is_cut_off(tmp_path):
     out = tmp_path / "run"
     begun_run(out, 2)
-    log = out / "metrics.jsonl"
-    log.write_bytes(log.read_bytes()[:-20])
+    for log in (out / "metrics.jsonl", out / "completions.jsonl"):
+        log.write_bytes(log.read_bytes()[:-20])
     small_run(out, max_steps=3, resume=True)
-    assert [m["step"] for m in lines(log)] == [1, 3]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 3]
+    assert {row["step"] for row in lines(out / "completions.jsonl")} == {1, 2, 3}
 
 
 def test_a_signal_in_an_update_saves_the_state_of_the_last_whole_step(tmp_path, monkeypatch):
