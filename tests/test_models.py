@@ -74,6 +74,7 @@ def test_files_of_rows(name, content, expected, tmp_path):
     [
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": \n', 2),
         ("x.jsonl", '{"prompt": "1+2="}\n[1]\n', 2),
+        ("x.jsonl", '{"prompt": "1+2="}\nnull\n{"prompt": "2"}', 2),
         ("x.jsonl", '{"prompt": "1+2=", "a": [1, NaN]}', "1: column 'a'"),
         ("x.jsonl", '{"prompt": "1+2="}\n{"question": "1"}', 2),
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": ""}', 2),

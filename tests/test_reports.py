@@ -118,13 +118,6 @@ def test_a_null_column_of_a_template_is_named(tmp_path):
         load(f"{HERE}/sample_data/model", [dict(question=None)], tmp_path, **template_column)
 
 
-def test_a_row_with_nan_is_refused(tmp_path):
-    path = tmp_path / "rows.py"
-    path.write_text("def rows():\n    return [dict(prompt='1+2=', answer='3', x=float('nan'))]\n")
-    with pytest.raises(ConfigError, match="row 1: "):
-        small_run(tmp_path / "run", train_data=f"{path}:rows")
-
-
 def test_rows_of_two_tasks_have_null_in_the_columns_of_the_other(tmp_path):
     rows = [dict(prompt="1+2=", answer="3", tests=None), dict(prompt="4=", answer=None, tests="4")]
     path = tmp_path / "two.py"

@@ -145,14 +145,6 @@ def test_a_flag_is_said_once(flags, capsys):
     assert "given twice" in capsys.readouterr().err
 
 
-def test_a_null_row_is_no_end(tmp_path):
-    path = write(tmp_path, '{"prompt": "1"}\nnull\n{"prompt": "2"}')
-    with pytest.raises(ConfigError, match="row 2: "):
-        grpo.load_prompts(
-            "train_data", grpo.load_tokenizer(MODEL), [], None, Config(train_data=path)
-        )
-
-
 # ------------------------------------------------------------------------------------------------
 # Texts and tokens
 
