@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 STARTED = time.time() - time.process_time()  # of this process
 
 # Another torch is another installation, and torch writes modules of its own into a cache.
@@ -48,6 +46,8 @@ def of_many(values):
 
 def of_weights(model):
     """Sums of bits: the same on every device."""
+    import torch  # compare.py, which only reads digests, needs none
+
     bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
     return [int(x.sum(dtype=torch.int64)) for x in bits]
 
