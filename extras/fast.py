@@ -63,14 +63,15 @@ class HeadLogps(torch.autograd.Function):
         grad = grad_logps / ctx.temperature  # [n]
         at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
-        hidden_rows = hidden.T.contiguous()  # [H, n]
         grad_weight = None
         if ctx.needs_input_grad[1]:  # not with adapters
             grad_weight = torch.empty_like(weight)  # [V, H]
+            hidden_rows = hidden.T.contiguous()  # [H, n]
+        rows = torch.arange(len(targets), device=targets.device)
         for words, tile_weight, z in tiles(ctx, hidden, weight):
             grad_z = fused(gradient, ctx.temperature, z, log_z, grad, out=z)  # [n, v]
             column, inside = columns_of(targets, words)
-            place = torch.arange(len(column), device=column.device), column[:, 0]
+            place = rows, column[:, 0]
             grad_z[place] = torch.where(inside[:, 0], at_target, grad_z[place])
             grad_hidden += grad_z @ tile_weight
             if grad_weight is not None:
@@ -102,7 +103,7 @@ def columns_of(targets, words: slice):
 
 def sums(temperature: float, z):
     """log Z and sum p z of a tile, [n, 2]."""
-    z = logits(z, temperature)
+    z = scaled(z, temperature)
     largest = z.amax(-1, keepdim=True)  # [n, 1]
     e = (z - largest).exp_()  # [n, v]
     total = e.sum(-1)
@@ -111,11 +112,12 @@ def sums(temperature: float, z):
 
 def gradient(temperature: float, z, log_z, grad):
     """By z, except at the target."""
-    p = (logits(z, temperature) - log_z[:, None]).exp_()
+    p = (scaled(z, temperature) - log_z[:, None]).exp_()
     return p.mul_(-grad[:, None]).to(z.dtype)
 
 
-def logits(z, temperature: float):
+def scaled(z, temperature: float):
+    """The logits after the temperature, at least in float32. At 1, z itself if it is float32."""
     z = widened(z)
     return z if temperature == 1 else z / temperature
 
