@@ -2029,7 +2029,7 @@ def print_step(step: int, metrics: dict, samples: list[Sample], rewards: list[Re
         shown.append("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
     print_rank_0(f"step {step}/{cfg.max_steps} {' '.join(shown)}")
     print_failures(samples)
-    look_at("samples", samples)
+    look_at("cut_off", samples)
     if step == 1:
         print_sample(samples[0])
         if torch.cuda.is_available():

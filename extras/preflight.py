@@ -283,7 +283,7 @@ def thinking(tokenizer):
 
 
 # -- Samples of a step
-def samples(samples):
-    cut_off = [s.reward for s in samples if s.finish_reason == "length"]
-    if len(cut_off) > len(samples) / 4 and max(cut_off) <= 0:
+def cut_off(samples):
+    rewards = [s.reward for s in samples if s.finish_reason == "length"]
+    if len(rewards) > len(samples) / 4 and max(rewards) <= 0:
         return "cut-off completions earn nothing: see --max_completion_length"

@@ -89,6 +89,15 @@ def test_ids_without_a_text_are_dropped():
     assert grpo.decode(tokenizer, np.append(ids, len(tokenizer) + 5)) == written
 
 
+def test_cut_off_completions_that_earn_nothing_are_said():
+    """More than a quarter of the step, and none with a reward."""
+    samples = random_samples(8, 2)
+    for n, reward, said in ((2, 0.0, False), (3, 0.0, True), (3, 1.0, False)):
+        for i, s in enumerate(samples):
+            s.finish_reason, s.reward = ("stop", 1.0) if i >= n else ("length", reward)
+        assert bool(grpo.preflight.cut_off(samples)) == said
+
+
 # ------------------------------------------------------------------------------------------------
 # What is trained
 
