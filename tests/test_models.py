@@ -1,5 +1,6 @@
 """Rows and prompts, models of many families, and adapters."""
 
+import copy
 import json
 import os
 import shutil
@@ -357,6 +358,16 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, two_rows):
     drawn = np.concatenate([ids for ids, _ in completions])
     known = drawn[drawn < len(after)]
     assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+
+
+def test_a_model_stays_as_loaded_when_its_file_is_overwritten(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    before = copy.deepcopy(loaded.state_dict())
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(-1000, os.SEEK_END)  # among the weights
+        file.write(bytes(1000))
+    assert all(map(torch.equal, loaded.state_dict().values(), before.values()))
 
 
 def test_the_cap_of_gemma_2s_attention_is_applied(tmp_path):
