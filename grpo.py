@@ -2352,6 +2352,8 @@ class Run:
     whole one."""
 
     def __init__(self, cfg: Config, device: torch.device, cleanup: contextlib.ExitStack):
+        if fast is not None and cfg.fast:
+            fast.tune_memory(device)
         self.files = RunFiles(cfg)
         began = cfg.began or gather([datetime.now().isoformat()])[0]
         cfg = replace(cfg, out_dir=self.files.path, model=absolute(cfg.model), began=began)

@@ -10,6 +10,8 @@ Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of 
 
 import ctypes
 import functools
+import mmap
+import os
 
 import numpy as np
 import torch
@@ -154,7 +156,6 @@ class FastPolicy(nn.Module):
         self.model = plain.model
         self.temperature = plain.temperature
         self.hidden_of = hidden_of
-        keep_freed_memory(self.model.device)
 
     def forward(self, batch: dict):
         head = self.model.get_output_embeddings()
@@ -226,13 +227,21 @@ def sample_batch(
     return [tuple(map(np.concatenate, zip(*pairs, strict=True))) for pairs in completions]
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """glibc would return the memory of large tensors to the kernel, which clears it before it gives
-    it out again: 10 % of an update of 135 M parameters, and more of a smaller model's."""
+def tune_memory(device: torch.device) -> None:
+    """For what is allocated from here on. glibc would return the memory of large tensors to the
+    kernel, which clears it before it gives it out again: 10 % of an update of 135 M parameters, and
+    more of a smaller model's. And in pages of 2 MB a tensor that has left the cache is read 1.3 to
+    3 times as fast as in pages of 4 KB; many kernels give them only to those who ask (madvise)."""
     libc = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep what is freed
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep what is freed
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        libc.aligned_alloc.restype = ctypes.c_void_p
+        # Addresses, no memory yet, because nothing is written. They stay in the heap when freed.
+        start = ctypes.c_void_p(libc.aligned_alloc(ctypes.c_size_t(2**21), ctypes.c_size_t(half)))
+        libc.madvise(start, ctypes.c_size_t(half), mmap.MADV_HUGEPAGE)
+        libc.free(start)
 
 
 def fit(policy, batch: dict, autocast, cfg) -> tuple:

@@ -178,6 +178,8 @@ def run_trl(files: dict, spec: dict) -> dict:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from extras import fast
+
     record, tokens = Record(spec["steps"]), []
     n = spec["num_prompts"] * spec["num_generations"]
     options = dict(num_generations=spec["num_generations"], beta=spec["beta"])
@@ -191,6 +193,7 @@ def run_trl(files: dict, spec: dict) -> dict:
     with open(files["train_data"]) as file:
         rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in file])
     reward = grpo.load_function(files["reward"])
+    fast.tune_memory(torch.device("cpu"))  # as ours does
     trainer = GRPOTrainer(files["model"], reward, GRPOConfig(**options), train_dataset=rows)
     give_engine(trainer, files, spec, record)
     score = trainer._get_per_token_logps_and_entropies
@@ -216,11 +219,8 @@ def run_trl(files: dict, spec: dict) -> dict:
 def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
     import trl.trainer.utils
 
-    from extras import fast
-
     # TRL asks this only when it chooses at which positions to compute the head.
     trl.trainer.utils._use_triton = lambda device: True
-    fast.keep_freed_memory(torch.device("cpu"))  # as ours does
     longest = spec["prompt"] + spec["completion"]
     cfg = config(files, spec, "vllm")
     engine = grpo.VLLMSampler(trainer.model, trainer.eos_token_ids, longest, cfg)
