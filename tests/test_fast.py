@@ -3,6 +3,8 @@ kind of model the gradient is that of one text at a time."""
 
 import copy
 import dataclasses
+import os
+import re
 import unittest.mock
 
 import numpy as np
@@ -330,3 +332,24 @@ def test_backward_has_the_dtype_of_forward(monkeypatch):
     logps.sum().backward()
     assert dtypes == [torch.bfloat16] * 2
     assert [x.dtype for x in (logps, entropy, hidden.grad, weight.grad)] == [torch.float32] * 4
+
+
+def resident() -> int:
+    """Memory of this process, in pages."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+
+def test_large_tensors_stand_in_large_pages_and_their_memory_is_kept():
+    if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        pytest.skip("this kernel has no large pages")
+    fast.tune_memory(CPU)
+    tensor = torch.ones(2**24)
+    address = tensor.data_ptr() + 2**25  # its middle
+    with open("/proc/self/smaps") as file:
+        mappings = re.findall(r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", file.read(), re.M | re.S)
+    [flags] = [flags for a, b, flags in mappings if int(a, 16) <= address < int(b, 16)]
+    assert "hg" in flags.split()  # asks for large pages
+    before = resident()
+    del tensor
+    assert resident() > before - 1000
