@@ -242,8 +242,8 @@ def tune_memory(device: torch.device) -> None:
 
 def ask_for_large_pages(libc) -> None:
     """A tensor that has left the cache is read 1.3 to 1.9 times as fast from pages of 2 MB as from
-    those of 4 KB: an update of 135 M parameters takes .97 of the time, .84 while others load the
-    memory. Many kernels give them only to those who ask (madvise). So addresses for half of the
+    those of 4 KB: an update of 135 M parameters takes .97 of the time, .84 to .90 while others load
+    the memory. Many kernels give them only to those who ask (madvise). So addresses for half of the
     machine's memory are taken and given back to the heap, where tensors will stand. This takes no
     memory, except from a kernel that promises no more than it has (overcommit 2)."""
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
