@@ -1617,15 +1617,16 @@ def load_model(flag: str, path: str, cfg: Config, device: torch.device):
         model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
         model.get_output_embeddings().requires_grad_(True)
-    # transformers leaves the weights in the mapped file: who overwrites it would change the model.
+    # A copy, because transformers leaves the weights in the mapped file: who overwrites it would
+    # change the model.
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
+        tensor.data = tensor.data.to(device, copy=True)
     model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
             old = model.gradient_checkpointing_enable  # before transformers 5.24
             getattr(model, "activation_checkpointing_enable", old)(dict(use_reentrant=False))
-    return model.to(device).eval()
+    return model.eval()
 
 
 def without_dropout(config):
