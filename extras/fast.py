@@ -8,6 +8,7 @@ backward.
 Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of a tile.
 """
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -236,8 +237,9 @@ def tune_memory(device: torch.device) -> None:
     if device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep what is freed
-        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2":
-            ask_for_large_pages(libc)
+        with contextlib.suppress(OSError):  # a sandbox that shows no /proc: without large pages
+            if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2":
+                ask_for_large_pages(libc)
 
 
 def ask_for_large_pages(libc) -> None:
