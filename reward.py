@@ -6,6 +6,7 @@ and with --environment IN_EPISODES. TRL's form, fn(completions, **columns), work
 own functions may be async."""
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -25,6 +26,8 @@ from statistics import mean
 from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
+
+import numpy as np
 
 # No column may be called so.
 ADDED = """prompt_text prompt_messages completion_ids completion_tokens completion_length
@@ -160,7 +163,7 @@ def final_number(text):
 
 
 # -- Loading your functions
-class Reward(NamedTuple):
+class RewardFunction(NamedTuple):
     name: str
     weight: float  # a sample's reward is the sum of weight * value over the rewards
     function: object  # fn(completion, row), or TRL's form
@@ -185,7 +188,7 @@ class Reward(NamedTuple):
         return self.function(completion, row) if self.applies_to(row) else None
 
 
-def load_rewards(spec: str) -> list[Reward]:
+def load_rewards(spec: str) -> list[RewardFunction]:
     """The rewards of "name[:weight],file.py:function[:weight],...". An error is one line."""
     rewards = {}
     for item in spec.split(","):
@@ -201,7 +204,7 @@ def load_rewards(spec: str) -> list[Reward]:
         if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
             raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
         columns = getattr(function, "columns", ())
-        rewards[name] = Reward(name, float(weight or 1), function, columns, batched)
+        rewards[name] = RewardFunction(name, float(weight or 1), function, columns, batched)
     return list(rewards.values())
 
 
@@ -221,6 +224,47 @@ def load_function(spec: str):
 
 
 # -- Calling them
+def fill_in_reward(reward, samples, run):
+    """The values of a reward function, and what it said beside them."""
+    rows = [row_of(sample, reward, run) for sample in samples]  # new: a function may change them
+    texts = [sample.text for sample in samples]
+    values, failures, metrics, columns = call_reward(reward, texts, rows, run.cfg.call_timeout)
+    for i, sample in enumerate(samples):
+        value = values[i]
+        if isinstance(value, list):  # one for each token, nan where there is none
+            of_tokens = reward.weight * np.array(value)  # [T]
+            sample.info.setdefault("token_rewards", {})[reward.name] = of_tokens
+            value = float(np.nansum(value))
+        sample.rewards[reward.name] = value
+        sample.failure = sample.failure or failures.get(i, "")
+        # Of the whole call: the log has the mean over samples.
+        sample.info.setdefault("metrics", {}).update(metrics)
+        more = {column: entries[i] for column, entries in columns.items()}
+        sample.info.setdefault("columns", {}).update(more)
+
+
+def row_of(sample, reward, run):
+    """What it gets beside the completion: the row of the data, and what the trainer adds."""
+    passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
+    known = dict(
+        prompt_text=sample.prompt.text,
+        prompt_messages=copy.deepcopy(sample.prompt.messages),
+        completion_ids=sample.completion_ids.tolist(),
+        completion_length=int(sample.sampled.sum()),
+        completion_messages=[dict(role="assistant", content=sample.text)],
+        max_completion_length=run.cfg.max_completion_length,
+        finish_reason=sample.finish_reason,
+        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
+    )
+    if "episode" in sample.info:
+        known |= sample.info["episode"].reward_columns()
+    if getattr(reward.function, "tokens", False):
+        from extras import tokens
+
+        known["completion_tokens"] = tokens.texts(run.tokenizer, known["completion_ids"])
+    return copy.deepcopy(sample.prompt.row) | known
+
+
 class TimeUp(BaseException):
     """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
 
@@ -289,11 +333,11 @@ def call_reward(reward, completions, rows, seconds):
     values: a float for each completion; nan: the reward does not apply; 0.0: the call failed; or
         a list, a float for each token; nan: no reward there
     failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
-    metrics: {name: mean number}, extra: {column: a text for each completion}, as TRL logs them"""
-    values, failures, logged, extra = [], {}, {}, {}
+    metrics: {name: mean number}, columns: {name: a text for each completion}, as TRL logs them"""
+    values, failures, logged, columns = [], {}, {}, {}
     calls = [(reward.call, *pair) for pair in zip(completions, rows, strict=True)]
     if reward.batched:
-        calls = [(call_trl, reward.function, completions, rows, logged, extra)]
+        calls = [(call_trl, reward.function, completions, rows, logged, columns)]
     futures = [begin(seconds, *call) for call in calls]
     wait(futures, seconds)  # for the asynchronous ones, which run at the same time
     for future in futures:
@@ -307,7 +351,7 @@ def call_reward(reward, completions, rows, seconds):
             why = f"reward {reward.name} failed: {cause_of(error)}"
             failures |= dict.fromkeys(range(first, first + count), why)
             values += [0.0] * count
-    return values, failures, {name: mean(logged[name]) for name in logged}, extra
+    return values, failures, {name: mean(logged[name]) for name in logged}, columns
 
 
 def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error if it is neither
@@ -329,12 +373,12 @@ def cause_of(error):  # in one line
     return ", ".join([f"{error!r:.500}", *your_lines(error)[-1:]])
 
 
-def call_trl(function, completions, rows, logged, extra):  # with the arguments that TRL passes
+def call_trl(function, completions, rows, logged, more):  # with the arguments that TRL passes
     def log_metric(name, value):
         logged.setdefault(name, []).append(float(value))
 
     def log_extra(column, values):
-        extra[column] = [str(value) for _, value in zip(rows, values, strict=True)]
+        more[column] = [str(value) for _, value in zip(rows, values, strict=True)]
 
     columns = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
     columns |= dict(prompts=columns["prompt_text"], completions=completions)

@@ -19,11 +19,12 @@ import torch
 import transformers
 
 import grpo
-from extras import fast
+from extras import fast, packed
 from grpo import Config, Prompt, Sample, group_advantages, grpo_loss, kl_estimate
-from reward import Reward
+from reward import RewardFunction
 from tests.common import (
     F64,
+    GAP,
     REDUCTIONS,
     fake_run,
     on_ranks,
@@ -48,7 +49,7 @@ def gradient(value, x):
 
 def naive_run(model, reference, prompts, cfg, method):
     """Trains the model. Returns the metrics of each step. method: what another algorithm does to
-    advantages and loss_mask; None: nothing."""
+    advantages and trainable; None: nothing."""
     metrics = []
     for step in range(1, cfg.max_steps + 1):
         samples = []
@@ -132,7 +133,7 @@ def naive_advantages(samples, cfg):
         group = [other.reward for other in samples if other.group == s.group]
         group = [reward for reward in group if not math.isnan(reward)]
         if math.isnan(s.reward) or (cfg.mask_truncated and s.finish_reason == "length"):
-            s.loss_mask[:] = False
+            s.trainable[:] = False
         if not math.isnan(s.reward):
             s.advantages[:] = s.reward - statistics.mean(group)
         if cfg.scale_rewards != "none":
@@ -142,7 +143,7 @@ def naive_advantages(samples, cfg):
 
 def naive_loss(model, minibatch, cfg):
     """The loss of an optimizer step, and sums for the log."""
-    in_loss = [s.sampled & s.loss_mask for s in minibatch]
+    in_loss = [s.loss_mask for s in minibatch]
     n_tokens = sum(int(mask.sum()) for mask in in_loss)
     n_sequences = sum(bool(mask.any()) for mask in in_loss)
     total = 0.0
@@ -213,11 +214,12 @@ def naive_update(model, samples, step, cfg):
             for p, g in zip(parameters, gradients, strict=True):
                 p.data -= rate * factor * g
             sums.update(new_sums)
-    metrics = dict(learning_rate=rate, optimizer_steps=len(losses), skipped_steps=0)
+    steps = sum(norm > 0 for norm in norms)  # not with every token clipped
+    metrics = dict(learning_rate=rate, optimizer_steps=steps, skipped_steps=0)
     metrics |= dict(loss=statistics.mean(losses), grad_norm=statistics.mean(norms))
     for name in ("entropy", "clip_ratio/region_mean", *(("kl", "kl_k1") if cfg.beta > 0 else ())):
         metrics[name] = sums[name] / sums["tokens"]
-    return metrics | dict(sampler_gap=sums["sampler_gap"] / sums["sampled_tokens"])
+    return metrics | {GAP: sums["sampler_gap"] / sums["sampled_tokens"]}
 
 
 def naive_learning_rate(index, cfg):
@@ -233,7 +235,7 @@ def naive_metrics(samples):
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     lengths = [int(s.sampled.sum()) for s in samples]
     groups = {s.group for s in samples}
-    learns = {s.group for s in samples if s.advantages[s.sampled & s.loss_mask].any()}
+    learns = {s.group for s in samples if s.advantages[s.loss_mask].any()}
     return {
         "reward": statistics.mean(rewards),
         "reward_std": statistics.stdev(rewards),
@@ -264,7 +266,10 @@ def short(completion, row):
     return None if row["kind"] == "equal" or length == 1 else length / 4
 
 
-REWARDS = [Reward("helps", 2.0, helps, (), False), Reward("short", -0.5, short, (), False)]
+REWARDS = [
+    RewardFunction("helps", 2.0, helps, (), False),
+    RewardFunction("short", -0.5, short, (), False),
+]
 
 
 def said_by_the_sampler(ids, logps):
@@ -272,24 +277,19 @@ def said_by_the_sampler(ids, logps):
     return np.round(logps + 0.9 * np.sin(ids), 2)
 
 
-class Sampler(grpo.HFSampler):
-    def generate(self, *arguments):
-        drawn = super().generate(*arguments)
-        return [(ids, said_by_the_sampler(ids, logps)) for ids, logps in drawn]
-
-
 def written_by_the_policy(ids):
     """An environment has written the second token of long completions."""
     return np.array([t != 1 or len(ids) < 5 for t in range(len(ids))])
 
 
-class Player:
-    def open(self, prompts):
-        return prompts
-
-    def play(self, samples, *_):
-        for s in samples:
-            s.sampled = written_by_the_policy(s.completion_ids)
+class Sampler(grpo.HFSampler):
+    def generate(self, *arguments):
+        completions = super().generate(*arguments)
+        for fields in completions:
+            ids, logps = fields["completion_ids"], fields["sampler_logps"]
+            fields |= dict(sampler_logps=said_by_the_sampler(ids, logps))
+            fields |= dict(sampled=written_by_the_policy(ids))
+        return completions
 
 
 def by_token(samples):
@@ -297,12 +297,17 @@ def by_token(samples):
     for s in samples:
         s.advantages[1::3] = 0.0
         s.advantages[::3] *= 2.0
-        s.loss_mask[3::4] = False
+        s.trainable[3::4] = False
 
 
 def make_run(model, reference, prompts, cfg):
     """What the loop reads of a Run."""
     policy = grpo.Policy(model, cfg.temperature)
+
+    def end_step(step, samples, metrics):
+        run.step = step
+        run.metrics.append(grpo.sample_metrics(samples) | metrics)
+
     run = fake_run(
         cfg,
         policy=policy,
@@ -312,16 +317,14 @@ def make_run(model, reference, prompts, cfg):
         train_prompts=prompts,
         sampler=Sampler(model, STOP, cfg),
         tokenizer=types.SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
-        rewards=REWARDS,
-        player=Player(),
+        reward_functions=REWARDS,
         state={},
         record_time=lambda phase: None,
         evaluate_if_due=lambda: None,
-        save_if_due=lambda: None,
-        is_over=lambda: run.step == cfg.max_steps,
-        complete=lambda step: setattr(run, "step", step),
+        files=types.SimpleNamespace(save_if_due=lambda run: None),
+        should_stop=lambda: run.step == cfg.max_steps,
         metrics=[],
-        log_step=lambda samples, m: run.metrics.append(grpo.sample_metrics(samples) | m),
+        end_step=end_step,
     )
     return run
 
@@ -405,8 +408,7 @@ def test_an_eval_is_the_naive_one():
     run.eval_prompts = run.train_prompts
     run.step = 7
     run.sampler = grpo.HFSampler(model, STOP, cfg)
-    run.rewards = [Reward("right", 1.0, right, (), False), *REWARDS]
-    run.player = None
+    run.reward_functions = [RewardFunction("right", 1.0, right, (), False), *REWARDS]
 
     def values(n, temperature):  # [prompts, n]
         table = []
@@ -483,7 +485,7 @@ def case_of_ranks(reduction, n=16):
     cfg = Config(loss_reduction=reduction, beta=0.1, temperature=0.8, max_grad_norm=0)
     samples = random_samples(n, min(n, 5), np.float64)
     if reduction == "sequence":
-        samples[3].loss_mask[:] = False
+        samples[3].trainable[:] = False
     return grpo.replace(cfg, micro_batch_tokens=40), samples
 
 
@@ -497,12 +499,12 @@ def gradients_of_ranks(out):
     reference = grpo.Policy(tiny_model(dtype=F64, seed=1), 0.8)
     for case in CASES_OF_RANKS:
         cfg, samples = case_of_ranks(*case)
-        # A form of the policy for each reduction: packed, padded, another head.
+        # A form of the policy for each reduction: padded, packed, another head.
         policy = grpo.Policy(tiny_model(dtype=F64), 0.8)
-        if cfg.loss_reduction == "sequence":
-            policy.model.set_attn_implementation("sdpa")
+        if cfg.loss_reduction != "token":
+            policy = packed.PackedPolicy(policy.model, 0.8)
         if cfg.loss_reduction == "constant":
-            policy = fast.FastPolicy(policy, grpo.hidden_of)
+            policy = fast.FastPolicy(policy)
         grpo.add_logps("ref_logps", reference, samples, cfg)
         ddp = torch.nn.parallel.DistributedDataParallel(policy)
         grad, metrics = update_gradient(cfg, samples, F64, policy, ddp)
@@ -550,7 +552,7 @@ def test_all_samples_are_drawn_by_random_numbers_of_their_own():
 
     def generate(prompts, seeds, temperature):
         asked.extend(seeds)
-        return [(np.array([7]), np.zeros(1)) for _ in prompts]
+        return [dict(completion_ids=np.array([7]), sampler_logps=np.zeros(1)) for _ in prompts]
 
     cfg = Config(num_generations=3)
     model = tiny_model()
@@ -565,7 +567,8 @@ def test_all_samples_are_drawn_by_random_numbers_of_their_own():
     engine = types.SimpleNamespace(generate=lambda texts, given, **_: params.extend(given) or [])
     sampler = grpo.VLLMSampler.__new__(grpo.VLLMSampler)
     vars(sampler).update(llm=engine, SamplingParams=dict, stop_ids=[4, 9], cfg=cfg)
-    sampler.generate([np.array([1])] * len(asked), asked, 0.7, [3] * len(asked))
+    prompt = Prompt(np.array([1]), "", {})
+    sampler.generate([prompt] * len(asked), asked, 0.7, [3] * len(asked))
     assert len({p["seed"] for p in params}) == len(asked)
     for p in params:
         assert (p["temperature"], p["max_tokens"], p["stop_token_ids"]) == (0.7, 3, [4, 9])
@@ -579,7 +582,9 @@ def test_samples_follow_the_scored_distribution():
     model.generation_config = transformers.GenerationConfig(**options)
     sampler = grpo.HFSampler(model, [1], Config(max_completion_length=1))
     n = 4000
-    completions = sampler.generate([np.array([5, 6, 7])] * n, [(0, i) for i in range(n)], 0.7)
+    prompt = Prompt(np.array([5, 6, 7]), "", {})
+    completions = sampler.generate([prompt] * n, [(0, i) for i in range(n)], 0.7)
+    completions = [(c["completion_ids"], c["sampler_logps"]) for c in completions]
     logps = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).log_softmax(-1)
     counts = torch.bincount(torch.tensor([ids[0] for ids, _ in completions]), minlength=32)
     assert (counts / n - logps.exp()).abs().max() < 4 * 0.5 / n**0.5

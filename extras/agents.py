@@ -24,12 +24,17 @@ import random
 import re
 from collections import defaultdict
 from concurrent.futures import wait
+from dataclasses import replace
 from os.path import commonprefix
 
 import numpy as np
+from transformers.utils import get_json_schema
 
-from extras.rows import text_message
-from reward import FAILURES, begin, cause_of, finish, time_limit, your_lines
+import grpo
+from extras import preflight, ranks
+from extras.errors import cleanup, mistakes_in
+from extras.tokens import text_message
+from reward import FAILURES, begin, cause_of, finish, load_function, time_limit, your_lines
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -42,12 +47,16 @@ HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response
 }
 
 
+def load(name: str):
+    """The environment file.py:name."""
+    with mistakes_in(f"--environment {name}"):
+        return Environment(load_function(name))
+
+
 class Environment:
     """What --environment names: a function, classes, or tools. ValueError: none of them."""
 
     def __init__(self, target):
-        from transformers.utils import get_json_schema
-
         self.function, self.classes, self.tool_sets = None, {}, {None: []}
         self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
         classes = target if isinstance(target, dict) else {None: target}
@@ -76,11 +85,26 @@ class Environment:
         return self.tool_sets[name]
 
     def open_chat(self, messages: list, row: dict, said, tokenizer) -> tuple:
-        """The messages, which end with what reset() said, a text or parts, made harmless; and the
-        functions that the chat template describes, or None. ValueError"""
+        """The messages, which end with what reset() said, a text or parts, made harmless; and what
+        the chat template describes of the functions, or None. ValueError"""
         said = text_message(dict(role="user", content=said))["content"]
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
-        return [*messages[:-1], messages[-1] | dict(content=content)], self.tools(row) or None
+        schemas = [get_json_schema(tool) for tool in self.tools(row)]
+        return [*messages[:-1], messages[-1] | dict(content=content)], schemas or None
+
+
+def around(sampler, run):
+    """A sampler that plays an environment with another one. ConfigError: no episode can begin."""
+    cfg = run.cfg
+    prompts = run.train_prompts + run.eval_prompts
+    room = preflight.longest_text(run.policy.model, run.longest, cfg) - cfg.max_completion_length
+    with mistakes_in(f"--environment {cfg.environment}"):
+        player = Player(load(cfg.environment), sampler, run.tokenizer, prompts, cfg, room)
+        cleanup.callback(player.close_objects)
+        if ranks.is_first():
+            prompts = grpo.prompts_of_step(run.train_prompts, run.step + 1, cfg)
+            [player.first_prompt] = player.open(prompts[:1], strict=run.step == 0)
+    return player
 
 
 def methods_of(instance):
@@ -142,6 +166,7 @@ class Episode:
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
         self.turn_start = 0  # index of the last turn's first token in the completion
+        self.calls_tools = False
         self.calls = self.failed_calls = 0
         self.failure = ""
 
@@ -165,7 +190,7 @@ def append(sample, ids, logps, sampled: bool):
     sample.completion_ids = np.append(sample.completion_ids, ids)
     sample.sampler_logps = np.append(sample.sampler_logps, logps)
     sample.sampled = np.append(sample.sampled, np.full(len(ids), sampled))
-    sample.loss_mask = sample.advantages = None
+    sample.trainable = sample.advantages = None
     sample.__post_init__()
 
 
@@ -178,16 +203,18 @@ def harmless(tokenizer, words: str) -> str:
 
 
 class Player:
-    """Plays the environment's side of episodes of all these prompts; ValueError if one cannot be
-    played. stop_ids end a turn: EOS, and the tokens of a text function's `stop`. make_prompt:
-    that of grpo.py; room: the most tokens that it may make of a prompt and reset()'s words."""
+    """A sampler of episodes, whose turns another sampler draws: this one plays the environment's
+    side. ValueError if one of these prompts cannot be played. stop_ids end a turn: EOS, and the
+    tokens of a text function's `stop`. room: the most tokens of a prompt and reset()'s words."""
 
-    def __init__(self, environment, tokenizer, eos_ids, prompts, cfg, make_prompt, room):
+    def __init__(self, environment, sampler, tokenizer, prompts, cfg, room):
         self.environment = environment
+        self.sampler = sampler
+        self.load_weights, self.sleep = sampler.load_weights, sampler.sleep
+        self.close = sampler.close
         self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
+        self.eos_ids = eos_ids = sampler.stop_ids
         self.cfg = cfg
-        self.make_prompt = make_prompt
         self.room = room
         self.openings = {}  # of each row, what reset() says
         self.episodes = []  # that began last
@@ -205,6 +232,7 @@ class Player:
             if isinstance(stop, str) or len(ids) != 1:
                 raise ValueError(f"its stop must be a tuple of tokens; {text!r} is not one token")
             self.stop_ids += ids
+        sampler.stop_ids = self.stop_ids
         if cfg.max_turns == 1 and not environment.classes:  # a class may only open and reward
             raise ValueError("with --max_turns 1 it never answers")
         are_chats = [prompt.messages is not None for prompt in prompts]
@@ -244,6 +272,8 @@ class Player:
             self.open(prompts)  # an object must also begin a second time, and say the same
         before = self.episodes
         self.episodes = [Episode() for _ in prompts]
+        for episode in self.episodes:
+            episode.calls_tools = self.environment.function is None
         if not self.environment.classes:
             return prompts
         self.end([e.object for e in before if e.failure])
@@ -271,8 +301,8 @@ class Player:
             row_id = hash((prompt.row_number, str(prompt.row)))
             if said != self.openings.setdefault(row_id, said):
                 raise ValueError("reset() says two things to one row and seed")
-            data = (prompt.row, prompt.row_number, self.tokenizer, environment, self.cfg)
-            longer = self.make_prompt(*data, said or "")
+            rest = prompt.row_number, self.tokenizer, self.cfg
+            longer = grpo.make_prompt(prompt.row, *rest, said=said or "")
             if len(longer.ids) > self.room:
                 room = f"--max_prompt_length or the model has room for {self.room}"
                 raise ValueError(f"with what reset() says {len(longer.ids)} tokens; {room}")
@@ -291,39 +321,55 @@ class Player:
         if errors:  # a server may keep its places
             print(f"close() of {self.why(errors[0])}", flush=True)
 
-    def close(self):
+    def close_objects(self):
         """Calls close() of all objects, where there is one."""
         self.open([])  # from here on all are free
         self.end(sum(self.free.values(), []))
 
     # -- Turns and replies
 
-    def play(self, samples, seeds, generate, temperature):
-        """Plays all turns after the first, and changes the samples. seeds: a tuple for each.
-        generate(prompts, seeds, temperature, limits) samples a turn each: (ids [T], logps [T])"""
+    def generate(self, prompts, seeds, temperature, limits=None) -> list[dict]:
+        """Like that of other samplers: the fields of a Sample. seeds: a tuple for each."""
+        samples = []
+        begun = self.open(prompts)
+        limits = limits or [self.cfg.max_completion_length] * len(begun)
+        turns = self.sampler.generate(begun, seeds, temperature, limits)
+        for prompt, turn in zip(begun, turns, strict=True):
+            samples.append(grpo.Sample(0, prompt, **turn))
+            samples[-1].finish_reason = self.reason(turn)
+        self.play(samples, seeds, temperature)
+        names = "prompt completion_ids sampler_logps sampled finish_reason text failure info"
+        return [{name: getattr(s, name) for name in names.split()} for s in samples]
+
+    def reason(self, turn: dict) -> str:
+        return "stop" if turn["completion_ids"][-1] in self.stop_ids else "length"
+
+    def play(self, samples, seeds, temperature):
+        """All turns after the first, which change the samples."""
         for sample, episode, seed in zip(samples, self.episodes, seeds, strict=True):
-            sample.episode = episode
+            sample.info["episode"] = episode
             episode.seed = seed
         while True:
             ends = at_once(map(self.answer, samples), self.cfg.call_timeout)
             for sample, end in zip(samples, ends, strict=True):
                 if isinstance(end, FAILURES):
-                    sample.episode.failure = self.why(end)
-                sample.failure = sample.episode.failure
+                    sample.info["episode"].failure = self.why(end)
+                sample.failure = sample.info["episode"].failure
             samples = [s for s, end in zip(samples, ends, strict=True) if end is None]
             if not samples:
                 break
-            prompts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
-            seeds = [(*s.episode.seed, len(s.episode.turns)) for s in samples]
+            texts = [np.append(s.prompt.ids, s.completion_ids) for s in samples]
+            prompts = [replace(s.prompt, ids=ids) for s, ids in zip(samples, texts, strict=True)]
+            seeds = [(*s.info["episode"].seed, len(s.info["episode"].turns)) for s in samples]
             limits = [self.cfg.max_completion_length - len(s.completion_ids) for s in samples]
-            turns = generate(prompts, seeds, temperature, limits)
-            for sample, (ids, logps) in zip(samples, turns, strict=True):
-                sample.episode.turn_start = len(sample.completion_ids)
-                append(sample, ids, logps, sampled=True)
-                sample.finish_reason = "stop" if ids[-1] in self.stop_ids else "length"
+            turns = self.sampler.generate(prompts, seeds, temperature, limits)
+            for sample, turn in zip(samples, turns, strict=True):
+                sample.info["episode"].turn_start = len(sample.completion_ids)
+                append(sample, turn["completion_ids"], turn["sampler_logps"], sampled=True)
+                sample.finish_reason = self.reason(turn)
 
     def answer(self, sample):  # None, or why the episode is over
-        environment, episode, prompt = self.environment, sample.episode, sample.prompt
+        environment, episode, prompt = self.environment, sample.info["episode"], sample.prompt
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
         episode.turns.append(sample.text)
@@ -424,13 +470,14 @@ class Player:
             start = re.compile("|".join(map(re.escape, ends))).search(text, start).start()
         return text[:start], text[start:]
 
-    def metrics(self, samples):
-        """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
-        episodes = [sample.episode for sample in samples]
-        counts = [(len(e.turns), e.calls, e.failed_calls, bool(e.failure)) for e in episodes]
-        turns, calls, failed_calls, failed = np.sum(counts, 0).tolist()
-        metrics = {"turns/mean": turns / len(samples), "environment/failed": failed}
-        if self.environment.function is None:  # the policy calls tools
-            metrics["tools/call_frequency"] = calls / len(samples)
-            metrics["tools/failure_frequency"] = failed_calls / max(1, calls)
-        return metrics
+
+def metrics(samples) -> dict:
+    """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
+    episodes = [sample.info["episode"] for sample in samples]
+    counts = [(len(e.turns), e.calls, e.failed_calls, bool(e.failure)) for e in episodes]
+    turns, calls, failed_calls, failed = np.sum(counts, 0).tolist()
+    metrics = {"turns/mean": turns / len(samples), "environment/failed": failed}
+    if episodes[0].calls_tools:
+        metrics["tools/call_frequency"] = calls / len(samples)
+        metrics["tools/failure_frequency"] = failed_calls / max(1, calls)
+    return metrics

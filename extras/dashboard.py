@@ -19,7 +19,7 @@ class Dashboard:
         try:
             self.open(kind, out_dir, config)
         except (Exception, SystemExit):  # wandb without a key
-            if os.listdir(out_dir) == ["metrics.jsonl"]:  # the lock of a run that does not begin
+            if os.listdir(out_dir) == [".lock"]:  # of a run that does not begin
                 shutil.rmtree(out_dir)
             raise
 

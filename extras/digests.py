@@ -1,5 +1,5 @@
 """What a run had read when it began. A resume must have it again, and all ranks must have the same.
-The trainer writes it into config.json, too: extras/compare.py sees by it whether a file was edited
+The trainer writes it into config.json, too: tools/compare.py sees by it whether a file was edited
 since, and which metrics of two runs are the same quantity."""
 
 import ast
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -24,6 +25,42 @@ def of_file(path):
     """None: there is no such file."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+
+
+def of_code(thing) -> str:
+    """Of a function or a class, without comments, docstrings and layout; "": nobody can read it."""
+    if isinstance(thing, type):  # its functions as they are now, also those that a script has set
+        functions = {name: f for name, f in vars(thing).items() if inspect.isfunction(f)}
+        text = str({name: of_code(f) for name, f in sorted(functions.items())})
+    else:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+        except (OSError, TypeError, SyntaxError):  # made by exec
+            return ""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+                node.body = node.body[1:] or [ast.Pass()]
+        text = ast.unparse(tree)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+# The code of the page for which extras/ has another form, which is taken while this is unchanged.
+# `python -m extras.digests` renews the table.
+WRITTEN_FOR = dict(
+    Policy="53307d1d",
+    collate="8d7120a9",
+    padded="8b87369e",
+    micro_batches="d3d1c363",
+    logps_of="1b0b0a31",
+    log_probabilities="7f6bd71a",
+    load_reference="780ab9db",
+)
+
+
+def changed(*names) -> list[str]:
+    """Of these functions and classes of the page those whose code is no longer the known one."""
+    page = sys.modules["grpo"]
+    return [name for name in names if of_code(getattr(page, name)) != WRITTEN_FOR[name]]
 
 
 def of_values(*values):
@@ -52,30 +89,26 @@ def of_weights(model):
     return [int(x.sum(dtype=torch.int64)) for x in bits]
 
 
-def identity(cfg, model, prompts):
-    """What a resume must have as the run began. model: as --model has it."""
-    identity = dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
-    identity["model"] = of_weights(model)
-    identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in prompts)
-    return identity
-
-
 def compare(run, checkpoint):
-    """A ValueError if a resume has another identity than the checkpoint. Says from which step on
-    evals measured what they do now. Returns a digest of all that the ranks must have the same."""
+    """checkpoint: what it has of run.files.notes. A ValueError if a resume has another identity.
+    Notes from which step on evals measured what they do now. Returns a digest of all that the ranks
+    must have the same."""
+    identity = run.files.notes["identity"]  # what a resume must have; of --model: see runs.py
+    cfg = run.cfg
+    identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
+    identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in run.train_prompts)
     if run.cfg.reference and run.reference is not None:
-        run.identity["reference"] = of_weights(run.reference.model)
-    began_with = checkpoint.get("identity") or run.identity  # {}: it began without this file
-    changed = [name for name in run.identity if began_with.get(name) != run.identity[name]]
+        identity["reference"] = of_weights(run.reference.model)
+    began_with = checkpoint.get("identity") or identity  # {}: it began without this file
+    changed = [name for name in identity if began_with.get(name) != identity[name]]
     if changed:
         raise ValueError(f"this run began with another {' and '.join(changed)}")
     eval_rows = ((p.ids.tolist(), p.row) for p in run.eval_prompts)
-    evals = of_many([run.rewards[0].name, list(eval_rows)])
-    run.files.evals = evals
-    run.files.evals_since = checkpoint.get("evals_since", 0)
+    evals = of_many([run.reward_functions[0].name, list(eval_rows)])
+    run.files.notes |= dict(evals=evals, evals_since=checkpoint.get("evals_since", 0))
     if checkpoint.get("evals", evals) != evals:  # accuracies so far name no best checkpoint
-        run.files.evals_since = run.step
-    return of_many([vars(run.cfg), run.identity, evals, run.step, of_weights(run.model)])
+        run.files.notes["evals_since"] = run.step
+    return of_many([vars(run.cfg), identity, evals, run.step, of_weights(run.policy.model)])
 
 
 def loaded_files():
@@ -109,16 +142,15 @@ def behind(functions, files):
     return found
 
 
-def about(run, out_dir, started=STARTED):
-    """What config.json gets, and the files that were edited since the run began."""
+def about(run, before, started=STARTED):
+    """What config.json gets, and the files that were edited since the run began. before: what it
+    had when the run last went on; {}: it begins, or had no extras/."""
     cfg = run.cfg
     functions = f"{cfg.reward},{cfg.environment}"
     code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
     read = {*code.values(), cfg.train_data, cfg.eval_data}
     files = {path: digest for path in sorted(read) if (digest := of_file(path))}
-    before = dict(files={}, flags={})
-    if run.step > 0:  # the run goes on
-        before = json.loads(Path(out_dir, "config.json").read_text())["about"]
+    before = dict(files={}, flags={}) | before
     for path, digest in files.items():
         if os.path.getmtime(path) > started or before["files"].get(path, digest) != digest:
             files[path] += " edited"  # while it ran: who knows which version it had
@@ -133,9 +165,18 @@ def about(run, out_dir, started=STARTED):
         trainer=of_file(inspect.getfile(type(cfg))),
         eval_accuracy_of=of_values(first, code_of(first), run.eval_prompts),
         reward_of=of_values(settings, code_of(functions), run.train_prompts),
-        weights=of_values(run.identity["model"]),
+        weights=of_values(run.files.notes["identity"]["model"]),
         files=files,
         flags=before["flags"] | {str(run.step): vars(cfg)},  # from each step on
     )
     edited = [path for path, said in files.items() if "edited" in said and run.step > 0]
     return about, edited
+
+
+if __name__ == "__main__":
+    import grpo
+
+    text = Path(__file__).read_text()
+    for known in WRITTEN_FOR:
+        text = re.sub(rf'\b{known}="\w*",', f'{known}="{of_code(getattr(grpo, known))}",', text)
+    Path(__file__).write_text(text)

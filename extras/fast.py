@@ -1,6 +1,6 @@
-"""What is there for speed alone: a head for large vocabularies, compiled layers, micro-batches that
-fill a GPU, a sampling loop that computes no row that has stopped. grpo.py takes it if this file is
-there; the head, if its numbers are the model's own.
+"""What is there for speed alone: packed sequences, a head for large vocabularies, compiled layers,
+micro-batches that fill a GPU. Packing and head stand in for grpo.py's Policy from 10 M parameters
+on, while nobody has changed its code, if their numbers are the same.
 
 The head makes the logits of some words at a time (a tile), and keeps or makes them again for
 backward.
@@ -13,18 +13,23 @@ import ctypes
 import functools
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+import grpo
+from extras import digests, packed, preflight, ranks
+from extras.errors import mistakes_in, one_line
 
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
 WORDS = 2**14  # of a tile on a GPU
+SMALL = 10e6  # parameters; below, threads, bfloat16, vLLM and this head cost more than they save
 BLOCK = 2**17  # logits of a tile on a CPU that stay in its cache from one operation to the next
 
 
@@ -151,20 +156,170 @@ def fused(function, temperature: float, *tensors, out=None):
 
 
 class FastPolicy(nn.Module):
-    """The plain policy with this head. hidden_of: grpo.py's, a batch -> hidden [n, H]."""
+    """A policy, plain or packed, with this head."""
 
-    def __init__(self, plain, hidden_of):
+    def __init__(self, policy):
         super().__init__()
-        self.model = plain.model
-        self.temperature = plain.temperature
-        self.hidden_of = hidden_of
+        self.model = policy.model
+        self.temperature = policy.temperature
+        self.dtype = policy.dtype
+        self.micro_batches = policy.micro_batches
+        self.collate = policy.collate
 
     def forward(self, batch: dict):
         head = self.model.get_output_embeddings()
         if head.bias is not None:
             raise ValueError("the head has a bias")
-        hidden = self.hidden_of(self.model, batch)  # [n, H]
-        return HeadLogps.apply(hidden, head.weight, batch["targets"], self.temperature)
+        with grpo.autocast(self.model.device, self.dtype):
+            hidden = packed.run_model(self.model.base_model, batch).last_hidden_state  # [., L, H]
+            hidden = hidden.flatten(0, 1)[batch["logit_index"]]  # [n, H]
+            return HeadLogps.apply(hidden, head.weight, batch["targets"], self.temperature)
+
+
+# -- Which policy
+
+OF_POLICY = "Policy collate padded micro_batches logps_of log_probabilities".split()
+
+
+def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
+    """For a large model the first of these with the numbers of the plain one: sequences packed or
+    padded, with this head or the model's."""
+    with mistakes_in(f"--{preflight.flag_of(model.name_or_path, cfg)}", (ValueError,)):
+        preflight.check_ids(model, prompts)
+    policy = plain(model, prompts, cfg, *args, **kwargs)
+    if not cfg.fast or model.num_parameters() < SMALL:
+        return policy
+    mine = digests.changed(*OF_POLICY) or what_is_added(policy)
+    if mine:
+        ranks.say(f"{', '.join(mine)} changed: so it runs, padded, and extras/fast.py is not used")
+        return policy
+    attention = model.config._attn_implementation
+    if packed.packs(model):  # from an earlier policy
+        attention = "sdpa"
+        model.set_attn_implementation(attention)
+    samples = dummy_samples(prompts[:2], [1, 5, min(32, cfg.max_completion_length)], model)
+    longest = max(prompts, key=lambda p: len(p.ids))
+    [longest] = dummy_samples([longest], [cfg.max_completion_length], model)
+    beyond = beyond_windows(model.config, longest)
+    expected = numbers_of(policy, [[s] for s in samples + beyond]), gradients_of(policy, samples)
+    of_packed = packed.PackedPolicy(model, policy.temperature, policy.dtype)
+    for inner in (of_packed, policy):
+        if inner is policy:
+            model.set_attn_implementation(attention)
+        for form in (FastPolicy(inner), inner):
+            why = ""
+            if form is not policy:
+                why = mismatch(form, samples, beyond, expected)
+            if why == "":
+                name = " with ".join(dict.fromkeys([type(inner).__name__, type(form).__name__]))
+                ranks.say(f"{model.name_or_path}: {name} computes log-probabilities")
+                return form
+            name = f"{type(inner).__name__}, {type(form).__name__}"
+            ranks.say(f"{model.name_or_path}: no {name}: {why}")
+
+
+def what_is_added(policy) -> list[str]:
+    """To this object, by a subclass, a hook or an attribute."""
+    known = vars(grpo.Policy(policy.model, 1.0)).keys()
+    hooks = [name for name in known if name.endswith("_hooks") and getattr(policy, name)]
+    own = [type(policy).__name__] * (type(policy) is not grpo.Policy)
+    return own + hooks + sorted(vars(policy).keys() - known)
+
+
+@contextlib.contextmanager
+def exact(policy):
+    """The policy without bfloat16, for a while."""
+    dtype = policy.dtype
+    if dtype == "bfloat16":
+        policy.dtype = "float32"
+    try:
+        yield
+    finally:
+        policy.dtype = dtype
+
+
+def dummy_samples(prompts: list, lengths: list[int], model) -> list:
+    """For each prompt completions of these lengths, which end with an EOS, all but the first."""
+    [end, *_] = np.ravel(model.generation_config.eos_token_id)
+    samples = []
+    for group, prompt in enumerate(prompts):
+        for length in lengths:
+            ids = np.resize(prompt.ids, length)
+            if length > 1 and end is not None:
+                ids[-1] = end
+            samples.append(grpo.Sample(group, prompt, ids, np.zeros(length)))
+    return samples
+
+
+def beyond_windows(config, s) -> list:
+    """A part of s, a dummy sample as long as any, that no window of the model holds; [] if each
+    window does. Only its last 8 tokens are compared."""
+    window = preflight.largest_window(config, s.total_length)
+    if window == 0:
+        return []
+    length = max(8, window + 32 - len(s.prompt.ids))
+    ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
+    made = type(s)(s.group, s.prompt, ids, s.sampler_logps[:length])
+    made.sampled[:-8] = False
+    return [made]
+
+
+@torch.no_grad()
+def numbers_of(policy, batches: list) -> list:
+    """Log-probabilities and entropy [n] in float32, and what else it returns."""
+    with exact(policy):
+        outputs = [policy(policy.collate(samples)) for samples in batches]
+    return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+
+
+def gradients_of(policy, samples: list) -> dict:
+    """Of each parameter the gradient, as its norm and its product with two random directions: all
+    gradients of a large model would take the memory of another one. Tokens have other shares."""
+    with exact(policy):
+        logps, _ = policy(policy.collate(samples))
+    shares = torch.linspace(-1, 1, len(logps), dtype=logps.dtype, device=logps.device)
+    if logps.requires_grad:  # else it is a reference
+        (logps * shares.cos()).sum().backward()
+    described = {}
+    for name, p in policy.named_parameters():
+        if p.grad is not None:
+            generator = torch.Generator(p.device).manual_seed(0)
+            products = [(p.grad * random_like(p, generator)).sum().item() for _ in range(2)]
+            described[name] = [p.grad.norm().item(), *products]
+    policy.zero_grad()
+    return described
+
+
+def random_like(p, generator):
+    return torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+
+
+def mismatch(policy, samples: list, beyond: list, expected: tuple) -> str:
+    """Why a policy is wrong; empty if its numbers are those expected, of one sample at a time in
+    float32, up to rounding."""
+    why = ""
+    numbers, gradients = expected
+    try:
+        with torch.no_grad():
+            rounded = policy(policy.collate(samples + beyond))
+        both = zip(numbers_of(policy, [samples + beyond]), rounded, numbers, strict=True)
+        for name, (x, y, z) in zip(("log-probability", "entropy"), both, strict=True):
+            largest, mean = (x - z).abs().max().item(), (y - z).abs().mean().item()
+            # In a model that knows nothing yet they vary little. Neither holds if one is nan.
+            if not (largest <= 1e-4 * numbers[0].std().item() and mean <= 0.1):
+                why = why or f"its {name} is {max(largest, mean):.1g} off"
+        own = gradients_of(policy, samples)
+        near = 1e-3 * max((norm for norm, *_ in gradients.values()), default=0.0)
+        is_same = own.keys() == gradients.keys()
+        for name, values in gradients.items():
+            is_same = is_same and np.allclose(own[name], values, rtol=0.0, atol=near)
+        if not is_same:
+            why = why or "its gradient is another one"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model raises that cannot do this
+        why = one_line(error)
+    return max(grpo.all_gather([why]))  # the same on all ranks
 
 
 class InDtype:
@@ -193,48 +348,12 @@ def experts(layer, hidden, *chosen):
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts)
 
 
-@torch.no_grad()
-def sample_batch(
-    model, prompts, seeds, temperature, limits, stop_ids, cfg, draw, padded, autocast
-) -> list[tuple]:
-    """The completions of grpo.py's sample_batch, for a model with packed attention. A row leaves
-    the batch when it stops, while generate computes all of them until the last one stops. The last
-    three arguments are functions of grpo.py."""
-    completions = [[] for _ in prompts]  # pairs of a token and its logp
-    streams = map(np.random.default_rng, seeds)
-    rows = list(zip(completions, streams, limits, strict=True))  # those that have not stopped
-    ids = padded(prompts, side="left").to(model.device)  # [rows, P]; then the new tokens, [rows, 1]
-    mask = padded([np.ones_like(p) for p in prompts], side="left").to(model.device)
-    cache = DynamicCache(config=model.config)
-    with autocast(cfg, model.device, cache=True):
-        while rows:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            options = dict(attention_mask=mask, position_ids=positions, past_key_values=cache)
-            logits = model(ids, logits_to_keep=1, **options).logits[:, -1]  # [rows, V]
-            randoms = torch.tensor([[s.random()] for _, s, _ in rows], dtype=torch.float64)
-            ids, logps = draw(logits, temperature, randoms.to(model.device))
-            tokens = ids.cpu().numpy()
-            stops = np.isin(tokens, stop_ids)
-            going = []
-            for row, pair in enumerate(zip(tokens, logps.cpu().numpy(), strict=True)):
-                completion, _, limit = rows[row]
-                completion.append(pair)
-                if not stops[row] and len(completion) < limit:
-                    going.append(row)
-            if len(going) < len(rows):
-                rows = [rows[row] for row in going]
-                ids, mask = ids[going], mask[going]
-                cache.batch_select_indices(going)
-            mask = nn.functional.pad(mask, (0, 1), value=1)
-    return [tuple(map(np.concatenate, zip(*pairs, strict=True))) for pairs in completions]
-
-
-def tune_memory(device: torch.device) -> None:
-    """For what is allocated from here on. glibc would return the memory of large tensors to the
-    kernel, which clears it before it gives it out again: 10 % of an update of 135 M parameters, and
-    more of a smaller model's."""
+def tune_memory() -> None:
+    """On a CPU, for what is allocated from here on. glibc would return the memory of large tensors
+    to the kernel, which clears it before it gives it out again: 10 % of an update of 135 M
+    parameters, and more of a smaller model's."""
     libc = ctypes.CDLL(None)
-    if device.type == "cpu" and hasattr(libc, "mallopt"):
+    if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep what is freed
         with contextlib.suppress(OSError):  # a sandbox that shows no /proc: without large pages
@@ -255,38 +374,47 @@ def ask_for_large_pages(libc) -> None:
     libc.free(start)
 
 
-def fit(policy, batch: dict, autocast, cfg) -> tuple:
-    """What --compile and --micro_batch_tokens become on this machine, and why layers that should be
-    compiled are not. batch: some 2,048 made-up tokens."""
+def tune_for_machine(policy, prompts: list, cfg) -> None:
+    """Compiles the layers by --compile, and fills a GPU if --micro_batch_tokens is 0."""
+    length = min(512, cfg.max_completion_length)
+    batch = policy.collate(dummy_samples(prompts[:1], [length] * (2048 // length), policy.model))
     on_cuda = policy.model.device.type == "cuda"
-    is_compiled = cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and cfg.fast)
-    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    why = ""
-    if is_compiled:
-        for layer in layers:
-            layer.compile(dynamic=True)
-        try:
-            make_gradient(policy, batch, autocast)
-        except Exception as error:  # no C compiler, or code that torch cannot take
-            why = " ".join(str(error).split())[:500]
-            is_compiled = False
-            for layer in layers:
-                del layer._compiled_call_impl
-    tokens = cfg.micro_batch_tokens or 2048
+    is_large = policy.model.num_parameters() >= SMALL
+    if cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and is_large and cfg.fast):
+        compile_layers(policy, batch)
     if cfg.micro_batch_tokens == 0 and on_cuda:
-        tokens = tokens_that_fit(policy, batch, autocast)
+        tokens = min(grpo.all_gather([tokens_that_fit(policy, batch)]))  # the same on all ranks
+        ranks.say(f"micro-batches of {tokens} tokens")
+        policy.tokens_that_fit = tokens
+        policy.micro_batches = functools.partial(filled, policy.micro_batches, tokens)
     policy.zero_grad()
     if on_cuda:
         torch.cuda.empty_cache()  # vLLM asks for its share next
-    return dict(compile="on" if is_compiled else "off", micro_batch_tokens=tokens), why
 
 
-def tokens_that_fit(policy, batch: dict, autocast) -> int:
+def filled(micro_batches, tokens: int, samples: list, cfg) -> list[list]:
+    return micro_batches(samples, replace(cfg, micro_batch_tokens=tokens))
+
+
+def compile_layers(policy, batch: dict) -> None:
+    layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        make_gradient(policy, batch)
+    except Exception as error:  # no C compiler, or code that torch cannot take
+        why = one_line(error)
+        ranks.say(f"--compile: the layers are not compiled: {why}")
+        for layer in layers:
+            del layer._compiled_call_impl
+
+
+def tokens_that_fit(policy, batch: dict) -> int:
     """In a micro-batch on this GPU, by the peak of a small one."""
-    make_gradient(policy, batch, autocast)  # from here on the gradients have their memory
+    make_gradient(policy, batch)  # from here on the gradients have their memory
     taken = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    make_gradient(policy, batch, autocast)
+    make_gradient(policy, batch)
     of_a_token = (torch.cuda.max_memory_allocated() - taken) / batch["ids"].numel()
     free, _ = torch.cuda.mem_get_info()
     moments = 8 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -294,7 +422,5 @@ def tokens_that_fit(policy, batch: dict, autocast) -> int:
     return int(min(65536, max(256, 0.8 * left / of_a_token)))
 
 
-def make_gradient(policy, batch: dict, autocast) -> None:
-    with autocast():
-        logps = policy(batch)[0]
-    logps.sum().backward()
+def make_gradient(policy, batch: dict) -> None:
+    policy(batch)[0].sum().backward()

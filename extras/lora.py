@@ -59,6 +59,8 @@ class AdaptersOff:
     def __init__(self, policy):
         self.policy = policy
         self.model = policy.model
+        self.micro_batches = policy.micro_batches
+        self.collate = policy.collate
 
     def __call__(self, batch: dict):
         layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
@@ -72,17 +74,17 @@ class AdaptersOff:
 
 
 @torch.no_grad()
-def merged_weights(model, rounded: bool = False) -> dict:
-    """By name, the adapters merged into the weights beside which they stand, these in bfloat16 if
-    `rounded`."""
-    weights = model.state_dict()
+def merged(tensors: dict, model, rounded: bool = False) -> dict:
+    """Of these tensors of the model, by name, those without adapters, which are merged into the
+    weights beside which they stand, these in bfloat16 if `rounded`: for a sampler."""
+    tensors = dict(tensors)
     for number, (name, module) in enumerate(model.named_modules()):
-        if hasattr(module, "get_delta_weight"):
-            base = f"{name}.base_layer.weight"
-            weights[base] = weights[base].float() + module.get_delta_weight("default")
+        base = f"{name}.base_layer.weight"
+        if hasattr(module, "get_delta_weight") and base in tensors:
+            tensors[base] = tensors[base].float() + module.get_delta_weight("default")
             if rounded:
-                weights[base] = round_at_random(weights[base], number)
-    return {n.replace(".base_layer", ""): w for n, w in weights.items() if ".lora_" not in n}
+                tensors[base] = round_at_random(tensors[base], number)
+    return {n.replace(".base_layer", ""): x for n, x in tensors.items() if ".lora_" not in n}
 
 
 def round_at_random(x, seed: int):

@@ -6,6 +6,7 @@ returns what the screen should say. Without this file a run begins all the same.
 """
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -19,6 +20,7 @@ from unicodedata import normalize
 
 import numpy as np
 
+import grpo
 from reward import ADDED, BUILT_IN
 
 LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
@@ -27,7 +29,7 @@ LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
 
 
 # -- Flags
-def meant(message, names):
+def suggest_flag(message, names):
     """argparse's words; for an unknown flag those that may be meant: lr is in learning_rate."""
     unknown = re.match(r"unrecognized arguments: --(\w+)", message)
     if unknown is None:
@@ -39,15 +41,18 @@ def meant(message, names):
     return f"unknown --{unknown[1]}; --help lists the flags"
 
 
-def values(cfg):
+def check_values(cfg):
     """Impossible values. Without this file they fail where they are used."""
     for name, kind in typing.get_type_hints(type(cfg)).items():
         value, choices = getattr(cfg, name), typing.get_args(kind)
         low = LOWEST.get(name, 0)
-        if kind in (int, float) and not low <= value < math.inf:
+        is_known = getattr(type(cfg), name) >= low if kind in (int, float) else False
+        if is_known and not low <= value < math.inf:  # a flag of yours may start below 0
             raise ValueError(f"--{name}: {value} is no number from {low} on")
         if typing.get_origin(kind) is typing.Literal and value not in choices:
             raise ValueError(f"--{name}: {value} is none of {', '.join(choices)}")
+    if cfg.plain:
+        raise ValueError("--plain: a word of the command line; in Python set grpo.USE_EXTRAS")
     if not cfg.model:
         raise ValueError("--model is empty; Config(**BUNDLED) is the bundled task")
     if not cfg.train_data:
@@ -68,13 +73,40 @@ def values(cfg):
         raise ValueError(f"--chat_template_kwargs: no JSON object: {error}") from error
 
 
-def flags(argv):
+def check_flags_once(argv):
     """Of a flag that is given twice only the last would count. --fast and --no_fast are one."""
     names = [word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     names = [name.replace("__no_", "__") for name in names]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"--{twice[0][2:]} is given twice")
+
+
+# Which marked function of grpo.py serves which flags.
+SERVES = dict(
+    make_optimizer="weight_decay",
+    load_model="gradient_checkpointing",
+    make_sampler="environment max_turns compile",
+    make_prompt="system_prompt began",
+    content_of="system_prompt",
+    load_tokenizer="began",
+    make_policy="fast",
+    make_files="lora_rank report_to log_completions",
+    load_reference="lora_rank",
+    tensors_of="lora_rank",
+    save_model="lora_rank",
+)
+
+
+def check_marks(cfg):
+    """A flag that only extras/ serves must not be dropped, because a mark has been taken away."""
+    for name, flags in SERVES.items():
+        is_marked = hasattr(getattr(grpo, name), "extra")
+        for flag in flags.split():
+            if not is_marked and getattr(cfg, flag) != getattr(grpo.Config, flag):
+                raise ValueError(
+                    f"--{flag}: grpo.{name} is yours and has no @extra, which serves it"
+                )
 
 
 # -- Data
@@ -86,7 +118,7 @@ def json_object(pairs):
     return row
 
 
-def row(row, rewards, environment, cfg):
+def check_row(row, rewards, environment, cfg):
     """The model and the rewards must be able to use a row whole."""
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
@@ -125,15 +157,15 @@ def refuse_bytes(value):
     return str(value)
 
 
-def prompt(row, messages, text, tokenizer, cfg):
+def check_prompt(row, messages, text, tokenizer, cfg):
     """The text of a prompt. messages: what the chat template made it of; None: it is no chat."""
     text.encode()  # an error if it is no Unicode, which tokenizers do not say
     if messages is not None:
-        chat(messages, text, cfg)
-    control_tokens(row, messages, text, tokenizer, cfg)
+        check_chat(messages, text, cfg)
+    check_control_tokens(row, messages, text, tokenizer, cfg)
 
 
-def chat(messages, text, cfg):
+def check_chat(messages, text, cfg):
     """The chat template must write each message, and one of the system. A last one of the assistant
     is continued."""
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
@@ -151,7 +183,7 @@ def chat(messages, text, cfg):
             raise ValueError("the chat template closes a thought before that of the last message")
 
 
-def control_tokens(row, messages, text, tokenizer, cfg):
+def check_control_tokens(row, messages, text, tokenizer, cfg):
     """The words of a row must not end a turn. A text that is the whole prompt may: a chat template
     has made it before. So may words that --prompt_template, --system_prompt or the row's column
     `control_tokens` have, too."""
@@ -176,7 +208,7 @@ def control_names(tokenizer):
     return [t.content for t in tokens if re.match(special if t.special else "<[|｜]", t.content)]
 
 
-def tokenizer(tokenizer, prompt):
+def check_tokenizer(tokenizer, prompt):
     """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
     one up. Blanks beside special tokens may come and go, and letters with accents are composed."""
     decoded = tokenizer.decode(prompt.ids)
@@ -189,40 +221,55 @@ def tokenizer(tokenizer, prompt):
         return "strings go to this chat model as they are; see --chat"
 
 
-def both_data(train_prompts, eval_prompts):
+def check_both_data(train_prompts, eval_prompts):
     both = {p.text for p in train_prompts} & {p.text for p in eval_prompts}
     if both:
         return f"{len(both)} prompts are in --train_data and in --eval_data"
 
 
 # -- Models
-def folder(path):
+def flag_of(path, cfg):
+    return "reference" if path == cfg.reference else "model"
+
+
+def positions_of(model):
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
+def longest_text(model, longest, cfg):
+    """Tokens of a prompt and its completion. An environment's words may make a prompt longer."""
+    if cfg.environment:
+        longest = min(positions_of(model), cfg.max_prompt_length + cfg.max_completion_length)
+    return longest
+
+
+def check_folder(path):
     if path.startswith((".", "/")) and not os.path.isdir(path):
         raise ValueError("no such folder")
     if os.path.exists(f"{path}/adapter_config.json"):
         raise ValueError("holds adapters: merge them into their model first")
 
 
-def config(config):
+def check_config(config):
     if getattr(config, "quantization_config", None):
         raise ValueError("is quantized: name the model that it is made of")
 
 
-def weights(model, missing):
-    if missing:
-        raise ValueError(f"its files have no weights for {min(missing)}")
+def check_weights(model):
     ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
     if ignored:
         return f"transformers ignores {ignored} in its files, so no checkpoint has them"
 
 
-def sizes(model, prompts, longest, positions):
-    """longest: tokens of the longest prompt and its completion."""
+def check_room(positions, prompts, cfg):
+    """The model must have room for the longest prompt and its completion."""
+    longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     if longest > positions:
-        why = (
-            f"has {positions} positions, and the longest prompt and its completion {longest} tokens"
-        )
-        raise ValueError(f"{why}: lower --max_completion_length")
+        why = f"and the longest prompt and its completion {longest} tokens"
+        raise ValueError(f"has {positions} positions, {why}: lower --max_completion_length")
+
+
+def check_ids(model, prompts):
     largest = max(int(p.ids.max()) for p in prompts)
     if largest >= model.get_input_embeddings().num_embeddings:
         raise ValueError(f"the tokenizer makes the id {largest}, which --model does not have")
@@ -235,33 +282,34 @@ def largest_window(config, longest):
     return max((n for n in windows if isinstance(n, int) and 0 < n < longest), default=0)
 
 
-def beyond_windows(config, s):
-    """Of s, a made-up sample as long as any, so much that no window holds it; none if each does.
-    Only its last 8 tokens are compared."""
-    window = largest_window(config, s.total_length)
-    if window == 0:
-        return []
-    length = max(8, window + 32 - len(s.prompt.ids))
-    ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
-    made = type(s)(s.group, s.prompt, ids, s.sampler_logps[:length])
-    made.sampled[:-8] = False
-    return [made]
-
-
-def padding(sampler, Sample, prompt, longest, policy, check_samples):
+def check_padding(run, sampler):
     """The hf sampler pads on the left and has a cache. What these change must be rounding in
-    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window.
-    Sample, check_samples: grpo.py's."""
-    if sampler.cfg.dtype == "bfloat16":
-        sampler.cfg = replace(sampler.cfg, dtype="float32")
-    long = max(8, min(longest, largest_window(sampler.model.config, longest) + 32) - 4)
+    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window."""
+    cfg = sampler.cfg
+    if cfg.dtype == "bfloat16":
+        sampler.cfg = replace(cfg, dtype="float32")
+    window = largest_window(run.policy.model.config, run.longest)
+    long = max(8, min(run.longest, window + 32) - 4)
+    prompt = run.train_prompts[0]
     prompts = [replace(prompt, ids=np.resize(prompt.ids, n)) for n in (1, long)]
-    completions = sampler.generate([p.ids for p in prompts], [0, 1], 1.0, [4, 4])
-    samples = [Sample(0, p, *c) for p, c in zip(prompts, completions, strict=True)]
-    check_samples(policy, samples, 1.0, sampler.cfg)
+    completions = sampler.generate(prompts, [0, 1], 1.0, [3, 4])  # one stops before the other
+    samples = [grpo.Sample(0, p, **c) for p, c in zip(prompts, completions, strict=True)]
+    check_samples_agree(run.policy, samples, 1.0, sampler.cfg)
+    sampler.cfg = cfg
 
 
-def reference(path, load_tokenizer, tokenizer, model, policy_model):
+def check_samples_agree(policy, samples, temperature, cfg):
+    """check_gap for samples that get no pass of an update. An eval is wrong, too, if the sampler
+    has other weights than the policy."""
+    policy = copy.copy(policy)
+    policy.dtype = cfg.dtype
+    policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
+    grpo.add_logps("old_logps", policy, samples, cfg)
+    gaps = [np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples]
+    grpo.check_gap(np.concatenate(gaps).mean(), cfg)
+
+
+def check_reference(path, load_tokenizer, tokenizer, model, policy_model):
     """It must know the same tokens. It may have more ids, such as those that pad its vocabulary to
     another size."""
     of_id = {}
@@ -275,7 +323,7 @@ def reference(path, load_tokenizer, tokenizer, model, policy_model):
         raise ValueError(f"has {n_ids[0]} token ids, --model has {n_ids[1]}")
 
 
-def thinking(tokenizer):
+def check_think_tag(tokenizer):
     marks = r"[<\[][\w|:]*(?:think|thought|channel)[\w|]*[>\]]"
     marks = set(re.findall(marks, str(tokenizer.chat_template).lower())) - {"<think>"}
     if marks:
@@ -283,7 +331,7 @@ def thinking(tokenizer):
 
 
 # -- Samples of a step
-def cut_off(samples):
+def check_cut_off(samples):
     rewards = [s.reward for s in samples if s.finish_reason == "length"]
     if len(rewards) > len(samples) / 4 and max(rewards) <= 0:
         return "cut-off completions earn nothing: see --max_completion_length"

@@ -1,5 +1,6 @@
-"""Rows of CSV, parquet and the hub, and chats as the templates of models want them. grpo.py alone
-reads JSON lines, JSON and functions, and takes messages as they are. Parquet's types become:
+"""Rows of JSON, CSV, parquet, the hub and functions, and prompts made of them: templates with
+LaTeX, chats as the templates of models want them, words that end no turn. grpo.py alone reads JSON
+lines, and takes messages as they are. Parquet's types become:
 
     text, number, Decimal, bool, null    what they are; 0.1 in 32 bits is 0.1
     list, struct, map                    list, dict, dict
@@ -10,6 +11,7 @@ reads JSON lines, JSON and functions, and takes messages as they are. Parquet's 
 
 import copy
 import csv
+import functools
 import io
 import json
 import os
@@ -17,13 +19,61 @@ import re
 from datetime import date, datetime, time
 from pathlib import Path
 
+from tqdm import tqdm
+
+from extras import preflight, ranks
+from extras.errors import ConfigError, one_line, require
+from extras.tokens import text_message
+from reward import load_function, load_rewards
+
 ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
+END = object()  # of the rows; null, None, may be a row
+numbers = {}  # of each file, the row that was read last, from 1
 
 
 # -- A file -> rows
-def read(path: str):
-    """An iterator over the rows of a file or of a hub dataset name:config:split, as dicts."""
+def read_rows(plain, path: str, *args, **kwargs):
+    """Of a file, a function or the hub."""
+    numbers[path] = 0
+    rows = iter(tqdm(rows_of(plain, path, *args, **kwargs), path, unit=" rows", **bar()))
+    while True:
+        numbers[path] += 1
+        row = next(rows, END)
+        if row is END:
+            numbers[path] -= 1
+            return
+        yield row
+
+
+def bar() -> dict:
+    return dict(delay=10, disable=not ranks.is_first())  # if it takes long
+
+
+def rows_of(plain, path: str, *args, **kwargs):
+    """The plain one reads JSON lines. It cannot read the others."""
     kind = Path(path).suffix.lower()
+    if ".py:" in path:
+        return load_function(path)()
+    if kind not in (".json", ".jsonl", ".ndjson"):
+        try:  # yours may know this kind
+            rows = list(plain(path, *args, **kwargs))
+            if all(isinstance(row, dict) for row in rows):
+                return rows
+        except (ValueError, OSError):
+            pass
+        return read(path, kind)
+    text = Path(path).read_text("utf-8-sig")
+    parse = functools.partial(json.loads, object_pairs_hook=preflight.json_object)
+    if text.lstrip().startswith("["):
+        return parse(text)
+    for numbers[path], line in enumerate(filter(str.strip, text.split("\n")), 1):
+        parse(line)
+    numbers[path] = 0
+    return plain(path, *args, **kwargs)
+
+
+def read(path: str, kind: str):
+    """An iterator over the rows of a file or of a hub dataset name:config:split, as dicts."""
     if kind == ".csv":
         return rows_of_csv(Path(path).read_text("utf-8-sig"))
     if kind == ".parquet":
@@ -36,7 +86,7 @@ def read(path: str):
 
     name, config, split = f"{path}::".split(":", 2)
     rows = load_dataset(name, config or None, split=split.rstrip(":") or "train")
-    return map(plain, rows)
+    return map(plain_value, rows)
 
 
 def rows_of_csv(text):
@@ -57,7 +107,7 @@ def rows_of_parquet(path):
     refuse_twice(file.schema_arrow.names)
     kind = struct(file.schema_arrow)
     for batch in file.iter_batches(1000):
-        yield from (plain(row, kind) for row in batch.to_pylist(maps_as_pydicts="strict"))
+        yield from (plain_value(row, kind) for row in batch.to_pylist(maps_as_pydicts="strict"))
 
 
 def refuse_twice(names):
@@ -65,15 +115,15 @@ def refuse_twice(names):
         raise ValueError("two columns have the same name")
 
 
-def plain(value, kind=None):
+def plain_value(value, kind=None):
     """The value as a JSON line has it. kind: its type in parquet, or None."""
     if isinstance(value, dict):
         item = getattr(kind, "item_type", None)  # of a map: the type of all its values
         kinds = {} if kind is None or item else {field.name: field.type for field in kind}
-        value = {key: plain(x, kinds.get(key, item)) for key, x in value.items()}
+        value = {key: plain_value(x, kinds.get(key, item)) for key, x in value.items()}
     elif isinstance(value, list):
         item = getattr(kind, "value_type", None)
-        value = [plain(x, item) for x in value]
+        value = [plain_value(x, item) for x in value]
     elif isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         value = json.loads(value)
     elif isinstance(value, float) and str(kind) in ("float", "halffloat"):  # of 32 and 16 bits
@@ -85,36 +135,132 @@ def plain(value, kind=None):
     return value
 
 
-# -- A prompt -> a text, or messages
-def chat(prompt, row, template):
-    """Messages as templates want them. A CSV has them as JSON, and a --prompt_template may be the
-    name of their column alone. Another text stays."""
-    named = row.get(template[1:-1])
-    if template[:1] == "{" and isinstance(named, list):
-        prompt = named
-    if isinstance(prompt, str) and re.match(ROLE, prompt):
-        try:
-            prompt = json.loads(prompt)
-        except ValueError as error:
-            raise ValueError(f"begins like a chat, and is no JSON: {prompt[:80]!r}") from error
-    if isinstance(prompt, list):
-        prompt = [text_message(message) for message in prompt]
+# -- Rows -> prompts, as token ids
+def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
+    """A row that cannot be used ends the run here."""
+    flag = "train_data" if path == cfg.train_data else "eval_data"
+    loaded.cache_clear()
+    numbers[path] = 0
+    try:
+        prompts = plain(path, tokenizer, cfg, *args, **kwargs)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # users' functions may raise any
+        at = f" row {numbers[path]}" if numbers[path] else ""
+        raise ConfigError(f"--{flag} {path}{at}: {one_line(error)}") from error
+    n_rows = numbers[path]
+    require(n_rows or prompts or not path, f"{flag} {path}", "has no rows")
+    long = "too long (--max_prompt_length), or left out by load_prompts"
+    left_out = f"{n_rows - len(prompts)} of {n_rows} prompts are {long}"
+    require(prompts or not path, f"{flag} {path}", left_out)
+    if len(prompts) < n_rows:
+        ranks.say(f"--{flag}: {left_out}")
+    return prompts
+
+
+@functools.cache
+def loaded(reward: str, environment: str) -> tuple:
+    """The reward functions, and the environment or None."""
+    from extras import agents
+
+    return load_rewards(reward), agents.load(environment) if environment else None
+
+
+def make_prompt(plain, row, row_number, tokenizer, cfg, *args, said=None, **kwargs):
+    """said: what reset() of an environment says to the row, the end of the prompt."""
+    rewards, environment = loaded(cfg.reward, cfg.environment)
+    if said is None:
+        preflight.check_row(row, rewards, environment, cfg)
+    own = copy.copy(cfg)
+    own.opening = said or "", tokenizer, environment  # for content_of
+    try:
+        prompt = plain(row, row_number, tokenizer, own, *args, **kwargs)
+        prompt.text[0]
+    except Exception as error:
+        content = row.get("prompt")
+        if cfg.prompt_template or content and isinstance(content, str | list):
+            raise
+        why = f"column 'prompt' has neither a text nor messages: {content!r}"
+        raise ValueError(why) from error
+    preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
+    if prompt.messages is None and tokenizer.num_special_tokens_to_add() > 0:
+        prompt.ids = without_added_ends(prompt, tokenizer)
+    if row_number == 0 and said is None:
+        told = preflight.check_tokenizer(tokenizer, prompt)
+        if told:
+            ranks.say(told)
     return prompt
 
 
-def text_message(message: dict) -> dict:
-    """The message without parquet's nulls, with one text instead of parts, and with the arguments
-    of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
-    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
-        return message  # of a million rows no copy
-    message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
-    if isinstance(message.get("content"), list):
-        for part in message["content"]:
-            if part["type"] != "text":
-                raise ValueError(f"the model would not see a part of type {part['type']}")
-        message["content"] = "".join(part["text"] for part in message["content"])
-    for call in message.get("tool_calls", []):
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
-    return message
+def without_added_ends(prompt, tokenizer):
+    """The ids without a second BOS, as of a text that a chat template wrote, and without an EOS
+    that is not the text's own."""
+    ids, eos = prompt.ids, tokenizer.eos_token_id
+    if prompt.text.startswith(tokenizer.bos_token or "\0") and ids[0] == ids[1]:
+        ids = ids[1:]
+    own = prompt.text.endswith(tokenizer.eos_token or "\0") and ids[-2] != eos
+    return ids[:-1] if ids[-1] == eos and not own else ids
+
+
+def content_of(plain, row: dict, cfg, *args, **kwargs):
+    """Messages as templates want them: a CSV has them as JSON, and a --prompt_template may be the
+    name of their column alone."""
+    template = with_newlines(cfg.prompt_template)
+    column = template[1:-1] if template else "prompt"
+    chat = row.get(column)
+    if isinstance(chat, str) and re.match(ROLE, chat):
+        try:
+            chat = json.loads(chat)
+        except ValueError as error:
+            raise ValueError(f"begins like a chat, and is no JSON: {chat[:80]!r}") from error
+    if isinstance(chat, list):
+        row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
+    if template:
+        template = format_of(template, row)
+    filled = copy.copy(cfg)
+    filled.prompt_template = template
+    content = plain(row, filled, *args, **kwargs)
+    if content and isinstance(content, str) and cfg.system_prompt:
+        content = [dict(role="user", content=content)]
+    if not isinstance(content, list):
+        return content
+    if cfg.system_prompt:
+        content = [dict(role="system", content=with_newlines(cfg.system_prompt)), *content]
+    options = json.loads(cfg.chat_template_kwargs or "{}")
+    options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
+    said, tokenizer, environment = getattr(cfg, "opening", ("", None, None))
+    if environment is not None:
+        content, options["tools"] = environment.open_chat(content, row, said, tokenizer)
+    begun = content[-1]["role"] == "assistant"  # the policy goes on in this turn
+    options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
+    if tokenizer is not None:
+        cfg.chat_template_kwargs = json.dumps(options)  # of this row: make_prompt reads it next
+    return content
+
+
+def format_of(template: str, row: dict) -> str:
+    r"""The template as str.format takes it: with all braces doubled but those around a column of
+    the row, and not those around what must be meant as a column. Those of a LaTeX command are never
+    a column, as in \boxed{answer}; with the value of the column it is \boxed{{answer}}."""
+    columns = []
+
+    def escape(match):
+        column, text = match[1], match[0]
+        if column and row.get(column) is not None:
+            columns.append(column)
+            if column.isidentifier():
+                return text
+            text = str(row[column])  # format would look for what stands behind a dot
+        elif column and re.fullmatch(r"[^\W\d][\w.-]*", column):
+            raise ValueError(f"has no column '{column}'")
+        return text.replace("{", "{{").replace("}", "}}")
+
+    escaped = re.sub(r"\\[A-Za-z]+(?:\{[^{}\n]*\})+|\{([^{}\n]+)\}|[{}]", escape, template)
+    if not columns:
+        raise ValueError("--prompt_template has no column in braces")
+    return escaped
+
+
+def with_newlines(text: str) -> str:
+    r"""A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq."""
+    return re.sub(r"\\n(?![a-z])", "\n", text)

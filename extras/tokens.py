@@ -1,5 +1,5 @@
-r"""The text of each token, for a reward that returns a list with a number for each of them. It asks
-for these texts by `tokens = True`, and gets them as row["completion_tokens"].
+r"""The texts of messages and of tokens. Those of tokens are for a reward that returns a list with a
+number for each of them: `tokens = True` asks for them, and row["completion_tokens"] has them.
 
     def steps(completion, row):  # a step is a line: 1 if it has the answer
         texts = row["completion_tokens"]
@@ -15,6 +15,9 @@ for these texts by `tokens = True`, and gets them as row["completion_tokens"].
     steps.tokens = True
 """
 
+import copy
+import json
+
 WINDOW = 8  # tokens before it, whose text the text of a token may depend on
 
 
@@ -28,3 +31,21 @@ def texts(tokenizer, ids: list[int]) -> list[str]:
         text = tokenizer.decode(ids[max(0, i - WINDOW) : i + 1]).rstrip("\ufffd")
         added.append(text[len(before) :])
     return added
+
+
+def text_message(message: dict) -> dict:
+    """The message without parquet's nulls, with one text instead of parts, and with the arguments
+    of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
+    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
+        return message  # of a million rows no copy
+    message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
+    if isinstance(message.get("content"), list):
+        for part in message["content"]:
+            if part["type"] != "text":
+                raise ValueError(f"the model would not see a part of type {part['type']}")
+        message["content"] = "".join(part["text"] for part in message["content"])
+    for call in message.get("tool_calls", []):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    return message

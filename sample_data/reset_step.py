@@ -14,7 +14,7 @@ have other lines in replay():
     skyrl-gym   messages, _ = environment.init(messages)
                 made = environment.step(turn)  # a dict with observations (messages), reward, done
     OpenEnv     result = await client.step(action)  # with observation, reward, done
-                A client is a session of a server: write a class, see REFERENCE.md.
+                A client is a session of a server: write a class, see docs/REFERENCE.md.
 """
 
 import random

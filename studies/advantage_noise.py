@@ -25,7 +25,7 @@ def run(limit, reduction, noise, warmup, seed):
     cfg = grpo.Config(seed=seed)
 
     def add_noise(policy, samples, step):  # the same as variants/advantage_noise.patch
-        values = grpo.generator(cfg, 3, step).normal(0.0, noise, len(samples))
+        values = np.random.default_rng((cfg.seed, 3, step, 0)).normal(0.0, noise, len(samples))
         for sample, value in zip(samples, values, strict=True):
             sample.advantages += value
 

@@ -33,6 +33,9 @@ import grpo  # isort: skip  first, because it sets environment variables before 
 import numpy as np
 import torch
 
+from extras import runs as runs_of_extras
+from reward import load_function
+
 # prompt, completion: tokens, at most.  stop: the probability that a token ends the completion.
 # rows: of a TRL micro-batch.  budget: tokens of one of our micro-batches, at most as many as TRL's
 # rows have with their padding.  steps: timed; one more warms up, and one measures memory.
@@ -157,19 +160,19 @@ def run_ours(files: dict, spec: dict) -> dict:
     """grpo.train with a clock; it saves nothing."""
     record = Record(spec["steps"])
     runs = []
-    log_step = grpo.Run.log_step
+    end_step = grpo.Run.end_step
 
-    def logged_step(run, samples, metrics):
+    def recorded(run, step, samples, metrics):
         runs.append(run)
-        log_step(run, samples, metrics)
+        end_step(run, step, samples, metrics)
         record.step_ends(sum(s.total_length for s in samples))
 
-    grpo.Run.log_step = logged_step
-    grpo.Run.save = lambda run: None
+    grpo.Run.end_step = recorded
+    runs_of_extras.Files.save = lambda files, run: None
     grpo.rollout = functools.partial(record.sample, grpo.rollout)
     record.step_begins()
     grpo.train(config(files, spec, "auto"))
-    return record.result(runs[0].model)
+    return record.result(runs[0].policy.model)
 
 
 def run_trl(files: dict, spec: dict) -> dict:
@@ -192,7 +195,7 @@ def run_trl(files: dict, spec: dict) -> dict:
     options |= dict(output_dir=tempfile.mkdtemp())
     with open(files["train_data"]) as file:
         rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in file])
-    reward = grpo.load_function(files["reward"])
+    reward = load_function(files["reward"])
     fast.tune_memory(torch.device("cpu"))  # as ours does
     trainer = GRPOTrainer(files["model"], reward, GRPOConfig(**options), train_dataset=rows)
     give_engine(trainer, files, spec, record)

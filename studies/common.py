@@ -1,5 +1,5 @@
 """The code that the studies share: grpo.train with hooks around its update, runs in parallel
-processes, figures and tables. Sides are compared as extras/compare.py does it."""
+processes, figures and tables. Sides are compared as tools/compare.py does it."""
 
 import argparse
 import copy
@@ -92,7 +92,7 @@ def train(before=None, after=None, stop=None, evals=False, **options) -> list[di
     before(policy, samples, step) and after(policy, samples, step) are called around the update.
     They may change the samples, and may return metrics. stop(metrics) ends the run. evals: before
     the first step, every eval_every steps, and after the last."""
-    update, is_over = grpo.update, grpo.Run.is_over
+    update, is_over = grpo.update, grpo.Run.should_stop
 
     def update_with_hooks(policy, ddp, optimizer, samples, step, cfg):
         metrics = {}
@@ -113,10 +113,10 @@ def train(before=None, after=None, stop=None, evals=False, **options) -> list[di
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(grpo, "update", update_with_hooks),
-        mock.patch.object(grpo.Run, "is_over", is_over_or_stopped),
+        mock.patch.object(grpo.Run, "should_stop", is_over_or_stopped),
         mock.patch.object(grpo.Run, "save"),
         mock.patch.object(grpo, "print_rank_0"),
-        mock.patch("extras.view.draw"),
+        mock.patch("tools.view.draw"),
     ):
         lines = grpo.train(grpo.Config(**grpo.BUNDLED | lean | dict(out_dir=folder) | options))
     steps = {}

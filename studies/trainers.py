@@ -432,7 +432,7 @@ class Ours(Trainer):
     def __init__(self, **flags):
         self.cfg = grpo.Config(max_completion_length=T, **flags)
         samples = [grpo.Sample(0, None, np.arange(n), np.zeros(n)) for n in LENGTHS]
-        grpo.weigh(samples, self.cfg)
+        grpo.assign_loss_weights(samples, self.cfg)
         self.weights = torch.zeros(N, T, dtype=torch.float64)
         self.weights[MASK > 0] = torch.from_numpy(np.concatenate([s.weights for s in samples]))
 

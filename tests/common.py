@@ -35,6 +35,7 @@ HERE = str(Path(__file__).resolve().parent.parent)
 REDUCTIONS = ("token", "sequence", "constant")
 F64 = torch.float64
 CPU = torch.device("cpu")
+GAP = "sampling/sampling_logp_difference/mean"  # between sampler and trainer
 
 
 def tiny_model(kind="qwen2", dtype=torch.float32, seed=0, **options):
@@ -126,6 +127,11 @@ def metrics_of(out_dir):
     return kept
 
 
+def checkpoints(folder):
+    """Paths of step_NNNNNN, oldest first."""
+    return sorted(map(str, Path(folder).glob("step_" + "[0-9]" * 6)))
+
+
 def weights_of(path):
     """All tensors of a checkpoint, one after the other."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
@@ -180,14 +186,14 @@ def begun_run(out, steps):
     """A copy of it, as it was killed after so many steps: before the next checkpoint."""
     small_rows(Path(out).parent)
     shutil.copytree(whole_run(), out)
-    for path in grpo.checkpoints(str(out))[steps:]:
+    for path in checkpoints(out)[steps:]:
         shutil.rmtree(path)
     for name in ("metrics.jsonl", "completions.jsonl"):
         kept = [line for line in lines(Path(out, name)) if line["step"] <= steps]
         Path(out, name).write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-@unittest.mock.patch("extras.view.draw", str)  # a picture takes twice as long as a small run
+@unittest.mock.patch("tools.view.draw", str)  # a picture takes twice as long as a small run
 def train(cfg):
     return grpo.train(cfg)
 
@@ -271,12 +277,34 @@ def be_forked(environment, paths, folder, function, args):
     os._exit(code)
 
 
-@unittest.mock.patch("extras.view.draw", str)
+@unittest.mock.patch("tools.view.draw", str)
 def main(*args):
     return grpo.main(list(args))
 
 
+def draw_from(sampler, prompts, seeds, temperature, limits=None):
+    """Of prompts as ids: ids and their log-probabilities."""
+    prompts = [Prompt(np.array(ids), "", {}) for ids in prompts]
+    fields = sampler.generate(prompts, seeds, temperature, limits)
+    return [(f["completion_ids"], f["sampler_logps"]) for f in fields]
+
+
+def prompts_in(path, tokenizer, cfg=None, rewards="overlong"):
+    """Of a file whose rows need what these rewards need."""
+    cfg = dataclasses.replace(cfg or Config(), train_data=str(path), reward=rewards)
+    return grpo.load_prompts(str(path), tokenizer, cfg)
+
+
+def tokenizer_of(path):
+    return grpo.load_tokenizer(str(path), Config())
+
+
+def prompt_of(row, tokenizer, cfg=None, number=0):
+    """Of a row, with ids."""
+    return grpo.make_prompt(row, number, tokenizer, cfg or Config(), said="")
+
+
 def fake_run(cfg, **parts):
     """What functions that take a Run need of it, without a set-up."""
-    parts = dict(times={}, player=None, rewards=[], reference=None, step=0) | parts
+    parts = dict(times={}, reward_functions=[], reference=None, step=0) | parts
     return types.SimpleNamespace(**dict(train_prompts=[None]) | parts, cfg=cfg)

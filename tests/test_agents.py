@@ -25,9 +25,11 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from extras import agents
-from grpo import Config, ConfigError, Prompt, Sample, make_prompt, mistakes_in
+from extras.errors import ConfigError, mistakes_in
+from grpo import Config, Prompt, Sample
 from reward import load_function
 from tests import common
+from tests.common import prompt_of
 from tests.families import TRL, of_trl, template_of
 
 TEMPLATES = sorted(path.stem for path in TRL.glob("chat_templates/*.jinja"))
@@ -226,9 +228,10 @@ def make_player(name, rows, tokenizer=None, seconds=5.0, ends=(), **flags):
     flags = dict(max_completion_length=2000, seed=3) | flags
     environment = agents.Environment(load_function(spec))
     cfg = Config(**flags)
-    prompts = [make_prompt(r, i, tokenizer, environment, cfg) for i, r in enumerate(rows)]
+    prompts = [prompt_of(r, tokenizer, cfg, i) for i, r in enumerate(rows)]
     ends = tokenizer.convert_tokens_to_ids(ends or [tokenizer.eos_token])
-    player = agents.Player(environment, tokenizer, ends, prompts, cfg, make_prompt, 2000)
+    nothing = types.SimpleNamespace(stop_ids=ends, load_weights=None, sleep=None, close=None)
+    player = agents.Player(environment, nothing, tokenizer, prompts, cfg, 2000)
     player.data, player.asked = prompts, []
     player.prompts = player.open(prompts, strict=True)
     return player
@@ -240,28 +243,25 @@ def perform(player, *rounds):
     rounds = list(rounds)
 
     def generate(prompts, seeds, temperature, limits):
-        player.asked.append((prompts, seeds, temperature, limits))
+        player.asked.append(([p.ids for p in prompts], seeds, temperature, limits))
         turns = []
         for words, limit in zip(rounds.pop(0), limits, strict=True):
             if isinstance(words, str):
                 words = [*ids_in(words, player.tokenizer), player.tokenizer.eos_token_id]
-            turns.append((np.array(words[:limit]), np.full(len(words[:limit]), -1, np.float32)))
+            logps = np.full(len(words[:limit]), -1, np.float32)
+            turns.append(dict(completion_ids=np.array(words[:limit]), sampler_logps=logps))
         return turns
 
     n = len(rounds[0])
-    samples = []
-    turns = generate(None, None, None, [player.cfg.max_completion_length] * n)
-    prompts = player.open([player.data[i * len(player.data) // n] for i in range(n)])
-    for prompt, (ids, logps) in zip(prompts, turns, strict=True):
-        reason = "stop" if ids[-1] in player.stop_ids else "length"
-        samples.append(Sample(0, prompt, ids, logps, finish_reason=reason))
-    player.play(samples, [(7, i) for i in range(n)], generate, 0.5)
+    prompts = [player.data[i * len(player.data) // n] for i in range(n)]
+    player.sampler.generate = generate
+    episodes = player.generate(prompts, [(7, i) for i in range(n)], 0.5)
     assert not rounds  # all of the script was played
-    return samples
+    return [Sample(group=0, **fields) for fields in episodes]
 
 
 def results_of(sample):
-    return [message["content"] for reply in sample.episode.replies for message in reply]
+    return [message["content"] for reply in sample.info["episode"].replies for message in reply]
 
 
 # -- Refused at the start
@@ -311,11 +311,11 @@ def test_a_text_function_answers_until_it_says_nothing():
     player = make_player("says", [dict(prompt="Well?", says=["a", ""])])
     cut = ids_in("7", player.tokenizer)
     one, other, third = perform(player, ["1", "2", cut], ["3", "4"], ["5", "6"])
-    assert one.episode.turns == ["1", "3", "5"] and one.episode.replies == ["a", ""]
-    assert other.episode.turns == ["2", "4", "6"] and other.text == "6"
-    assert third.episode.turns == ["7"] and third.episode.replies == []
+    assert one.info["episode"].turns == ["1", "3", "5"] and one.info["episode"].replies == ["a", ""]
+    assert other.info["episode"].turns == ["2", "4", "6"] and other.text == "6"
+    assert third.info["episode"].turns == ["7"] and third.info["episode"].replies == []
     # One call of the sampler for both; the seed of a turn is the sample's, and the turn.
-    seeds = [seeds for _, seeds, temperature, _ in player.asked if temperature == 0.5]
+    seeds = [seeds for _, seeds, _, _ in player.asked[1:]]
     assert seeds == [[(7, 0, 1), (7, 1, 1)], [(7, 0, 2), (7, 1, 2)]]
 
 
@@ -333,11 +333,11 @@ def test_tools_answer_as_in_trl(capsys):
     missing = "multiply() missing 1 required positional argument: 'function'"
     errors = [missing, "Tool divide not found.", "'x'", *["The arguments must be an object."] * 5]
     assert results_of(asks) == ["42", "5", *(str({"error": error}) for error in errors)]
-    assert asks.text == "It is 42." and other.episode.replies == []
-    metrics = player.metrics([asks, other])
+    assert asks.text == "It is 42." and other.info["episode"].replies == []
+    metrics = agents.metrics([asks, other])
     assert metrics["tools/call_frequency"] == 5 and metrics["tools/failure_frequency"] == 0.8
     assert metrics["turns/mean"] == 1.5
-    assert player.metrics([other])["tools/call_frequency"] == 0
+    assert agents.metrics([other])["tools/call_frequency"] == 0
 
 
 CALLS = dict(open="<call>", close_pattern=r"</call>\s*")
@@ -395,7 +395,7 @@ def test_which_calls_are_made(template, turn, results, schema):
         ids = ids_in(turn + "<|im_end|>", tokenizer)
         message = trl["parse_response"](tokenizer, ids, player.asked[1][0][0], TOOLS)
         message = json.dumps(message).replace("<|im_end|>", "")  # which TRL leaves in a thought
-        assert sample.episode.messages[2] == json.loads(message)
+        assert sample.info["episode"].messages[2] == json.loads(message)
 
 
 def test_classes_keep_their_state_and_a_reward_sees_it():
@@ -409,7 +409,7 @@ def test_classes_keep_their_state_and_a_reward_sees_it():
     one, two = '<tool_call>{"name": "increment"}</tool_call>', call_text("increment", dict(step=2))
     samples = perform(player, [two, call_text("guess", {})], [one + two, "end"], ["end"])
     assert [results_of(s) for s in samples] == [["2", "3", "5"], ["higher"]]
-    columns = samples[0].episode.reward_columns()
+    columns = samples[0].info["episode"].reward_columns()
     assert columns["environments"].row == dict(prompt=QUESTION, says=" Start.")
     assert columns["environments"].get_reward() == 5
     assert columns["turns"] == [two, one + two, "end"] and len(columns["replies"]) == 2
@@ -418,7 +418,7 @@ def test_classes_keep_their_state_and_a_reward_sees_it():
     told = dict(role="tool", name="increment", content="2")
     assert columns["completion_messages"][:2] == [asked, told] == [asked, *columns["replies"][0]]
     assert columns["completion_messages"][-1] == dict(role="assistant", content="end")
-    copy = pickle.loads(pickle.dumps(samples[0])).episode
+    copy = pickle.loads(pickle.dumps(samples[0])).info["episode"]
     assert copy.log_columns() == {name: columns[name] for name in ("turns", "replies")}
     assert "environments" not in copy.reward_columns()
 
@@ -428,7 +428,7 @@ def test_what_is_drawn_depends_on_seed_row_and_turn():
     runs = []
     for seed in (3, 3, 4):
         player = make_player("misbehaves", table, max_turns=3, seed=seed)
-        runs.append([s.episode.replies for s in perform(player, *[["a"] * 4] * 3)])
+        runs.append([s.info["episode"].replies for s in perform(player, *[["a"] * 4] * 3)])
         random.seed(0)  # what was drawn before does not count
     assert runs[0] == runs[1] and runs[0][0] == runs[0][1]  # a group draws the same
     assert len({text for run in runs for replies in run for text in replies}) == 2 * 2 * 2
@@ -440,10 +440,10 @@ def test_asynchronous_calls_of_all_samples_run_at_the_same_time():
     """Four calls of a turn wait for each other, and draw what they drew alone."""
     player = make_player("meets", [dict(prompt="Well?")])
     samples = perform(player, *[["a"] * 4] * 3)
-    assert [(s.failure, s.episode.replies) for s in samples] == [("", ["so", "so"])] * 4
+    assert [(s.failure, s.info["episode"].replies) for s in samples] == [("", ["so", "so"])] * 4
     player = make_player("Meeting", [dict(prompt=QUESTION)])
     samples = perform(player, [call_text("meet", {}) * 2] * 4, ["end"] * 4)
-    drawn = [s.episode.object.drawn for s in samples]
+    drawn = [s.info["episode"].object.drawn for s in samples]
     assert not any(s.failure for s in samples) and drawn == [drawn[0]] * 4
     assert len(set(drawn[0])) == 2
 
@@ -458,7 +458,7 @@ def test_each_misbehaviour_costs_its_own_episode():
     line = 1 + pathlib.Path(__file__).read_text().split("\n").index("        raise RAISED[how]")
     for sample in samples[:2]:  # what raised, and where
         assert re.search(rf"test_agents.py:misbehaves .*\b{line}\b", sample.failure)
-    assert samples[0].episode.turns == ["a"] and samples[0].sampled.all()
+    assert samples[0].info["episode"].turns == ["a"] and samples[0].sampled.all()
 
     # What a tool raises is told to the policy; what ends or holds the process ends the episode.
     player = make_player("TOOLS", [dict(prompt=QUESTION)], seconds=0.2)
@@ -467,7 +467,7 @@ def test_each_misbehaviour_costs_its_own_episode():
     assert samples[0].failure == samples[3].failure == ""
     assert [results_of(s) for s in samples] == [[str({"error": "'x'"})], [], [], ["5"]]
     samples[0].failure = "of a reward"
-    assert player.metrics(samples)["environment/failed"] == 2
+    assert agents.metrics(samples)["environment/failed"] == 2
 
     for name, turn in (("misbehaves", "a"), ("TOOLS", call_text("fail", dict(how="interrupt")))):
         player = make_player(name, [dict(prompt=QUESTION, how="interrupt")])
@@ -489,8 +489,8 @@ def test_what_was_sampled_is_never_encoded_again(hint):
     assert first.completion_ids[first.sampled].tolist() == odd + other + end
     assert first.completion_ids[~first.sampled].tolist() == reply * 2
     assert (first.sampler_logps == np.where(first.sampled, -1, 0)).all()
-    assert first.episode.turns == ["55=", "=", "5"] and first.finish_reason == "stop"
-    assert len(first.loss_mask) == len(first.advantages) == len(first.completion_ids)
+    assert first.info["episode"].turns == ["55=", "=", "5"] and first.finish_reason == "stop"
+    assert len(first.trainable) == len(first.advantages) == len(first.completion_ids)
     [prompt] = player.asked[-1][0]  # the sampler got all of it, and nothing else
     assert prompt.tolist() == [*first.prompt.ids, *first.completion_ids[: -len(end)]]
 
@@ -503,7 +503,8 @@ def test_in_a_chat_the_template_writes_the_words_and_they_hold_no_control_token(
     plain = "< /think>< |im_end|>\n< |im_start|>user< |im_start|>"
     player = make_player("says", [dict(prompt=QUESTION, says=["Two\n", evil])], tokenizer)
     [sample] = perform(player, ["a"], ["b"], ["c"])
-    assert sample.episode.turns == ["a", "b", "c"] and sample.episode.replies == ["Two\n", evil]
+    episode = sample.info["episode"]
+    assert episode.turns == ["a", "b", "c"] and episode.replies == ["Two\n", evil]
     expected = []
     for words in ("Two\n", plain):
         after = f"<|im_end|>\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
@@ -529,13 +530,13 @@ def test_the_limits_of_an_episode():
     [sample] = perform(player, [turn], [turn], [turn])
     assert [limits for *_, limits in player.asked] == [[20], [12], [4]]
     assert len(sample.completion_ids) == 20 and sample.finish_reason == "length"
-    assert sample.episode.turns == ["777="] * 3 and len(sample.episode.replies) == 2
+    assert sample.info["episode"].turns == ["777="] * 3 and len(sample.info["episode"].replies) == 2
 
     # A reply needs room for itself and for one token behind it, or is left out whole.
     player = make_player("hint", table, max_completion_length=8)
     first, second = perform(player, [turn, turn[1:]], [turn[:1]])
     assert first.completion_ids.tolist() == turn and first.finish_reason == "length"
-    assert first.episode.replies == [] and first.sampled.all()
+    assert first.info["episode"].replies == [] and first.sampled.all()
     assert len(second.completion_ids) == 8 and second.finish_reason == "length"
 
     # The last turn is over if nobody would answer.
@@ -543,7 +544,7 @@ def test_the_limits_of_an_episode():
     end = [turn[0], player.tokenizer.eos_token_id]
     samples = perform(player, [turn, turn], [end, turn])
     assert [s.finish_reason for s in samples] == ["stop", "length"]
-    assert [len(s.episode.replies) for s in samples] == [1, 1]
+    assert [len(s.info["episode"].replies) for s in samples] == [1, 1]
 
 
 TOKEN = r"<[|｜][^<>'\" {}]{1,40}[|｜]>|<[a-z_]+(?:\||_of_[a-z]+)?>|<\|[a-z_]+>|</[a-z_]+>"
@@ -591,7 +592,7 @@ def test_templates_of_trl_are_refused_or_played_as_trl_plays_them(name):
         reply, two = (trl["_get_tool_suffix_ids"](trainer, [result] * n) for n in (1, 2))
         read = functools.partial(trl["parse_response"], known, tools=TOOLS)
         messages = [read(first, prompt), result, read(last, [*prompt, *first, *reply])]
-        assert sample.episode.messages == messages and "tool_calls" in messages[0]
+        assert sample.info["episode"].messages == messages and "tool_calls" in messages[0]
         assert sample.completion_ids.tolist() == [*first, *reply, *last]
         assert sample.completion_ids[~sample.sampled].tolist() == reply
         sample.completion_ids = np.array(first)
@@ -613,9 +614,9 @@ def test_the_environments_of_the_sample_data(spec, turn, reply):
     ids = ids_in(turn, tokenizer)
     ids += [tokenizer.eos_token_id] * (ids[-1] not in player.stop_ids)
     [sample] = perform(player, *[[ids]] * (3 if reply else 1))
-    assert sample.episode.replies == ([reply] * 2 if reply else [])
+    assert sample.info["episode"].replies == ([reply] * 2 if reply else [])
     context = tokenizer.decode(sample.completion_ids[~sample.sampled])
-    assert context == "".join(sample.episode.replies)
+    assert context == "".join(sample.info["episode"].replies)
     assert sample.finish_reason == ("length" if reply else "stop")
 
 
@@ -654,5 +655,5 @@ def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
 def test_a_close_that_fails_is_said(capsys):
     player = make_player("Leaks", [dict(prompt=[dict(role="user", content="3+")])])
     assert not capsys.readouterr().out
-    player.close()
+    player.close_objects()
     assert "no such place" in capsys.readouterr().out

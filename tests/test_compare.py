@@ -1,5 +1,5 @@
-"""extras/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
-extras/selfcheck.py: what it says if a run fails."""
+"""tools/compare.py: sides, numbers, the interval, the picture, and the runs that it makes.
+tools/selfcheck.py: what it says if a run fails."""
 
 import importlib
 import json
@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import time
+import types
 import unittest.mock
 from pathlib import Path
 
@@ -17,12 +18,13 @@ import pytest
 from matplotlib.figure import Figure
 
 import grpo
-from extras import digests, selfcheck
+from extras import digests
 from grpo import Prompt
 from reward import load_rewards
 from tests.common import HERE, fake_run, metrics_of, small_config, small_rows, small_run
+from tools import selfcheck
 
-SCRIPT = f"{HERE}/extras/compare.py"
+SCRIPT = f"{HERE}/tools/compare.py"
 SAVEFIG = Figure.savefig
 SAME = dict(reward_of="1", eval_accuracy_of="1")  # quantities, in the about of config.json
 SCRIPT_OF_A_RUN = """
@@ -238,9 +240,11 @@ def test_a_run_writes_down_what_it_has_read(tmp_path):
     def about(step=0, n_rows=1, started=later, **more):
         prompts = [Prompt(np.arange(1), "", dict(answer="2"), row_number=i) for i in range(n_rows)]
         cfg = small_config(out, **(flags | more))
-        run = fake_run(cfg, step=step, identity={"model": 0}, rewards=load_rewards(cfg.reward))
+        files = types.SimpleNamespace(notes=dict(identity={"model": 0}))
+        run = fake_run(cfg, step=step, files=files, rewards=load_rewards(cfg.reward))
         run.train_prompts = run.eval_prompts = prompts
-        read, _ = digests.about(run, out, started)
+        before = json.loads((out / "config.json").read_text())["about"] if step else {}
+        read, _ = digests.about(run, before, started)
         del read["flags"]
         return read
 
@@ -447,7 +451,7 @@ def test_selfcheck_says_what_it_knows_and_the_error_of_the_rank_that_failed_firs
     (tmp_path / "mine.py").write_text(SCRIPT_OF_A_SELFCHECK)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "only_there.py").touch()
-    command = [sys.executable, f"{HERE}/extras/selfcheck.py", "mine.py", "--max-steps", "4"]
+    command = [sys.executable, f"{HERE}/tools/selfcheck.py", "mine.py", "--max-steps", "4"]
     environment = with_path(f"{tmp_path}/elsewhere")
     options = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
     for only, answer, code in ("resume", "yes", 0), ("signal", "NO", 1), ("", "yes", 1):

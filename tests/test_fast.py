@@ -14,9 +14,17 @@ import transformers
 from torch._dynamo.utils import counters
 
 import grpo
-from extras import fast, lora
+from extras import fast, lora, models, packed
 from grpo import Config, Policy, Prompt, Sample, collate
-from tests.common import CPU, random_samples, relative, small_run, tiny_model, update_gradient
+from tests.common import (
+    CPU,
+    draw_from,
+    random_samples,
+    relative,
+    small_run,
+    tiny_model,
+    update_gradient,
+)
 
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
 SIZES |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -83,7 +91,7 @@ def load(kind, path, cfg=CONFIG):
     config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return grpo.load_model("model", str(path), cfg, CPU)
+    return grpo.load_model(str(path), cfg, CPU)
 
 
 def test_a_model_is_loaded_as_transformers_does_and_its_padding_learns(tmp_path):
@@ -107,7 +115,7 @@ def make_samples():
     return samples
 
 
-@unittest.mock.patch("grpo.SMALL", 0)  # small models have the plain head
+@unittest.mock.patch("extras.fast.SMALL", 0)  # small models have the plain head
 def choose(model, samples):
     return grpo.make_policy(model, [samples[0].prompt, samples[-1].prompt], CONFIG)
 
@@ -148,24 +156,24 @@ def test_gradient(kind, tmp_path):
         scale_weights(plain, factor)
         expected = one_text_at_a_time(plain, samples)
         policy = choose(model, samples)
-        assert grpo.packs(model) == (kind in PACKED)
+        assert packed.packs(model) == (kind in PACKED)
         assert isinstance(policy, fast.FastPolicy) == (kind not in OWN_HEAD)
         grad, _ = update_gradient(CONFIG, samples, policy=policy)
         assert relative(grad, expected) < 1e-6
-    own_head = Policy(model, 0.8)
-    if kind in ALONE:
-        model.set_attn_implementation(plain.config._attn_implementation)
-    grad, _ = update_gradient(CONFIG, samples, policy=own_head)
-    assert relative(grad, expected) < 1e-6
+    own_heads = [packed.PackedPolicy(model, 0.8), Policy(plain, 0.8)]
+    for own_head in own_heads[kind in ALONE :]:
+        grad, _ = update_gradient(CONFIG, samples, policy=own_head)
+        assert relative(grad, expected) < 1e-6
 
     model = model.float()
     policy = choose(model, samples)
-    assert grpo.packs(model) == (kind in PACKED)  # in float32, too
+    assert packed.packs(model) == (kind in PACKED)  # in float32, too
     if kind in CANNOT_SAMPLE:
         return
     prompts = [s.prompt.ids for s in samples]
-    sampler = grpo.HFSampler(model, [1], CONFIG)
-    completions = sampler.generate(prompts, [(0, i) for i in range(4)], 0.8)
+    form = grpo.HFSampler if models.has_plain_cache(model) else models.GenerateSampler
+    sampler = form(model, [1], CONFIG)
+    completions = draw_from(sampler, prompts, [(0, i) for i in range(4)], 0.8)
     drawn = [Sample(0, s.prompt, *c) for s, c in zip(samples, completions, strict=True)]
     grpo.add_logps("old_logps", policy, drawn, CONFIG)
     for s in drawn:
@@ -197,7 +205,8 @@ def test_gradient_of_adapters_with_checkpointing(kind, tmp_path):
 def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_path):
     model = load("GptOss", tmp_path)
     with pytest.raises(ValueError, match="packed"):
-        Policy(model, 1.0)(collate(make_samples(), CPU))
+        policy = packed.PackedPolicy(model, 1.0)
+        policy(policy.collate(make_samples()))
 
 
 def test_windows_that_only_long_texts_reach_are_compared():
@@ -216,7 +225,7 @@ def test_windows_that_only_long_texts_reach_are_compared():
             layer.self_attn.register_forward_pre_hook(with_window, with_kwargs=True)
         cfg = Config(dtype="float32", max_completion_length=longest)
         grpo.make_policy(model, prompts, cfg)
-        assert grpo.packs(model) == (longest < 48)
+        assert packed.packs(model) == (longest < 48)
 
 
 def test_experts_multiply_in_bfloat16_and_are_stored_so_if_they_are_frozen(monkeypatch):
@@ -229,16 +238,16 @@ def test_experts_multiply_in_bfloat16_and_are_stored_so_if_they_are_frozen(monke
         return multiply(layer, *args)
 
     monkeypatch.setattr(fast, "grouped_mm_experts_forward", spied)
-    policy = Policy(model, 1.0)
-    batch = collate(random_samples(4, 2), CPU)
+    policy = packed.PackedPolicy(model, 1.0)
+    batch = policy.collate(random_samples(4, 2))
     exact, _ = policy(batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = policy(batch)
-        rounded.sum().backward()
-        assert model.model.layers[0].mlp.experts.down_proj.grad.dtype == torch.float32
-        lora.add_adapters(model, {}, Config(lora_rank=2))
-        lora.halve_frozen(model)
-        assert torch.equal(policy(batch)[0], rounded)
+    policy.dtype = "bfloat16"
+    rounded, _ = policy(batch)
+    rounded.sum().backward()
+    assert model.model.layers[0].mlp.experts.down_proj.grad.dtype == torch.float32
+    lora.add_adapters(model, {}, Config(lora_rank=2))
+    lora.halve_frozen(model)
+    assert torch.equal(policy(batch)[0], rounded)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.05
     assert dtypes == 2 * [torch.float32] + 2 * [torch.bfloat16] + dtypes[4:]
     layers = [p for n, p in model.model.layers.named_parameters() if p.dim() > 1]
@@ -246,18 +255,22 @@ def test_experts_multiply_in_bfloat16_and_are_stored_so_if_they_are_frozen(monke
     assert frozen == {torch.bfloat16}
 
 
-def test_the_picture_of_a_row():
-    """That of collate's docstring."""
+def test_the_pictures_of_batches():
+    """Those of collate's docstring, and of packed.py."""
     texts = [("abc", "xy."), ("abc", "z."), ("de", "w.")]
     samples = []
     for prompt, completion in texts:
         ids, words = (np.array(list(map(ord, text))) for text in (prompt, completion))
         samples.append(Sample(0, Prompt(ids, "", {}), words, np.zeros(len(words))))
-    batch = collate(samples, CPU)
+    batch = collate(samples[:2], CPU)
+    assert batch["ids"].flatten().tolist() == [*map(ord, "abcxy.abcz."), 0]
+    assert "".join(map(chr, batch["targets"])) == "xy.z."
+    assert batch["logit_index"].tolist() == [2, 3, 4, 8, 9]
+    batch = packed.PackedPolicy(tiny_model(), 1.0).collate(samples)
     assert "".join(map(chr, batch["ids"])) == "abcxy.z.dew."
     assert batch["positions"].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 0, 1, 2, 3]
     assert "".join(map(chr, batch["targets"])) == "xy.z.w."
-    assert batch["read"].tolist() == [2, 3, 4, 2, 6, 9, 10]
+    assert batch["logit_index"].tolist() == [2, 3, 4, 2, 6, 9, 10]
     assert batch["lengths"] == [3, 2, 2]
 
 
@@ -343,7 +356,7 @@ def resident() -> int:
 def test_large_tensors_stand_in_large_pages_and_their_memory_is_kept():
     if not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         pytest.skip("this kernel has no large pages")
-    fast.tune_memory(CPU)
+    fast.tune_memory()
     tensor = torch.ones(2**24)
     address = tensor.data_ptr() + 2**25  # its middle
     with open("/proc/self/smaps") as file:
@@ -353,3 +366,14 @@ def test_large_tensors_stand_in_large_pages_and_their_memory_is_kept():
     before = resident()
     del tensor
     assert resident() > before - 1000
+
+
+def test_padded_rows_have_the_gradient_of_one_sample_at_a_time():
+    """The plain policy, with texts of many lengths and tokens of an environment, split at will."""
+    model = tiny_model(dtype=torch.float64)
+    samples = make_samples()
+    expected = one_text_at_a_time(model, samples)
+    for tokens in (1, 30, 1000):
+        cfg = dataclasses.replace(CONFIG, micro_batch_tokens=tokens)
+        grad, _ = update_gradient(cfg, samples, policy=Policy(model, 0.8))
+        assert relative(grad, expected) < 1e-12

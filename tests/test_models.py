@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import sys
 import types
 
 import numpy as np
@@ -14,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from extras import lora, rows
-from grpo import Config, ConfigError
+from extras import lora, models, rows, tokens
+from extras.errors import ConfigError
+from grpo import Config
 from tests.common import (
     CPU,
+    GAP,
     HERE,
+    draw_from,
+    prompt_of,
+    prompts_in,
     random_samples,
     relative,
     small_run,
@@ -41,7 +47,7 @@ def load(path, rows, folder, rewards="format", **options):
     """The prompts of these rows."""
     cfg = Config(model=str(path), train_data=write(folder, rows), **options)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return grpo.load_prompts("train_data", tokenizer, grpo.load_rewards(rewards), None, cfg)
+    return prompts_in(cfg.train_data, tokenizer, cfg, rewards)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ def test_bad_files_are_named_by_row(name, content, row, tmp_path):
     path = write(tmp_path, content, name)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     with pytest.raises(ConfigError) as error:
-        grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
+        prompts_in(path, tokenizer)
     message = str(error.value)
     assert message.startswith(f"--train_data {path}") and "\n" not in message
     assert row is None or (f" row {row}:" in message if row else " row " not in message)
@@ -116,7 +122,7 @@ def test_rows_from_python_and_the_hub(tmp_path, monkeypatch):
         return AB
 
     module = types.SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setitem(grpo.sys.modules, "datasets", module)
+    monkeypatch.setitem(sys.modules, "datasets", module)
     assert list(grpo.read_rows("openai/gsm8k:main:test")) == AB
     assert list(grpo.read_rows("openai/gsm8k")) == AB
     assert list(grpo.read_rows("openai/gsm8k::train[:9]")) == AB
@@ -151,7 +157,7 @@ def test_rows_that_no_completion_can_earn_are_named(tmp_path):
     assert len(load(MODEL, rows, tmp_path, "answer,format")) == 2
     path = write(tmp_path, "def rows():\n    return [dict(prompt='1+2=', answer=b'3')]", "b.py")
     with pytest.raises(ConfigError, match="row 1.*'answer'.*bytes"):
-        grpo.load_prompts("train_data", None, [], None, Config(train_data=f"{path}:rows"))
+        prompts_in(f"{path}:rows", None)
 
 
 def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
@@ -183,10 +189,10 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
 def test_a_template_is_filled_with_columns(template, expected):
     row = {"a": 1, "b": "2", "问题": 3, "my-question": 4, "a.b": 5}
     if expected is not None:
-        assert grpo.fill_template(template, row) == expected
+        assert rows.content_of(row, Config(prompt_template=template)) == expected
     else:
         with pytest.raises(ValueError, match="column"):
-            grpo.fill_template(template, row)
+            rows.content_of(row, Config(prompt_template=template))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -279,24 +285,27 @@ def test_a_string_prompt_has_at_most_one_bos(name, tmp_path):
 class AddsEos:
     """After supervised training a tokenizer often ends every text with EOS."""
 
-    bos_token = "<s>"
+    bos_token, eos_token = "<s>", "\2"
     eos_token_id = 2
     added_tokens_decoder = {}
 
-    def __call__(self, texts, add_special_tokens=True, **_):
-        ids = [[ord(letter) for letter in text] for text in texts]
+    def num_special_tokens_to_add(self):
+        return 2
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [ord(letter) for letter in text.replace("<s>", "\1")]
         if add_special_tokens:
-            ids = [[1, *plain, 2] for plain in ids]
+            ids = [1, *ids, 2]
         return dict(input_ids=ids)
 
 
 def test_no_end_token_at_the_end_of_a_string_prompt():
-    prompt = grpo.make_prompt(dict(prompt="ab"), 0, AddsEos(), None, Config())
+    prompt = prompt_of(dict(prompt="ab"), AddsEos())
     assert prompt.ids.tolist() == [1, 97, 98]
-    prompt = grpo.make_prompt(dict(prompt="a\2"), 0, AddsEos(), None, Config())  # of the row
+    prompt = prompt_of(dict(prompt="a\2"), AddsEos())  # of the row
     assert prompt.ids.tolist() == [1, 97, 2]
-    prompt = grpo.make_prompt(dict(prompt="<s>"), 0, AddsEos(), None, Config())
-    assert prompt.ids.tolist() == [60, 115, 62]
+    prompt = prompt_of(dict(prompt="<s>ab"), AddsEos())
+    assert prompt.ids.tolist() == [1, 97, 98]
 
 
 def test_calls_of_tools_come_in_openais_form_or_with_nulls_of_parquet():
@@ -305,9 +314,9 @@ def test_calls_of_tools_come_in_openais_form_or_with_nulls_of_parquet():
     plain = dict(role="assistant", tool_calls=[call])
     same_call = dict(id=None, function=dict(name="add", arguments='{"a": 1}'))
     openai = dict(role="assistant", content=None, name=None, tool_calls=[same_call])
-    assert rows.text_message(openai) == rows.text_message(plain) == plain
+    assert tokens.text_message(openai) == tokens.text_message(plain) == plain
     assert openai["content"] is None  # the row stays as it is
-    assert rows.text_message(dict(role="user", content="x", tool_calls=None)) == chat("x")[0]
+    assert tokens.text_message(dict(role="user", content="x", tool_calls=None)) == chat("x")[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,7 +346,7 @@ FEW = ("llama3", "gemma2")  # byte-level BPE, and pieces with soft-capped logits
 def test_a_family_loads_trains_saves_and_loads(name, tmp_path, two_rows):
     path, ids = family(tmp_path / "model", name)
     [metrics] = family_run(path, tmp_path / "out", two_rows)
-    assert metrics["sampler_gap"] < 1e-5
+    assert metrics[GAP] < 1e-5
     saved = tmp_path / "out" / "step_000001"
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (path, saved))
     chats = [t.apply_chat_template(TURNS_OF_TWO)["input_ids"] for t in (before, after)]
@@ -346,23 +355,23 @@ def test_a_family_loads_trains_saves_and_loads(name, tmp_path, two_rows):
     model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not any(info.values())
     cfg = Config(model=str(path))
-    loaded = grpo.load_model("model", str(saved), cfg, CPU)
-    stop_ids = grpo.stop_ids_of(loaded, after, cfg)
+    loaded = grpo.load_model(str(saved), cfg, CPU)
+    stop_ids = models.stop_ids_of(loaded, after)
     assert set(stop_ids) == {*(ids[end] for end in FAMILIES[name]["ends"]), after.eos_token_id}
     text = torch.tensor([chats[0]])
     assert torch.allclose(loaded(text).logits, model(text).logits, atol=1e-4)
     # The vocabulary is padded: ids without a token are sampled and trained on, and have no text.
     sampler = grpo.HFSampler(loaded, stop_ids, Config(max_completion_length=20))
     seeds = [(0, i) for i in range(30)]
-    completions = sampler.generate([np.array(chats[0])] * 30, seeds, 5.0)
+    completions = draw_from(sampler, [np.array(chats[0])] * 30, seeds, 5.0)
     drawn = np.concatenate([ids for ids, _ in completions])
     known = drawn[drawn < len(after)]
-    assert len(known) < len(drawn) and grpo.decode(after, drawn) == grpo.decode(after, known) != ""
+    assert len(known) < len(drawn) and after.decode(drawn) == after.decode(known) != ""
 
 
 def test_a_model_stays_as_loaded_when_its_file_is_overwritten(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
-    loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    loaded = grpo.load_model(str(tmp_path), Config(), CPU)
     before = copy.deepcopy(loaded.state_dict())
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.seek(-1000, os.SEEK_END)  # among the weights
@@ -373,9 +382,9 @@ def test_a_model_stays_as_loaded_when_its_file_is_overwritten(tmp_path):
 def test_the_cap_of_gemma_2s_attention_is_applied(tmp_path):
     tiny = tiny_model("gemma2", attn_logit_softcapping=0.5)
     tiny.save_pretrained(tmp_path)
-    loaded = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    loaded = grpo.load_model(str(tmp_path), Config(), CPU)
     eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    batch = grpo.collate(random_samples(4, 2), CPU, packed=False)
+    batch = grpo.collate(random_samples(4, 2), CPU)
     ours, _ = grpo.Policy(loaded, 1.0)(batch)
     theirs, _ = grpo.Policy(eager, 1.0)(batch)
     assert torch.allclose(ours, theirs, atol=1e-5)
@@ -385,11 +394,11 @@ def test_no_generation_config_changes_what_is_sampled():
     model = tiny_model()
     prompts, seeds = [np.array([5, 6, 7])] * 20, [(0, i) for i in range(20)]
     sampler = grpo.HFSampler(model, [1], Config(max_completion_length=24))
-    plain = sampler.generate(prompts, seeds, 1.0)
+    plain = draw_from(sampler, prompts, seeds, 1.0)
     lengths = dict(min_new_tokens=8, max_length=20, max_new_tokens=3, no_repeat_ngram_size=1)
     for generation in (SAMPLING | dict(do_sample=True), lengths | dict(num_beams=4)):
         model.generation_config = transformers.GenerationConfig(**generation)
-        for (ids, _), (same, _) in zip(plain, sampler.generate(prompts, seeds, 1.0), strict=True):
+        for (ids, _), (same, _) in zip(plain, draw_from(sampler, prompts, seeds, 1.0), strict=True):
             assert ids.tolist() == same.tolist()
 
 
@@ -438,18 +447,18 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, two_rows):
     tokenizer.add_tokens(["<answer>"])
     tokenizer.save_pretrained(path)
     [metrics] = family_run(path, tmp_path / "out", two_rows)
-    assert metrics["sampler_gap"] < 1e-5
+    assert metrics[GAP] < 1e-5
     cfg = Config(model=str(path), max_completion_length=8)
-    model = grpo.load_model("model", str(path), cfg, CPU)
+    model = grpo.load_model(str(path), cfg, CPU)
     tokenizer.add_special_tokens(dict(eos_token="[END]"))  # an end that the model cannot sample
     ends = [ids[end] for end in FAMILIES["qwen2"]["ends"]]
-    assert grpo.stop_ids_of(model, tokenizer, cfg) == sorted(ends)
+    assert models.stop_ids_of(model, tokenizer) == sorted(ends)
     model.generation_config.eos_token_id = [264, -1]
     tokenizer.chat_template = None  # a turn's end in a template would be one, too
     with pytest.raises(ConfigError, match="EOS"):
-        grpo.stop_ids_of(model, tokenizer, cfg)
+        models.stop_ids_of(model, tokenizer)
     with pytest.raises(ConfigError, match="263"):
-        grpo.check_sizes("model", model, [grpo.Prompt(np.array([1, 263]), "", {})], cfg)
+        grpo.make_policy(model, [grpo.Prompt(np.array([1, 263]), "", {})], cfg)
 
 
 def test_weights_that_are_missing_and_a_folder_without_a_tokenizer_are_named(tmp_path, two_rows):
@@ -496,11 +505,11 @@ def test_folders_that_hold_no_model_are_said(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for path, word in ((tmp_path, "adapters"), ("./nofolder", "no such folder")):
         with pytest.raises(ConfigError, match=word):
-            grpo.load_model("model", str(path), Config(), CPU)
+            grpo.load_model(str(path), Config(), CPU)
     both = shutil.copytree(MODEL, tmp_path / "both")
     (both / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="adapters"):
-        grpo.load_model("model", str(both), Config(), CPU)
+        grpo.load_model(str(both), Config(), CPU)
 
 
 @pytest.mark.slow
@@ -572,7 +581,7 @@ def test_the_reference_is_the_model_without_adapters_and_the_gradient_is_merged_
     assert torch.allclose(reference(batch)[0], plain, atol=1e-6)
 
     merged = tiny_model("llama", seed=5)
-    merged.load_state_dict(lora.merged_weights(model))
+    merged.load_state_dict(lora.merged(model.state_dict(), model))
     assert torch.allclose(policy(batch)[0], grpo.Policy(merged, 1.0)(batch)[0], atol=1e-5)
     # By the chain rule the adapters' gradient follows from that of the merged weights.
     grads, _ = update_gradient(Config(max_grad_norm=0), samples, policy=policy)
@@ -643,7 +652,7 @@ def test_experts_in_one_tensor_get_no_adapters_and_other_layers_do(name):
     plain = {name: p.clone() for name, p in model.named_parameters()}
     lora.add_adapters(model, {}, Config(lora_rank=2))
     move(model)
-    weights = lora.merged_weights(model)
+    weights = lora.merged(model.state_dict(), model)
     assert weights.keys() == plain.keys()
     moved = {name for name in plain if not torch.equal(weights[name], plain[name])}
     linear = {n for n in plain if ".layers." in n and plain[n].dim() == 2}
@@ -680,7 +689,7 @@ def test_layers_that_get_adapters_have_a_gradient_and_routers_get_none(kind, opt
     names = {n.split(".", 3)[-1] for n, m in model.named_modules() if hasattr(m, "lora_A")}
     assert names == expected
     policy = grpo.Policy(model, 1.0)
-    logps, _ = policy(grpo.batch_for(model, random_samples(4, 2)))
+    logps, _ = policy(policy.collate(random_samples(4, 2)))
     logps.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -696,7 +705,7 @@ def test_layers_that_peft_refuses_are_said(tmp_path, two_rows):
 def test_weights_have_the_names_of_the_plain_model():
     model, _ = adapted("qwen3")
     plain = dict(tiny_model("qwen3").named_parameters())
-    weights = lora.merged_weights(model)
+    weights = lora.merged(model.state_dict(), model)
     assert weights.keys() == plain.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, plain[name])  # fresh adapters change nothing

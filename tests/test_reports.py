@@ -1,5 +1,6 @@
 """What people reported of other trainers and of the libraries below: it must not happen here."""
 
+import copy
 import io
 import json
 import os
@@ -11,20 +12,25 @@ import torch
 import transformers
 
 import grpo
-from grpo import Config, ConfigError, TrainingError
+from extras import errors, models
+from extras.errors import ConfigError, TrainingError
+from grpo import Config
 from reward import load_function
 from tests.common import (
     CPU,
     HERE,
     begun_run,
+    checkpoints,
     flags_of,
     lines,
     main,
+    prompts_in,
     run,
     small_config,
     small_rows,
     small_run,
     tiny_model,
+    tokenizer_of,
     weights_of,
 )
 from tests.families import bytes_tokenizer, family
@@ -54,7 +60,7 @@ def byte_level_tokenizer(folder):
 
 def test_a_tokenizer_is_what_its_file_says(tmp_path):
     written = byte_level_tokenizer(tmp_path)
-    loaded = grpo.load_tokenizer(str(tmp_path))
+    loaded = tokenizer_of(tmp_path)
     text = "Add the  numbers.\n\n3 + 4 = ?"
     assert loaded(text)["input_ids"] == written.encode(text).ids
 
@@ -65,8 +71,11 @@ class DropsBlanks:
     bos_token, eos_token_id, chat_template = None, 1, None
     added_tokens_decoder = {}
 
-    def __call__(self, texts, add_special_tokens=True, **_):
-        return dict(input_ids=[[ord(x) for x in text if x != " "] for text in texts])
+    def __call__(self, text, **_):
+        return dict(input_ids=[ord(x) for x in text if x != " "])
+
+    def num_special_tokens_to_add(self):
+        return 0
 
     def decode(self, ids, **_):
         return "".join(map(chr, ids)).replace("]", "] ")
@@ -78,7 +87,7 @@ class DropsBlanks:
 def test_a_tokenizer_that_loses_blanks_is_refused(tmp_path):
     def load_one(text):
         path = write(tmp_path, [dict(prompt=text)])
-        return grpo.load_prompts("train_data", DropsBlanks(), [], None, Config(train_data=path))
+        return prompts_in(path, DropsBlanks())
 
     assert load_one(" ab")[0].ids.tolist() == [97, 98]  # a leading blank is none
     assert len(load_one("a[X]b")[0].ids) == 5  # nor is one beside a special token
@@ -92,7 +101,7 @@ def test_a_tokenizer_may_eat_the_blanks_after_a_mark(tmp_path):
     tokenizer.add_special_tokens([tokenizers.AddedToken("<|user|>", rstrip=True)])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a")
     path = write(tmp_path, [dict(prompt="<|user|>\n1+2\n")])
-    [prompt] = grpo.load_prompts("train_data", tokenizer, [], None, Config(train_data=path))
+    [prompt] = prompts_in(path, tokenizer)
     assert tokenizer.decode(prompt.ids) == "<|user|>1+2\n"
 
 
@@ -103,7 +112,7 @@ def test_ids_beyond_the_number_of_tokens_have_their_text():
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(model), eos_token="b"
     )
-    assert grpo.decode(tokenizer, np.array([0, 900, 1, 500])) == "a </think> b"
+    assert tokenizer.decode(np.array([0, 900, 1, 500])) == "a </think> b"
 
 
 def test_the_blank_of_a_pieces_tokenizer_may_stand_in_a_prompt(tmp_path):
@@ -136,7 +145,7 @@ def test_rows_of_two_tasks_have_null_in_the_columns_of_the_other(tmp_path):
 
 def test_the_reason_of_a_pydantic_error_is_in_a_later_line():
     error = ValueError("1 validation error for VllmConfig\n  Value error, no such cache\n more")
-    assert "no such cache" in grpo.one_line(error) and "\n" not in grpo.one_line(error)
+    assert "no such cache" in errors.one_line(error) and "\n" not in errors.one_line(error)
 
 
 def test_models_that_cannot_be_trained_are_one_line(tmp_path):
@@ -148,12 +157,13 @@ def test_models_that_cannot_be_trained_are_one_line(tmp_path):
     for changed, word in ((quantized, "quantized"), (foreign, "custom code")):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigError, match=word):
-            grpo.load_model("model", str(tmp_path), Config(), CPU)
+            grpo.load_model(str(tmp_path), Config(), CPU)
 
 
 def test_an_eval_by_other_weights_ends_the_run(tmp_path, monkeypatch):
-    def sampler_with_other_weights(model, stop_ids, longest, cfg):
-        return grpo.HFSampler(grpo.copy.deepcopy(model).apply(double), stop_ids, cfg)
+    def sampler_with_other_weights(run):
+        model = copy.deepcopy(run.policy.model).apply(double)
+        return grpo.HFSampler(model, models.stop_ids_of(model, run.tokenizer), run.cfg)
 
     def double(module):
         if isinstance(module, torch.nn.Linear):
@@ -223,7 +233,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "evaluate", evaluate)
     eval_data = small_rows(tmp_path)
     small_run(tmp_path / "run", eval_data=eval_data, eval_every=1, keep=2)
-    assert [int(path[-6:]) for path in grpo.checkpoints(str(tmp_path / "run"))] == [1, 3, 4]
+    assert [int(path[-6:]) for path in checkpoints(tmp_path / "run")] == [1, 3, 4]
 
 
 def test_a_resume_has_the_flags_it_was_given_or_is_refused_untouched(tmp_path):
@@ -271,7 +281,7 @@ def test_without_a_compiler_layers_stay_as_they_are(tmp_path):
 
 
 def test_what_the_screen_says_of_a_step(tmp_path, capsys):
-    """The prompt that it shows has its completion there, and another after the last step."""
+    """The prompt that it shows has its completion there, and so has one of the last step."""
     text = "def mine(completion, row):\n    return 0.0\n"
     rewards = dict(reward=f"{rewards_in(tmp_path, text)},format", max_completion_length=2)
     small_run(tmp_path / "run", eval_data=small_rows(tmp_path), max_steps=2, **rewards)
@@ -279,10 +289,14 @@ def test_what_the_screen_says_of_a_step(tmp_path, capsys):
     first = lines(tmp_path / "run" / "completions.jsonl")[0]
     assert f"first prompt:\n{first['prompt']!r}\n" in said
     answers = said.split(f"to {first['prompt']!r}\n")
-    assert len(answers) == 3 and f" {first['completion']!r}" in answers[1]
+    assert len(answers) == 2 and f" {first['completion']!r}" in answers[1]
+    assert said.count("it answers") == 2
     assert said.count("NO OPTIMIZER STEP") == 2  # no completion has the format
-    assert said.count(" mine 0 format 0 ") == said.count("earn nothing") == 2
-    assert "accuracy (mine)" in said and "5 prompts are in --train_data and in --eval_data" in said
+    assert said.count("\nmine 0 format 0\n") == said.count("earn nothing") == 2
+    assert (
+        "eval_accuracy is the mean of mine" in said
+        and "5 prompts are in --train_data and in --eval_data" in said
+    )
     assert "best checkpoint" not in said  # no checkpoint is better than what the run began with
 
 

@@ -19,10 +19,14 @@ import pytest
 import torch
 
 import grpo
+from extras import ranks
+from extras.errors import ConfigError, TrainingError
 from grpo import Config
 from tests.common import (
+    GAP,
     HERE,
     begun_run,
+    checkpoints,
     fake_run,
     flags_of,
     fork,
@@ -48,7 +52,7 @@ def same_run(a, b):
     assert metrics_of(a) == metrics_of(b)
     completions = [lines(Path(out, "completions.jsonl")) for out in (a, b)]
     assert completions[0] == completions[1]
-    newest = [grpo.checkpoints(str(out))[-1] for out in (a, b)]
+    newest = [checkpoints(out)[-1] for out in (a, b)]
     assert os.path.basename(newest[0]) == os.path.basename(newest[1])
     assert torch.equal(weights_of(newest[0]), weights_of(newest[1]))
 
@@ -120,8 +124,8 @@ def test_flags_reach_the_config_and_win_over_the_bundled_task():
 @pytest.mark.parametrize(
     "error, code",
     [
-        (grpo.ConfigError("--x: y"), 2),
-        (grpo.TrainingError("it went wrong"), 1),
+        (ConfigError("--x: y"), 2),
+        (TrainingError("it went wrong"), 1),
         (torch.OutOfMemoryError("CUDA out of memory."), 1),
     ],
 )
@@ -168,7 +172,7 @@ def test_a_named_directory_with_anything_in_it_is_refused(tmp_path):
     out = tmp_path / "run"
     begun_run(out, 1)
     before = sorted(os.listdir(out))
-    with pytest.raises(grpo.ConfigError, match="run"):
+    with pytest.raises(ConfigError, match="run"):
         small_run(out, max_steps=1)
     assert sorted(os.listdir(out)) == before
 
@@ -211,7 +215,7 @@ def test_what_a_run_leaves(tmp_path):
     assert lines(out / "metrics.jsonl") == history
     eval_line, step_line, _ = history
     assert eval_line["step"] == 0 and -1 <= eval_line["eval_accuracy"] <= 0
-    named = {"reward", "reward_std", "loss", "grad_norm", "entropy", "kl", "sampler_gap"}
+    named = {"reward", "reward_std", "loss", "grad_norm", "entropy", "kl", GAP}
     assert named | {"completions/mean_length", "rewards/overlong/mean"} <= set(step_line)
     rows = lines(out / "completions.jsonl")
     assert len(rows) == 15
@@ -232,7 +236,7 @@ def test_an_old_checkpoint_that_is_a_link_now_costs_no_save(tmp_path):
     shutil.move(out / "step_000001", elsewhere)
     (out / "step_000001").symlink_to(elsewhere)
     small_run(out, keep=1, max_steps=2, resume=True)
-    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000002"]
+    assert [os.path.basename(path) for path in checkpoints(out)] == ["step_000002"]
     assert (elsewhere / "model.safetensors").exists()
 
 
@@ -247,7 +251,7 @@ def test_an_accuracy_on_other_eval_data_names_no_best_checkpoint(tmp_path):
     small_run(tmp_path / "run", eval_data=f"{tmp_path}/easy.jsonl", max_steps=1, **options)
     hard = dict(eval_data=f"{tmp_path}/hard.jsonl", max_steps=3)
     small_run(tmp_path / "run", resume=True, **options, **hard)
-    names = [os.path.basename(path) for path in grpo.checkpoints(str(tmp_path / "run"))]
+    names = [os.path.basename(path) for path in checkpoints(tmp_path / "run")]
     assert names == ["step_000003"]
 
 
@@ -258,9 +262,9 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
         return dict(skipped_steps=0, optimizer_steps=1)
 
     monkeypatch.setattr(grpo, "update", spoil)
-    with pytest.raises(grpo.TrainingError):
+    with pytest.raises(TrainingError):
         small_run(tmp_path / "run", max_steps=1)
-    assert grpo.checkpoints(str(tmp_path / "run")) == []
+    assert checkpoints(tmp_path / "run") == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -341,11 +345,11 @@ def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
     begun_run(out, 1)
     other = tmp_path / "rows2.jsonl"
     other.write_text("".join(json.dumps(row) + "\n" for row in lines(tmp_path / "rows.jsonl")[:4]))
-    with pytest.raises(grpo.ConfigError, match="train_data"):
+    with pytest.raises(ConfigError, match="train_data"):
         small_run(out, max_steps=2, resume=True, train_data=str(other))
     model = tmp_path / "model"
     shutil.copytree(out / "step_000001", model)
-    with pytest.raises(grpo.ConfigError, match="model"):
+    with pytest.raises(ConfigError, match="model"):
         small_run(out, max_steps=3, resume=True, model=str(model))
 
 
@@ -395,7 +399,7 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
         process.join()
         if process.exitcode == 0:
             break
-        for path in grpo.checkpoints(str(out)):  # whole or absent
+        for path in checkpoints(out):  # whole or absent
             assert torch.load(f"{path}/trainer_state.pt")["step"] > 0
     assert kills == 3
     same_run(whole, out)
@@ -411,20 +415,20 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
 def test_a_stop_saves_and_the_run_can_go_on(number, tmp_path):
     out = tmp_path / "run"
     inherited = signal.signal(number, signal.default_int_handler)  # a shell's & ignores SIGINT
-    honest = grpo.Run.log_step
+    honest = grpo.Run.end_step
 
-    def stop(self, samples, metrics):
-        honest(self, samples, metrics)
+    def stop(self, *arguments):
+        honest(self, *arguments)
         if self.step == 2:
             os.kill(os.getpid(), number)
 
-    grpo.Run.log_step = stop
+    grpo.Run.end_step = stop
     try:
         history = small_run(out, save_every=0)
     finally:
-        grpo.Run.log_step = honest
+        grpo.Run.end_step = honest
     assert [m["step"] for m in history] == [1, 2]
-    assert [os.path.basename(path) for path in grpo.checkpoints(str(out))] == ["step_000002"]
+    assert [os.path.basename(path) for path in checkpoints(out)] == ["step_000002"]
     assert signal.signal(number, inherited) == signal.default_int_handler
     small_run(out, save_every=0, resume=True)
     same_run(whole_run(), out)
@@ -463,7 +467,7 @@ def test_an_error_saves_the_last_whole_step(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "update", fail)
     with pytest.raises(RuntimeError):
         small_run(tmp_path / "run", save_every=0)
-    [path] = grpo.checkpoints(str(tmp_path / "run"))
+    [path] = checkpoints(tmp_path / "run")
     assert path.endswith("step_000002")
 
 
@@ -481,7 +485,7 @@ def test_an_error_between_optimizer_steps_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "accumulate_gradient", fail)
     with pytest.raises(RuntimeError):
         small_run(tmp_path / "run", save_every=0)
-    assert grpo.checkpoints(str(tmp_path / "run")) == []
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
@@ -490,7 +494,7 @@ def test_five_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch):
             s.advantages[:] = math.inf
 
     monkeypatch.setattr(grpo, "assign_advantages", infinite)
-    with pytest.raises(grpo.TrainingError, match="5 steps"):
+    with pytest.raises(TrainingError, match="5 steps"):
         small_run(tmp_path / "run", max_steps=9)
     assert [m["skipped_steps"] for m in metrics_of(tmp_path / "run")] == [2] * 5
 
@@ -538,14 +542,14 @@ def differ(what, out):
         grpo.load_model = other
     try:
         train(cfg)
-    except grpo.ConfigError as error:
+    except ConfigError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
 
 
 def wait(out):
     """Runs on every rank; rank 1 takes its time before step 1."""
-    grpo.PATIENCE = 0.05
+    ranks.PATIENCE = 0.05
     honest = grpo.score
 
     def slow(samples, run):
@@ -637,7 +641,7 @@ def test_a_column_with_a_name_of_the_trainers_is_refused(column, tmp_path):
     """It would change what the rewards compute."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+2=", "turns": 3, column: [1]}))
-    with pytest.raises(grpo.ConfigError, match=f"row 1: .*{column}"):
+    with pytest.raises(ConfigError, match=f"row 1: .*{column}"):
         small_run(tmp_path / "run", train_data=str(path))
 
 
@@ -677,7 +681,7 @@ def length(completion_ids, log_metric, log_extra, **columns):
     log_extra("length", [len(ids) for ids in completion_ids])
     return [0.0] * len(completion_ids)
 """
-    blocks = Path(HERE, "REFERENCE.md").read_text().split("```python\n")[1:]
+    blocks = Path(HERE, "docs/REFERENCE.md").read_text().split("```python\n")[1:]
     [example] = [block.partition("```")[0] for block in blocks if "def longest_wins" in block]
     path = write_rewards(tmp_path, text + example)
     rewards = f"{path}:length,{path}:longest_wins"
@@ -731,14 +735,14 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
         small_run(tmp_path / "crash", report_to=name)
     assert sent[-1] == (dict(exit_code=1) if name == "wandb" else {})
     fake.init = None  # as without a key: before a directory is made
-    with pytest.raises(grpo.ConfigError, match=name):
+    with pytest.raises(ConfigError, match=name):
         small_run(tmp_path / "none", report_to=name)
     assert not (tmp_path / "none").exists()
 
 
 def test_what_auto_means_for_a_small_model_on_a_cpu(tmp_path):
-    cfg = grpo.resolve(Config(), tiny_model(), torch.device("cpu"))
-    assert (cfg.dtype, cfg.rollout, cfg.compile) == ("float32", "hf", "off")
-    small_run(tmp_path / "run", max_steps=0, micro_batch_tokens=0)
+    cfg = grpo.resolve_auto(Config(max_completion_length=8), tiny_model())
+    assert (cfg.dtype, cfg.rollout, cfg.device) == ("float32", "hf", "cpu")
+    small_run(tmp_path / "run", max_steps=0, device="auto")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["compile"], config["micro_batch_tokens"]) == ("off", 2048)
+    assert (config["dtype"], config["rollout"], config["device"]) == ("float32", "hf", "cpu")

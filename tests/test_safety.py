@@ -20,10 +20,13 @@ import pytest
 import torch
 
 import grpo
+from extras import runs
+from extras.errors import TrainingError
 from tests.common import (
     CPU,
     HERE,
     begun_run,
+    checkpoints,
     command,
     flags_of,
     lines,
@@ -39,7 +42,7 @@ def files_of(folder):
 
 
 def steps_of(folder):
-    return [int(path[-6:]) for path in grpo.checkpoints(str(folder))]
+    return [int(path[-6:]) for path in checkpoints(folder)]
 
 
 def cut(path):
@@ -78,7 +81,7 @@ def test_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path, mo
         state["first"] = samples[0]
 
     monkeypatch.setattr(grpo, "assign_advantages", remember)
-    with pytest.raises(grpo.TrainingError, match="Sample"):
+    with pytest.raises(TrainingError, match="Sample"):
         small_run(tmp_path / "run", max_steps=1)
 
 
@@ -88,7 +91,7 @@ def test_half_a_line_of_the_checkpoints_own_step_is_cut_off(tmp_path):
     for log in (out / "metrics.jsonl", out / "completions.jsonl"):
         log.write_bytes(log.read_bytes()[:-20])
     small_run(out, max_steps=3, resume=True)
-    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 3]
+    assert [m["step"] for m in lines(out / "metrics.jsonl")] == [1, 2, 3]  # 2: of the checkpoint
     assert {row["step"] for row in lines(out / "completions.jsonl")} == {1, 2, 3}
 
 
@@ -148,7 +151,7 @@ def test_a_log_line_that_does_not_fit_comes_later_or_is_left_out_whole(tmp_path,
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
     try:
-        with pytest.raises(grpo.TrainingError):  # its end is in no checkpoint
+        with pytest.raises(TrainingError):  # its end is in no checkpoint
             small_run(out, max_steps=12, log_completions=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -261,7 +264,7 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, capsys):
     def lock():
         without_flock()  # in this thread only
         with open(tmp_path / "log", "a") as log:
-            grpo.lock(log)
+            runs.lock(log)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(lock).result()
@@ -273,8 +276,8 @@ def test_a_refused_run_leaves_nothing_in_the_other_ones_directory(tmp_path):
     begun_run(out, 1)
     before = files_of(out)
     for more in ([], ["--resume"]):
-        with open(out / "metrics.jsonl") as log:
-            grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
+        with open(out / ".lock") as log:
+            runs.fcntl.flock(log, runs.fcntl.LOCK_EX)
             assert grpo.main([*flags_of(small_config(out, max_steps=2)), *more]) == 2
         assert files_of(out) == before
 
@@ -299,8 +302,8 @@ def test_a_run_that_does_not_begin_touches_no_dashboard(tmp_path, monkeypatch, c
     fake.finish = lambda **options: called.append(options)
     assert grpo.main([*flags, "--resume"]) == 0
     called.clear()
-    with open(out / "metrics.jsonl") as log:
-        grpo.fcntl.flock(log, grpo.fcntl.LOCK_EX)
+    with open(out / ".lock") as log:
+        runs.fcntl.flock(log, runs.fcntl.LOCK_EX)
         assert grpo.main([*flags, "--resume"]) == 2
     assert not called and "another run" in capsys.readouterr().err
 

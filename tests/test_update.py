@@ -10,8 +10,10 @@ import torch
 import transformers
 
 import grpo
+from extras import models, packed, preflight
+from extras.errors import TrainingError
 from grpo import Config, HFSampler
-from tests.common import CPU, HERE, random_samples, tiny_model, update_gradient
+from tests.common import CPU, HERE, draw_from, random_samples, tiny_model, update_gradient
 
 
 def tiny_policy():
@@ -52,7 +54,7 @@ def steps(policy, samples, cfg, step=1, optimizer=None):
 def test_dropout_is_forced_to_zero_in_configs_inside_configs():
     inner = transformers.LlamaConfig(attention_dropout=0.5)
     outer = transformers.LlavaConfig(text_config=inner, vision_config=None)
-    assert grpo.without_dropout(outer).text_config.attention_dropout == 0.0
+    assert models.without_dropout(outer).text_config.attention_dropout == 0.0
 
 
 def test_what_no_text_reaches_is_not_trained(tmp_path):
@@ -63,7 +65,7 @@ def test_what_no_text_reaches_is_not_trained(tmp_path):
     vision = transformers.CLIPVisionConfig(image_size=4, patch_size=2, **size)
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=3)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
-    model = grpo.load_model("model", str(tmp_path), Config(), CPU)
+    model = grpo.load_model(str(tmp_path), Config(), CPU)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     model(torch.arange(8)[None]).logits.sum().backward()
     assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
@@ -74,11 +76,11 @@ def test_a_limit_only_cuts():
     sampler = HFSampler(tiny_model(), [*range(1, 9)], Config(max_completion_length=20))
     prompts = [np.array([9, 10])] * 64
     seeds = [(0, i) for i in range(64)]
-    whole = sampler.generate(prompts, seeds, 1.0)
-    cut = sampler.generate(prompts, seeds, 1.0, limits=[3, 7] * 32)
+    whole = draw_from(sampler, prompts, seeds, 1.0)
+    cut = draw_from(sampler, prompts, seeds, 1.0, limits=[3, 7] * 32)
     for (ids, _), (shorter, logps), limit in zip(whole, cut, [3, 7] * 32, strict=True):
         assert shorter.tolist() == ids[:limit].tolist() and len(logps) == len(shorter)
-    assert sampler.generate([], [], 1.0) == []
+    assert draw_from(sampler, [], [], 1.0) == []
 
 
 def test_ids_without_a_text_are_dropped():
@@ -86,7 +88,7 @@ def test_ids_without_a_text_are_dropped():
     tokenizer.add_special_tokens(dict(additional_special_tokens=["<think>", "</think>"]))
     written = "<think>1+2=3</think>3"
     ids = np.array(tokenizer(written, add_special_tokens=False)["input_ids"])
-    assert grpo.decode(tokenizer, np.append(ids, len(tokenizer) + 5)) == written
+    assert tokenizer.decode(np.append(ids, len(tokenizer) + 5)) == written
 
 
 def test_cut_off_completions_that_earn_nothing_are_said():
@@ -95,23 +97,26 @@ def test_cut_off_completions_that_earn_nothing_are_said():
     for n, reward, said in ((2, 0.0, False), (3, 0.0, True), (3, 1.0, False)):
         for i, s in enumerate(samples):
             s.finish_reason, s.reward = ("stop", 1.0) if i >= n else ("length", reward)
-        assert bool(grpo.preflight.cut_off(samples)) == said
+        assert bool(preflight.check_cut_off(samples)) == said
 
 
 # ------------------------------------------------------------------------------------------------
 # What is trained
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("budget", [1, 26, 60, 1000])
-def test_micro_batches_hold_every_sample_once_within_their_budget(budget, packed):
+def test_micro_batches_hold_every_sample_once_within_their_budget(budget, is_packed):
     """The prompt counts again where a batch begins within a group."""
     samples = random_samples(17, 5)
     for s in samples:
         s.prompt.ids = np.resize(s.prompt.ids, 9)
-    batches = grpo.micro_batches(samples, Config(micro_batch_tokens=budget), packed)
+    policy = tiny_policy()
+    if is_packed:
+        policy = packed.PackedPolicy(policy.model, policy.temperature)
+    batches = policy.micro_batches(samples, Config(micro_batch_tokens=budget))
     assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, samples))
-    sizes = [grpo.collate(batch, CPU, packed)["ids"].numel() for batch in batches]
+    sizes = [policy.collate(batch)["ids"].numel() for batch in batches]
     for size, batch in zip(sizes, batches, strict=True):
         assert len(batch) == 1 or size <= budget
     assert len(batches) <= 2 * sum(sizes) / budget + 2  # and they are filled
@@ -180,7 +185,7 @@ def test_no_step_without_a_signal():
     assert not moved and metrics["optimizer_steps"] == 0
     assert metrics["loss"] == metrics["grad_norm"] == 0
     for s in learned:  # advantages of tokens that are not in the loss are no signal
-        s.loss_mask[:] = False
+        s.trainable[:] = False
     assert not steps(policy, learned, cfg, 3, optimizer=optimizer)[1]
 
 
@@ -215,11 +220,11 @@ def test_a_sampler_that_is_off_stops_before_a_weight_changes(advantage):
     for s in samples:
         s.sampler_logps = s.sampler_logps + 50
     before = copy_of(policy)
-    with pytest.raises(grpo.TrainingError):
+    with pytest.raises(TrainingError):
         steps(policy, samples, cfg)
     assert not has_moved(policy, before)
     samples[1].sampler_logps[0] = samples[0].sampler_logps[0] = math.nan
-    with pytest.raises(grpo.TrainingError):
+    with pytest.raises(TrainingError):
         steps(policy, samples, make_config(beta=0.1))
 
 
@@ -228,8 +233,13 @@ def test_a_sampler_that_is_off_stops_before_a_weight_changes(advantage):
 
 
 def test_weight_decay_spares_norms_and_biases():
-    decayed, spared = grpo.make_optimizer(tiny_policy(), Config(weight_decay=0.1)).param_groups
-    assert decayed["weight_decay"] == 0.1
-    assert all(p.dim() == 2 for p in decayed["params"])
-    assert spared["weight_decay"] == 0.0
-    assert spared["params"] and all(p.dim() == 1 for p in spared["params"])
+    policies = [tiny_policy() for _ in range(3)]
+    for policy, weight_decay in zip(policies, (0.5, 0.0), strict=False):
+        for p in policy.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer = grpo.make_optimizer(policy, Config(weight_decay=weight_decay))
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+    for decayed, other, start in zip(*(p.parameters() for p in policies), strict=True):
+        share = 0.1 * 0.5 if start.dim() == 2 else 0.0
+        assert torch.allclose(decayed, other - share * start, atol=1e-6)

@@ -14,9 +14,11 @@ import pytest
 import torch
 import transformers
 
+import extras
 import grpo
 from tests.common import (
     F64,
+    GAP,
     HERE,
     flags_of,
     lines,
@@ -36,7 +38,7 @@ OPTIONS = dict(sequence_mask=dict(tis_cap=3.0), moving_reference=dict(beta=0.1, 
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    monkeypatch.setattr("extras.view.draw", str)  # they take longer than these runs
+    monkeypatch.setattr("tools.view.draw", str)  # they take longer than these runs
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,36 @@ def patched(tmp_path_factory):
     return copy
 
 
+@pytest.fixture(autouse=True)
+def first_copy_again():
+    """Of grpo.py, for the tests that follow."""
+    before = {name: sys.modules[name] for name in loaded_extras()} | dict(grpo=grpo)
+    yield
+    forget_extras()
+    sys.modules.update(before)
+    for name, module in before.items():
+        if name != "grpo":
+            setattr(extras, name.partition(".")[2], module)
+
+
+def loaded_extras():
+    """Those that call grpo.py."""
+    modules = dict(sys.modules)
+    return [name for name in modules if name[:7] == "extras." and hasattr(modules[name], "grpo")]
+
+
+def forget_extras():
+    for name in loaded_extras():
+        del sys.modules[name]
+        delattr(extras, name.partition(".")[2])
+
+
 def module_of(folder):
-    """The patched grpo.py, under a name of its own."""
-    spec = importlib.util.spec_from_file_location(f"grpo_{folder.name}", folder / "grpo.py")
+    """The patched grpo.py, which is grpo from here on."""
+    spec = importlib.util.spec_from_file_location("grpo", folder / "grpo.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
+    forget_extras()
+    sys.modules["grpo"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -100,7 +127,9 @@ def test_runs_of_a_patch_resume_to_the_bit(name, patched, tmp_path):
 def changed_copy(folder, number):
     """A copy of the trainer with the diff applied. A hunk needs no line numbers: its old lines
     stand there once."""
-    text = Path(HERE, "REFERENCE.md").read_text().split("```diff\n")[number].partition("```")[0]
+    text = (
+        Path(HERE, "docs/REFERENCE.md").read_text().split("```diff\n")[number].partition("```")[0]
+    )
     source = Path(HERE, "grpo.py").read_text()
     for hunk in text.split("@@ ")[1:]:
         lines = hunk.splitlines(keepends=True)[1:]
@@ -155,7 +184,7 @@ def test_the_diffs_of_the_reference_do_what_they_say_and_resume(name, tmp_path):
     if name == "metric":
         assert all(0 < m["unique"] <= 1 for m in metrics)
     if name == "sampler":
-        assert all(1e-4 < m["sampler_gap"] < 0.1 for m in metrics)
+        assert all(1e-4 < m[GAP] < 0.1 for m in metrics)
 
 
 def main_of(folder, *args):
@@ -186,17 +215,17 @@ def test_one_step_ahead(patched, tmp_path):
     run, also after a resume."""
     folder = patched("one_step_ahead")
     whole, parts, still = tmp_path / "whole", tmp_path / "parts", tmp_path / "still"
+    small_run(still, learning_rate=1e-30)
     assert main_of(folder, *flags_of(small_config(whole))) == 0
     two_ranks_are_one_process(folder, parts, whole)
 
-    small_run(still, learning_rate=1e-30)
     samples = [[], []]
     for out, rows in zip((whole, still), samples, strict=True):
         rows += [(row["step"], row["completion"]) for row in lines(out / "completions.jsonl")]
     n = 2 * 3 * 5
     assert samples[0][:n] == samples[1][:n]
     assert samples[0][n:] != samples[1][n:]
-    assert all(m["sampler_gap"] < 1e-5 for m in metrics_of(whole))  # old_logps are as old
+    assert all(m[GAP] < 1e-5 for m in metrics_of(whole))  # old_logps are as old
 
 
 def loss_gradient(module, ratio, advantage, **options):
@@ -234,7 +263,7 @@ def test_process_reward(patched):
             steps = np.where(
                 rng.random(len(s.sampled)) < 0.5, rng.normal(size=len(s.sampled)), math.nan
             )
-            s.token_rewards["steps"] = steps
+            s.info["token_rewards"] = dict(steps=steps)
             s.reward += np.nansum(steps)
             ends += [(i, t, steps[t]) for t in np.flatnonzero(~np.isnan(steps))]
             if math.isnan(steps[-1]):
@@ -249,7 +278,7 @@ def test_process_reward(patched):
             later = [(r - mean) / (std + 1e-4) for j, end, r in ends if j == i and end >= t]
             assert advantage == pytest.approx(sum(later), abs=1e-12)
     for s in samples:
-        s.token_rewards = {}
+        s.info["token_rewards"] = {}
     module.assign_advantages(samples, cfg)
     found = [s.advantages.copy() for s in samples]
     grpo.assign_advantages(samples, cfg)
@@ -373,7 +402,7 @@ def test_critic(patched):
     for i, s in enumerate(random_samples(8, 4)):
         samples.append(grpo.Sample(s.group, s.prompt, s.completion_ids, s.sampler_logps))
         samples[-1].reward = i / 8
-    grpo.add_logps("values", policy, samples, cfg, output=2)
+    grpo.add_logps("values", policy, samples, cfg)
     grpo.assign_advantages(samples, cfg)
     grpo.accumulate_gradient(policy, policy, samples, cfg)
     n_tokens = sum(len(s.completion_ids) for s in samples)

@@ -1,4 +1,4 @@
-"""extras/view.py: curves, the samples of a step, the page; and links and commands of documents."""
+"""tools/view.py: curves, the samples of a step, the page; and links and commands of documents."""
 
 import base64
 import dataclasses
@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import types
 import zlib
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 
 import grpo
-from extras import view
-from tests.common import HERE, small_run
+from extras import runs, screen
+from tests.common import HERE, small_run, tokenizer_of
+from tools import view
 
 HOSTILE = '</script><img src=x onerror="document.title=1"><script>document.title=2</script>\x1b[2J'
 
@@ -121,13 +123,14 @@ def test_advantages_token_by_token_are_counted_whole(tmp_path, capsys):
         prompt = grpo.Prompt(np.arange(1), f"question {group}", {})
         samples.append(grpo.Sample(group, prompt, np.arange(4), np.zeros(4)))
         samples[-1].advantages[:] = advantages
-    samples[2].loss_mask[2] = False  # this advantage teaches nothing
-    rows = grpo.completion_rows(samples, 1, grpo.load_tokenizer(f"{HERE}/sample_data/model"))
+    samples[2].trainable[2] = False  # this advantage teaches nothing
+    rows = grpo.RunFiles.rows_of(None, types.SimpleNamespace(step=1), samples)
+    rows = runs.more_columns(rows, samples, tokenizer_of(f"{HERE}/sample_data/model"))
     names = ["advantage", "advantage_sum", "advantage_abs", "advantage_max"]
     logged = [[row[name] for name in names if name in row] for row in rows]
     assert logged == [[1], [0, 0, 1.5, 3], [0]]
     assert [row["group"] for row in rows if "tokens" in row] == [0, 1]
-    metrics = grpo.sample_metrics(samples)
+    metrics = grpo.sample_metrics(samples) | screen.details(samples)
     assert metrics["advantage_abs"] == pytest.approx(2.5 / 3)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
     view.main([write_run(tmp_path / "run", rows, METRICS), "--step"])
@@ -182,7 +185,8 @@ def test_errors_are_one_line(args, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------
 # Documents
 
-DOCUMENTS = [p for p in ("README.md", "REFERENCE.md", "variants/README.md", "studies/RESULTS.md")]
+DOCUMENTS = ["README.md", "docs/REFERENCE.md", "docs/CONTRIBUTING.md"]
+DOCUMENTS += ["variants/README.md", "studies/RESULTS.md"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

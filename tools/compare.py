@@ -1,8 +1,8 @@
 """Is a change better, or was it the seeds? Compares runs of grpo.py and of changed copies.
 
-    python extras/compare.py out out.1 mine mine.1       # runs with the same flags are one side
-    python extras/compare.py base=out,out.1 mine=mine,mine.1
-    python extras/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
+    python tools/compare.py out out.1 mine mine.1       # runs with the same flags are one side
+    python tools/compare.py base=out,out.1 mine=mine,mine.1
+    python tools/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
 --run makes the runs that compare/ lacks, and goes on with those that were stopped. If code or data
 that a run had read when it began says something else now, another run is made beside it. (Not

@@ -1,9 +1,9 @@
 """Shows what a run has written into its directory.
 
-python extras/view.py                 # the newest run here: a summary, and its curves.png
-python extras/view.py out             # the run in the directory out
-python extras/view.py out --step 40   # the samples of step 40 by group; without 40: the last step
-python extras/view.py out --html      # out/page.html: curves, steps, groups, samples, tokens
+python tools/view.py                 # the newest run here: a summary, and its curves.png
+python tools/view.py out             # the run in the directory out
+python tools/view.py out --step 40   # the samples of step 40 by group; without 40: the last step
+python tools/view.py out --html      # out/page.html: curves, steps, groups, samples, tokens
 """
 
 import base64

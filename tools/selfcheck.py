@@ -2,7 +2,7 @@
 steps of three prompts: take flags with which your change acts in these. A NO that grpo.py has, too,
 with these flags comes from them.
 
-    python extras/selfcheck.py my_grpo.py [--only resume|ranks|fast|signal] [flags of its run]
+    python tools/selfcheck.py my_grpo.py [--only resume|ranks|fast|signal] [flags of its run]
 """
 
 import argparse
@@ -24,7 +24,7 @@ FAST = """import importlib, os, sys
 folder, name = os.path.split(os.path.splitext(os.path.realpath(sys.argv[1]))[0])
 sys.path.insert(0, folder)
 script = importlib.import_module(name)
-script.SMALL = 0  # the fast policy also for a small model
+importlib.import_module("extras.fast").SMALL = 0  # the fast policy also for a small model
 sys.exit(script.main(sys.argv[2:]))"""
 QUESTIONS = dict(  # the words, what stands before the script, and what behind it
     resume=("a resume is exact", [], "--resume"),

@@ -1,0 +1,405 @@
+"""Models, tokenizers and chat templates of all kinds: what the library leaves out, makes wrong or
+cannot save, and what is refused. grpo.py alone loads a model as from_pretrained does."""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import inspect
+import itertools
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import grpo
+from extras import digests, fast, preflight, ranks
+from extras.errors import cleanup, mistakes_in, require
+from reward import load_rewards
+
+
+def checked(cfg):
+    """Before anything is loaded: refuses impossible flags, and fixes the folder of the model,
+    because a reward may change the directory."""
+    ranks.now.cache_clear()
+    with mistakes_in("flags", (ValueError,)):
+        preflight.check_values(cfg)
+        preflight.check_marks(cfg)
+    with mistakes_in(f"--reward {cfg.reward}"):
+        load_rewards(cfg.reward)
+    model = cfg.model
+    if os.path.isdir(model):  # else a name on the hub
+        model = os.path.abspath(model)
+    if cfg.fast and (cfg.device == "cpu" or not torch.cuda.is_available()):
+        fast.tune_memory()
+    return replace(cfg, model=model)
+
+
+def say(message) -> None:
+    if message:
+        ranks.say(message)
+
+
+# -- Tokenizers and templates
+
+
+def config_of(path: str):
+    preflight.check_folder(path)
+    return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
+    """Its chat template writes the day on which the run began."""
+    with mistakes_in("flags", (ValueError,)):
+        preflight.check_marks(cfg)  # once more, if it is train's mark that is gone
+    with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
+        config_of(path)  # refuses foreign code
+        tokenizer = plain(path, cfg, *args, **kwargs)
+        text = "a b\n\n  c"
+        own = transformers.AutoTokenizer.from_pretrained(path)
+        both = [t.backend_tokenizer.to_str() for t in (own, tokenizer) if t.is_fast]
+        is_own = len(both) == 2 and both[0] == both[1]  # else it is yours
+        if is_own and text not in tokenizer.decode(tokenizer(text)["input_ids"]):
+            # transformers 5 goes by the class in the config, and may make another tokenizer of
+            # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    write = datetime.fromisoformat(cfg.began or ranks.now()).strftime
+    template = functools.partial(tokenizer.apply_chat_template, strftime_now=write)
+    tokenizer.apply_chat_template = template
+    if path != cfg.reference:
+        say(preflight.check_think_tag(tokenizer))
+    return tokenizer
+
+
+def stop_ids_of(model, tokenizer) -> list[int]:
+    """All tokens that end a turn and that the model can sample: the end tokens of the model and the
+    tokenizer, and the token that the chat template writes after the assistant's words."""
+    ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)}
+    with contextlib.suppress(Exception):  # no template, or one that refuses such a chat
+        chat = [dict(role="user", content="?"), dict(role="assistant", content="b8e24d60f1")]
+        text = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("b8e24d60f1")[2]
+        after = tokenizer(text.lstrip(), add_special_tokens=False)["input_ids"][:1]
+        ends |= set(after) & set(tokenizer.get_added_vocab().values())
+    stop_ids = sampled_ones(ends, model)
+    require(stop_ids, f"model {model.name_or_path}", "has no EOS token")
+    return stop_ids
+
+
+def sampled_ones(ids, model) -> list[int]:
+    vocabulary = range(model.get_input_embeddings().num_embeddings)
+    return sorted(int(i) for i in ids if i in vocabulary)
+
+
+# -- A folder -> a model -> a folder
+
+
+def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
+    """Without dropout, also where --gradient_checkpointing puts layers into training mode."""
+    path = str(path)
+    with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
+        config = config_of(path)
+        preflight.check_config(config)
+        text = config.get_text_config()
+        if text is config:
+            model = plain(path, cfg, device, *args, **kwargs)
+        else:  # it sees or hears, and AutoModelForCausalLM knows none of these
+            model = load_multimodal(path, cfg).to(device).eval()
+        say(preflight.check_weights(model))
+        if getattr(text, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # the others leave the cap out
+        if cfg.dtype == "float64":
+            model.set_experts_implementation("eager")  # the grouped product has no float64
+    model.began_as = copy.deepcopy(model.config), cfg.model  # for save_model
+    if not model.training:
+        without_dropout(model.config)
+        for module in model.modules():
+            without_dropout(module)
+    if device.type == "cpu":
+        # A copy, because transformers leaves the weights in the mapped file: who overwrites it
+        # would change the model.
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            tensor.data = tensor.data.clone()
+    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
+    if cfg.gradient_checkpointing:
+        with mistakes_in("--gradient_checkpointing", (ValueError,)):
+            old = model.gradient_checkpointing_enable  # before transformers 5.24
+            getattr(model, "activation_checkpointing_enable", old)(dict(use_reentrant=False))
+        model.base_model.register_forward_pre_hook(switch_checkpointing)
+    return model
+
+
+def load_multimodal(path: str, cfg):
+    dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
+    options = dict(dtype=dtype, output_loading_info=True)
+    model, info = transformers.AutoModelForMultimodalLM.from_pretrained(path, **options)
+    if info["missing_keys"]:
+        raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
+    # It keeps the other parts, which no text reaches: they do not even decay.
+    model.requires_grad_(False)
+    model.get_decoder().requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(True)
+    return model
+
+
+def switch_checkpointing(model, _) -> None:
+    """The model is in eval mode while it learns, too: no dropout, no jitter. But layers that are
+    computed again in backward must be in training mode: only the layer's own flag, so that the
+    dropout inside stays off."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = torch.is_grad_enabled()
+
+
+def without_dropout(holder):
+    """A config, with the configs inside, or a module."""
+    for name, value in vars(holder).items():
+        if hasattr(value, "to_diff_dict"):
+            without_dropout(value)
+        elif re.search("dropout|pdrop|layerdrop", name) and isinstance(value, float):
+            setattr(holder, name, 0.0)
+    if isinstance(holder, torch.nn.Dropout):
+        holder.p = 0.0
+    return holder
+
+
+def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
+    """With the model's own dropouts, the adapters merged, and the files that servers ask for."""
+    weights = model.state_dict()
+    if any(hasattr(module, "get_delta_weight") for module in model.modules()):  # peft's
+        from extras import lora
+
+        weights = lora.merged(weights, model)
+    weights = without_tied(weights, model)
+    if not all(w.isfinite().all() for w in weights.values()):
+        raise ValueError("the weights are not finite")
+    saved = copy.copy(model)
+    saved.config, source = getattr(model, "began_as", (model.config, model.name_or_path))
+    saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
+    saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
+    plain(saved, tokenizer, folder, *args, **kwargs)
+    generation = model.generation_config.to_json_string()
+    Path(folder, "generation_config.json").write_text(generation)
+    copy_processors(source, folder)
+
+
+def tensors_of(plain, model, cfg, *args, **kwargs) -> dict:
+    """And the buffers, without the copy of a tied head; adapters merged into their layers."""
+    parameters = dict(model.named_parameters())
+    buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
+    tensors = buffers | plain(model, cfg, *args, **kwargs)
+    if cfg.lora_rank > 0:
+        from extras import lora
+
+        tensors = lora.merged(tensors, model, rounded=cfg.dtype == "bfloat16")
+    return without_tied(tensors, model)
+
+
+def without_tied(tensors: dict, model) -> dict:
+    tied = model.all_tied_weights_keys
+    return {name: x.detach() for name, x in tensors.items() if name not in tied}
+
+
+def copy_processors(model: str, folder: str) -> None:
+    """Files of models that also see or hear: servers ask for them."""
+    for kind in ("preprocessor", "processor", "video_preprocessor"):
+        missing_is_fine = dict(_raise_exceptions_for_missing_entries=False)
+        path = transformers.utils.cached_file(model, f"{kind}_config.json", **missing_is_fine)
+        if path is not None:
+            shutil.copy(path, folder)
+
+
+# -- What a run needs of its models
+
+
+def resolve_auto(plain, cfg, model, *args, **kwargs):
+    """By what the model and the machine are good at; config.json says what was decided. What is
+    left as `auto` is the plain one's."""
+    is_small = model.num_parameters() < fast.SMALL
+    if is_small:
+        torch.set_num_threads(1)
+    theirs = plain(cfg, model, *args, **kwargs)
+    of_page = dict(cpu="float32", cuda="bfloat16")[model.device.type]  # what an unchanged one says
+    dtype = theirs.dtype
+    if cfg.dtype == "auto" and dtype == of_page:
+        is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        if model.device.type == "cuda":
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if is_fast and not is_small else "float32"
+    rollout = cfg.rollout
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    if rollout == "auto" and has_vllm and not is_small and dtype != "float64":
+        rollout = "vllm"
+    if rollout == "auto" or theirs.rollout != "hf":
+        rollout = theirs.rollout
+    return replace(theirs, dtype=dtype, rollout=rollout)
+
+
+def load_reference(plain, run, *args, **kwargs):
+    """The policy without its adapters, if it has some: the plain one, unless it is yours, would
+    load the model once more."""
+    cfg, policy = run.cfg, run.policy
+    needs_none = cfg.beta > 0 and cfg.lora_rank > 0 and not cfg.reference
+    if needs_none and not digests.changed("load_reference"):
+        from extras import lora
+
+        return lora.AdaptersOff(policy)
+    reference = plain(run, *args, **kwargs)
+    if reference is not None and cfg.reference:
+        with mistakes_in(f"--reference {cfg.reference}", (ValueError,)):
+            preflight.check_room(preflight.positions_of(reference.model), run.train_prompts, cfg)
+            load = functools.partial(grpo.load_tokenizer, cfg=cfg)
+            models = reference.model, policy.model
+            preflight.check_reference(cfg.reference, load, run.tokenizer, *models)
+    return reference
+
+
+def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer:
+    optimizer = plain(policy, cfg, *args, **kwargs)
+    if cfg.weight_decay > 0:
+        optimizer.register_step_pre_hook(functools.partial(decay, cfg.weight_decay))
+    return optimizer
+
+
+@torch.no_grad()
+def decay(weight_decay: float, optimizer, *_) -> None:
+    """As AdamW does it, but matrices alone. (Another order of the parameters would be that of no
+    other checkpoint.)"""
+    for group in optimizer.param_groups:
+        matrices = [p for p in group["params"] if p.grad is not None and p.dim() >= 2]
+        torch._foreach_mul_(matrices, 1 - group["lr"] * weight_decay)
+
+
+# -- Samplers
+
+
+def make_sampler(plain, run, *args, **kwargs):
+    """With a look at what it needs, and around it the environment, if there is one."""
+    cfg, model = run.cfg, run.policy.model
+    with mistakes_in(f"--model {cfg.model}", (ValueError,)):
+        prompts = run.train_prompts + run.eval_prompts
+        preflight.check_room(preflight.positions_of(model), prompts, cfg)
+    # So that servers stop there, too; and the plain one finds them there.
+    model.generation_config.eos_token_id = stop_ids = stop_ids_of(model, run.tokenizer)
+    start = functools.partial(plain, run, *args, **kwargs)
+    if cfg.rollout == "hf":
+        with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
+            sampler = start()
+            if type(sampler) is grpo.HFSampler and not has_plain_cache(model):
+                name = type(model).__name__
+                ranks.say(f"sample_batch cannot use the cache of {name}, so its generate samples")
+                sampler = GenerateSampler(model, stop_ids, cfg)
+            preflight.check_padding(run, sampler)
+        # The cache grows: every length would be compiled.
+        sampler.generate = torch.compiler.set_stance("force_eager")(sampler.generate)
+    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
+        from extras import lora
+
+        lora.halve_frozen(model)
+    fast.tune_for_machine(run.policy, run.train_prompts, cfg)
+    if cfg.rollout == "vllm":
+        require(0.01 <= cfg.temperature <= 2, "temperature", "vLLM takes 0.01 to 2; hf takes any")
+        ranks.say("vLLM starts, which takes a minute or more")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
+            os.environ["TRITON_F32_DEFAULT"] = "ieee"
+        with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
+            sampler = start()
+        for module in model.modules():  # vLLM's import has made its classes look for this
+            module.do_not_compile = True
+    sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
+    sampler.close = functools.cache(sampler.close)  # once: here if the run fails, else by `train`
+    cleanup.callback(sampler.close)
+    if cfg.environment:
+        from extras import agents
+
+        sampler = agents.around(sampler, run)
+    return sampler
+
+
+def has_plain_cache(model) -> bool:
+    """A cache of keys and values alone, and a forward pass that takes the places of its tokens."""
+    names = inspect.signature(model.forward).parameters
+    if not {"past_key_values", "position_ids", "logits_to_keep"} <= names.keys():
+        return False
+    with torch.no_grad():
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        cache = model(ids, use_cache=True).past_key_values
+    layers = getattr(cache, "layers", [None])
+    return all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers)
+
+
+class GenerateSampler(grpo.HFSampler):
+    """For models with other caches, which grpo.py's sample_batch cannot use: their `generate` knows
+    them. It computes all rows until the last one stops."""
+
+    def generate(self, prompts, seeds, temperature, limits=None) -> list[dict]:
+        limits = limits or [self.cfg.max_completion_length] * len(prompts)
+        completions = []
+        for start in range(0, len(prompts), 256):
+            part = slice(start, start + 256)
+            completions += self.batch(prompts[part], seeds[part], temperature, limits[part])
+        return completions
+
+    @torch.no_grad()
+    def batch(self, prompts, seeds, temperature, limits) -> list[dict]:
+        model, stop_ids, cfg = self.model, self.stop_ids, self.cfg
+        device = model.device
+        randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
+        randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T]
+        logps = []
+
+        def choose(_, logits):  # [N, V]. All others get -inf, so that generate takes the token
+            token, logp = grpo.sample_token(logits, temperature, randoms[:, len(logps), None])
+            logps.append(logp)
+            return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
+
+        own = model.generation_config  # which may hold top-p, and the ids of its end
+        model.generation_config = transformers.GenerationConfig()
+        with grpo.autocast(model.device, cfg.dtype, cache=True):
+            ids = model.generate(
+                grpo.padded([p.ids for p in prompts], "left").to(device),  # [N, P]
+                attention_mask=grpo.padded([p.ids * 0 + 1 for p in prompts], "left").to(device),
+                logits_processor=[choose],
+                max_new_tokens=max(limits),
+                eos_token_id=stop_ids,
+                pad_token_id=stop_ids[0],
+            )
+        model.generation_config = own
+        ids = ids[:, -len(logps) :].cpu().numpy()  # [N, T], until all have stopped
+        logps = torch.cat(logps, 1).cpu().numpy()
+        completions = []
+        for row, limit in enumerate(limits):
+            stops = np.flatnonzero(np.isin(ids[row, :limit], stop_ids))
+            T = 1 + min(stops, default=limit - 1)  # with the token that stops
+            completions.append(dict(completion_ids=ids[row, :T], sampler_logps=logps[row, :T]))
+        return completions
+
+
+def vllm_options(plain, model, longest: int, cfg, *args, **kwargs) -> dict:
+    from vllm.platforms import current_platform
+
+    if model.device.type == "cpu":
+        type(current_platform).simple_compile_backend = "eager"  # compiling takes 10 s
+    return plain(model, preflight.longest_text(model, longest, cfg), cfg, *args, **kwargs)
+
+
+def repack(plain, engine_model, *args, **kwargs) -> None:
+    """Some models have no head of their own, which is all that the plain one repacks."""
+    if hasattr(getattr(engine_model, "lm_head", None), "quant_method"):
+        plain(engine_model, *args, **kwargs)
+
+
+def fill_with_nan(plain, engine_model, *args, **kwargs) -> None:
+    """vLLM's CPU build packs the experts of a layer when it makes their kernel: again."""
+    plain(engine_model, *args, **kwargs)
+    on_cpu = next(engine_model.parameters()).device.type == "cpu"
+    for module in engine_model.modules():
+        if on_cpu and hasattr(getattr(module, "quant_method", None), "moe_kernel"):
+            module.quant_method.moe_kernel = None

@@ -1,0 +1,211 @@
+"""A batch without padding: its sequences are packed one behind the other, each prompt once, its
+completions behind it. extras/fast.py takes this for models whose attention can keep sequences
+apart. Say a b c has the completions x y . and z ., and d e has w . (with the EOS .):
+
+    ids          a b c x y . z . d e w .    [L]
+    positions    0 1 2 3 4 5 3 4 0 1 2 3    [L], counted from the start of the prompt
+    targets      x y .   z .   w .          [n], the sampled tokens
+    logit_index  2 3 4   2 6   9 10         [n], places whose logits predict the targets
+
+The logits at c, place 2, predict both x and z. In each layer packed_attention gives x y . the keys
+at 0 1 2 3 4 5, z . those at 0 1 2 6 7 and w . those at 8 to 11: a completion sees its own prompt
+and itself, and nothing else.
+"""
+
+import functools
+import itertools
+import math
+from collections import defaultdict
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+import grpo
+
+# -- Samples -> micro-batches -> tensors
+
+
+def micro_batches(samples: list, cfg) -> list[list]:
+    """Samples of a prompt stand together, because they share it."""
+    samples = sorted(samples, key=lambda s: -s.total_length)
+    samples.sort(key=prompt_of)
+    added = [s.total_length for s in samples]  # tokens that a sample adds to a batch
+    for i, (before, s) in enumerate(itertools.pairwise(samples)):
+        if prompt_of(s) == prompt_of(before):
+            added[i + 1] = len(s.completion_ids)  # its prompt stands there already
+    budget = min(cfg.micro_batch_tokens or 2048, sum(added) / grpo.WORLD_SIZE)
+    batches = []
+    tokens = math.inf  # of the last batch; inf begins the first
+    for s, more in zip(samples, added, strict=True):
+        tokens += more
+        if tokens > budget:
+            batches.append([])
+            tokens = s.total_length
+        batches[-1].append(s)
+    return batches
+
+
+def prompt_of(sample) -> bytes:
+    return sample.prompt.ids.tobytes()
+
+
+def pack(samples: list, device: torch.device) -> dict:
+    """The ids of a batch, where they stand, and what attention needs."""
+    batch = defaultdict(list)
+
+    def append(ids, before):
+        """A sequence, which also sees the places `before`. Returns its own places."""
+        places = sum(map(len, batch["ids"])) + np.arange(len(ids))
+        batch["ids"].append(ids)
+        batch["positions"].append(len(before) + np.arange(len(ids)))
+        batch["seen"].append(np.append(before, places))
+        return places
+
+    prompts = {}  # a prompt: its places
+    for s in samples:
+        key = prompt_of(s)
+        if key not in prompts:
+            prompts[key] = append(s.prompt.ids, before=np.arange(0))
+        places = append(s.completion_ids, before=prompts[key])
+        index = np.append(prompts[key][-1], places[:-1])  # a token is predicted one place earlier
+        batch["logit_index"].append(index[s.sampled])
+    sequences = Sequences(batch["ids"], batch.pop("seen"), device)
+    tensors = {name: on_device(np.concatenate(parts), device) for name, parts in batch.items()}
+    return tensors | dict(sequences=sequences)
+
+
+def on_device(array, device: torch.device):
+    return torch.from_numpy(array).to(device, non_blocking=True)  # without waiting for the GPU
+
+
+class Sequences:
+    """Which sequences a batch holds, and which places each of them sees: its prompt's, then its
+    own. (No dict, because --compile would look into a dict in every layer.)"""
+
+    def __init__(self, sequences: list, seen: list, device: torch.device):
+        self.lengths = [len(ids) for ids in sequences]
+        self.seen_lengths = [len(places) for places in seen]
+        self.seen = on_device(np.concatenate(seen), device)
+        self.ends = []  # where each sequence begins and ends, in the batch and in `seen`
+        for lengths in (self.lengths, self.seen_lengths):
+            ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+            self.ends.append(on_device(ends, device))
+
+
+# -- Attention that keeps sequences apart
+
+
+@functools.lru_cache(maxsize=2)  # one for all layers, and one for those with a window
+def causal_mask(S: int, window: int, dtype: torch.dtype, device: torch.device):
+    """[S, S], added to the scores: 0 where token i sees token j, else -inf."""
+    unseen = torch.full((S, S), -math.inf, dtype=dtype, device=device)
+    mask = unseen.triu(1)  # later tokens
+    if window:
+        mask += unseen.tril(-window)
+    return mask
+
+
+@torch.compiler.disable
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    sequences=None,
+    scaling=None,
+    sliding_window=None,
+    **rest,
+):
+    """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
+    The keys of a prompt are gathered for each of its completions, so that what a sequence sees
+    stands together. Without sequences, as while it samples, this is transformers' own attention."""
+    if sequences is None:
+        rest |= dict(scaling=scaling, sliding_window=sliding_window)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, units]
+    key = key[sequences.seen]
+    value = value[sequences.seen]
+    options = dict(scale=scaling, enable_gqa=True)
+    window = 0 if attention_mask is None else attention_mask.shape[-1]  # see mask_of_layers
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
+        options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
+        options["window_size"] = (window - 1, 0)  # -1: all before the token
+        return varlen_attn(query, key, value, *sequences.ends, **options)[None], None
+    queries = query.split(sequences.lengths)
+    keys = key.split(sequences.seen_lengths)
+    values = value.split(sequences.seen_lengths)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mask = causal_mask(max(sequences.seen_lengths), window, wide, query.device)
+    out = []
+    with torch.autocast(query.device.type, enabled=False):
+        for q, k, v in zip(queries, keys, values, strict=True):
+            seen = mask[len(k) - len(q) : len(k), : len(k)]  # [T, S], behind its prompt
+            # Below 192 tokens torch's backward on a CPU is 1.6 to 3 times as fast in float32.
+            dtype = value.dtype if len(q) >= 192 else wide
+            q, k, v = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))  # [1, heads, T, units]
+            x = nn.functional.scaled_dot_product_attention(q, k, v, seen, **options)
+            out.append(x[0].to(value.dtype))
+    return torch.cat(out, 1).transpose(0, 1).contiguous()[None], None
+
+
+def mask_of_layers(*args, attention_mask=None, local_size=None, **rest):
+    """transformers calls this for each kind of layers that the model has: a layer's mask, not its
+    module, says whether the layer has a window. So in a packed batch, where attention_mask is
+    run_model's, the mask carries one number: its width is the window (0: none)."""
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        return attention_mask.new_empty(1, 1, 1, local_size or 0)
+    return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **rest)
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", mask_of_layers)
+
+
+def use_packed_attention(model) -> None:
+    """Where attention alone mixes tokens, and by the plain formula."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
+    if is_plain and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("packed")
+
+
+def packs(model) -> bool:
+    return model.config._attn_implementation == "packed"
+
+
+def run_model(model, batch: dict, **options):
+    """The output of a model, or of its body, for the sequences of a batch, packed or padded."""
+    if "sequences" in batch:
+        if not packs(model):
+            raise ValueError("its attention cannot keep packed sequences apart")
+        options |= dict(sequences=batch["sequences"], position_ids=batch["positions"][None])
+        options["attention_mask"] = batch["ids"].new_empty(1, 0)  # see mask_of_layers
+    return model(torch.atleast_2d(batch["ids"]), use_cache=False, **options)
+
+
+class PackedPolicy(grpo.Policy):
+    """With packed sequences. What else a batch has is grpo.py's."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        use_packed_attention(self.model)
+
+    def micro_batches(self, samples: list, cfg) -> list[list]:
+        return micro_batches(samples, cfg)
+
+    def collate(self, samples: list) -> dict:
+        return super().collate(samples) | pack(samples, self.model.device)
+
+    def forward(self, batch: dict):
+        with grpo.autocast(self.model.device, self.dtype):
+            logits = run_model(self.model, batch, logits_to_keep=batch["logit_index"]).logits[
+                0
+            ]  # [n, V]
+        return grpo.logps_of(logits, batch["targets"], self.temperature)

@@ -1,0 +1,444 @@
+"""A run on a bad day: a full disk, a checkpoint that cannot be read, a launcher that kills, a
+second run in the same place.
+
+A run gets a directory of its own. Saved are every save_every-th step, the best, the last, and at a
+signal or an error the last whole one.
+"""
+
+import contextlib
+import copy
+import fcntl
+import glob
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import grpo
+from extras import digests, models, ranks, screen
+from extras.errors import ConfigError, TrainingError, cleanup, mistakes_in, one_line, require
+
+# What launchers and schedulers send before they kill, and what a person sends.
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+IGNORED = {n for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_IGN}  # by nohup: SIGHUP
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns in forks of rewards
+
+
+# -- Which run goes on
+
+
+def config_to_resume(given, unnamed: str) -> str:
+    """The path of config.json of the run that goes on; empty: a run begins. --resume goes on with
+    the run in --out_dir or the newest one without a name, and a process that torchrun has started
+    again (--max-restarts) with that of its own job."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not given.resume and not restarted:
+        return ""
+    if given.out_dir != unnamed:
+        folder = os.path.expanduser(given.out_dir)
+        paths = [f"{folder}/config.json"] if holds_something(folder) else []
+    else:  # out and out.1 are runs without a name, and out_mine is not one
+        paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
+        paths.sort(key=os.path.getmtime)
+    if not given.resume:  # of this very job: torchrun also starts again what was refused
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        paths = [path for path in paths if job != "none" and job_of(path) == job]
+    return paths[-1] if paths else ""
+
+
+def holds_something(folder: str) -> bool:
+    """A run that was stopped before it began leaves at most an empty log."""
+    return any(os.path.getsize(path) for path in Path(folder).glob("*"))
+
+
+def job_of(path: str) -> str | None:
+    """torchrun's name of the job in which the run of this config.json began. None: it has none, or
+    the file is none of a run."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(Path(path).read_text())["job"]
+    return None
+
+
+# -- Logs
+
+
+def cut_log(path: Path, step: int) -> None:
+    """What follows after this step will be made and written again, and is cut off; it may be half
+    of a line."""
+    length = 0
+    with open(path, "ab+") as file:
+        file.seek(0)
+        for line in file:
+            number = re.match(rb'{"step": (\d+).*\n', line)
+            if number is None or int(number[1]) > step:
+                break
+            length += len(line)
+        file.truncate(length)
+
+
+def without_nan(metrics: dict) -> dict:
+    """JSON has no nan: such a metric has no value."""
+    return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+
+
+def more_columns(rows: list[dict], samples: list, tokenizer) -> list[dict]:
+    """Of completions.jsonl. A group's first has the row of the data, and the two groups with the
+    largest advantages have their tokens."""
+    sizes = Counter()
+    for s in samples:
+        sizes[s.group] += mean_abs(s.advantages_in_loss)
+    detailed = dict(sizes.most_common(2))
+    shown = []
+    for row, s in zip(rows, samples, strict=True):
+        own = dict(row)
+        row |= dict(rewards=without_nan(s.rewards))
+        row |= advantage_columns(s.advantages_in_loss)
+        row |= dict(length=int(s.sampled.sum()), finish_reason=s.finish_reason)
+        if not shown or shown[-1]["group"] != s.group:
+            row["row"] = {name: cut(value) for name, value in s.prompt.row.items()}
+        optional = dict(failure=s.failure, extra=s.info.get("columns"))
+        row |= {name: value for name, value in optional.items() if value}
+        if "episode" in s.info:
+            row |= s.info["episode"].log_columns()
+        if s.group in detailed:
+            tokens = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
+            tokens = {name: x.astype(float).round(3).tolist() for name, x in tokens.items()}
+            row["tokens"] = tokens | dict(text=tokenizer.batch_decode(s.completion_ids[:, None]))
+        shown.append(without_nan(row | own))
+    return shown
+
+
+def mean_abs(advantages) -> float:
+    return float(np.abs(advantages).sum()) / max(1, len(advantages))
+
+
+def advantage_columns(advantages) -> dict:
+    """Of the tokens of a sample the mean; if they differ, the sum, mean size and largest, too."""
+    total = float(advantages.sum())
+    columns = dict(advantage=total / max(1, len(advantages)))
+    if len(set(advantages)) > 1:
+        largest = float(np.abs(advantages).max())
+        columns |= dict(advantage_sum=total, advantage_abs=mean_abs(advantages))
+        columns |= dict(advantage_max=largest)
+    return columns
+
+
+def cut(value):
+    """A value of the data for the log. A file of tests may have a megabyte."""
+    text = str(value)
+    if len(text) > 2000:
+        value = text[:2000] + "..."
+    return value
+
+
+# -- Signals
+
+
+class StopSignals:
+    """Handles STOP_SIGNALS while the loop runs. A launcher kills soon after, so rank 0 saves at
+    once; then the step ends, and the run. torchrun passes its own signal on: what comes within 5
+    seconds is the same request, and what comes later ends the process."""
+
+    def __init__(self, run):
+        self.run = run
+        self.time = math.inf  # when the first came
+        self.pid = os.getpid()
+
+    def listen(self) -> None:
+        for number in STOP_SIGNALS:
+            known = (signal.SIG_DFL, signal.default_int_handler, self.run.request_stop)
+            if number not in IGNORED and signal.getsignal(number) in known:  # else it is yours
+                signal.signal(number, self.handle)
+
+    def handle(self, number: int, _) -> None:
+        now = time.monotonic()
+        if now - self.time > 5 or os.getpid() != self.pid:  # a fork of a reward function
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.time == math.inf:
+            self.time = now
+            self.run.request_stop()
+            os.write(2, b"stopping after this step; a second signal, 5 s later, ends it at once\n")
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # of a reward's time limit
+            self.run.files.save(self.run)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+
+
+# -- The directory
+
+
+def lock(file) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run is writing there") from None
+    except OSError as error:  # a file system without locks
+        ranks.say(f"{file.name} cannot be locked ({error}): start no second run there")
+
+
+# Names of Files that RunFiles must not have.
+OWN = """prepare write_config path_of best_step forbid_saves complete close is_unnamed notes
+notes_before unwritten dashboard unreadable saved save_failed must_not_save completed""".split()
+
+
+def make_files(plain, cfg, *args, **kwargs):
+    files = plain(cfg, *args, **kwargs)
+    require(isinstance(files, grpo.RunFiles), "out_dir", "make_files returns no RunFiles")
+    for name in OWN:
+        why = f"extras/runs.py needs the name {name} of RunFiles: rename yours"
+        require(not hasattr(files, name), "out_dir", why)
+    files.__class__ = type("Files", (Files, type(files)), {})  # before its own class, RunFiles
+    files.prepare(cfg)
+    return files
+
+
+class Files(grpo.RunFiles):
+    """Rank 0 writes; all ranks know the history."""
+
+    def prepare(self, cfg) -> None:
+        self.is_unnamed = cfg.out_dir == type(cfg).out_dir and not cfg.resume
+        self.notes = {}  # what a checkpoint has besides: see digests.py
+        self.notes_before = {}  # those of the checkpoint that the run goes on with
+        self.unwritten = {}  # of each log, what the disk did not take
+        self.dashboard = None  # of extras/dashboard.py
+        self.unreadable = set()  # checkpoints
+        self.saved = 0  # the step of the newest checkpoint
+        self.save_failed = False
+        self.must_not_save = False  # between optimizer steps, and while a save is going on
+        self.completed = 0, {}  # the last whole step, and run.state as it left it
+
+    def load_model(self, cfg, device: torch.device) -> tuple:
+        """Of the newest checkpoint that can be read."""
+        while True:
+            try:
+                model, saved = super().load_model(cfg, device)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if not (cfg.resume and self.checkpoints()):
+                    raise
+                path = self.checkpoints()[-1]
+                ranks.say(f"--resume: {path} cannot be read ({one_line(error)})")
+                self.unreadable.add(path)
+        require(saved or not self.unreadable, "resume", f"no checkpoint in {self.path} can be read")
+        self.saved = saved.get("step", 0)
+        names = "identity", "evals", "evals_since"
+        self.notes_before = {name: saved[name] for name in names if name in saved}
+        base = grpo.load_model(cfg.model, cfg, device) if saved else model
+        self.notes["identity"] = dict(model=digests.of_weights(base))
+        if cfg.lora_rank > 0:
+            from extras import lora
+
+            with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
+                lora.add_adapters(base, saved, cfg)
+            return base, saved
+        return model, saved
+
+    def open(self, run) -> None:
+        """A directory of its own for a new run, so that no run ever overwrites another. It is made
+        last of all: what fails before leaves nothing behind."""
+        # A resume must have what the run began with, and all ranks must have the same.
+        with mistakes_in("--resume", (ValueError,)):
+            mine = digests.compare(run, self.notes_before)
+        if len(set(grpo.all_gather([mine]))) > 1:
+            raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
+        self.complete(run)
+        before = {}
+        if ranks.is_first() and run.step > 0:
+            before = json.loads(Path(self.path, "config.json").read_text()).get("about", {})
+        with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
+            super().open(run)
+            if ranks.is_first():
+                self.write_config(run, before)
+                cut_log(self.path / "completions.jsonl", run.step)
+        self.path = grpo.all_gather([self.path])[0]
+
+    def make_directory(self, cfg) -> None:
+        unnamed = self.path
+        for number in itertools.count(1):
+            try:
+                super().make_directory(cfg)  # of runs that start together one gets it
+                break
+            except FileExistsError:
+                if not self.is_unnamed:
+                    break
+                self.path = unnamed.with_name(f"{unnamed.name}.{number}")
+        if holds_something(self.path) and not cfg.resume:
+            raise ValueError("holds files already; name another, or take --resume")
+        lock(cleanup.enter_context(open(self.path / ".lock", "a")))
+        if cfg.report_to != "none":
+            with mistakes_in(f"--report_to {cfg.report_to}"):
+                from extras import dashboard
+
+                out_dir = str(self.path)
+                config = asdict(cfg) | dict(out_dir=out_dir)
+                self.dashboard = dashboard.Dashboard(cfg.report_to, out_dir, config)
+                cleanup.push(self.dashboard.close)
+
+    def write_config(self, run, before: dict) -> None:
+        """With what the run has read. The day of chat templates is no flag of the run alone."""
+        config = json.loads(Path(self.path, "config.json").read_text())
+        config |= dict(out_dir=str(self.path), began="", about={})
+        config |= dict(first_day=run.cfg.began or ranks.now())
+        config |= dict(job=os.environ.get("TORCHELASTIC_RUN_ID"))
+        found = getattr(run.policy, "tokens_that_fit", 0)  # on a GPU, by extras/fast.py
+        config |= dict(micro_batch_tokens=run.cfg.micro_batch_tokens or found)
+        with contextlib.suppress(Exception):  # a run goes on without it
+            config["about"], edited = digests.about(run, before)
+            if edited:
+                ranks.say(f"edited since the run began: {', '.join(edited)}")
+        self.write("config.json", json.dumps(config, indent=1))
+
+    def write(self, name: str, text: str, mode: str = "w") -> None:
+        """Whole or not at all, also on a full disk. What was not added comes the next time."""
+        path = self.path / name
+        if mode == "w":
+            super().write(f".{name}", text)
+            os.replace(self.path / f".{name}", path)
+            return
+        text = self.unwritten.pop(name, "") + text
+        length = path.stat().st_size if path.exists() else 0
+        try:
+            super().write(name, text, mode)
+        except OSError:
+            self.unwritten[name] = text
+            os.truncate(path, length)
+            raise
+
+    def log(self, run, metrics: dict, samples: list) -> None:
+        metrics = without_nan(metrics)
+        try:
+            super().log(run, metrics, samples)
+            if self.dashboard is not None:
+                self.dashboard.log(metrics)
+        except Exception as error:  # such as a full disk, or no network: it costs no step
+            ranks.say(f"step {metrics['step']} is not logged: {one_line(error)}")
+        self.complete(run)
+
+    def rows_of(self, run, samples: list) -> list[dict]:
+        samples = samples[: run.cfg.log_completions]
+        rows = super().rows_of(run, samples)
+        if len(rows) < len(samples):  # yours: nobody knows whose rows they are
+            return rows
+        return more_columns(rows, samples, run.tokenizer)
+
+    # -- Checkpoints
+
+    def checkpoints(self) -> list[Path]:
+        return [path for path in super().checkpoints() if path not in self.unreadable]
+
+    def path_of(self, step: int) -> Path:
+        return self.path / f"step_{step:06d}"
+
+    def best_step(self) -> int:
+        """The step with the highest eval accuracy so far; 0: none."""
+        since = self.notes.get("evals_since", 0)  # from here on evals measured what they do now
+        evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
+        evals = {step: accuracy for step, accuracy in evals.items() if step > since}
+        return max(evals, key=evals.get, default=0)
+
+    def forbid_saves(self, *_) -> None:
+        """From an optimizer step on, until the update is complete, the weights are those of no
+        step."""
+        self.must_not_save = True
+
+    def complete(self, run, is_due: bool = False) -> None:
+        """From here on a checkpoint holds this step, with this state. is_due: the loop says so."""
+        if run.step > self.completed[0] or is_due:
+            self.must_not_save = True
+            json.dumps(run.state, default=refuse_unless_array)
+            self.completed = run.step, copy.deepcopy(run.state)
+            self.must_not_save = False
+
+    def save_if_due(self, run) -> None:
+        self.complete(run, is_due=True)
+        super().save_if_due(run)
+        if run.step == self.best_step() or self.save_failed:
+            self.save(run)
+
+    def save(self, run) -> None:
+        step, _ = self.completed
+        if not ranks.is_first() or step != run.step or step == self.saved or self.must_not_save:
+            return
+        self.must_not_save = True
+        try:
+            if self.path_of(step) in self.unreadable:
+                self.remove(self.path_of(step))
+                self.unreadable.remove(self.path_of(step))
+            super().save(run)
+            self.saved = step
+            self.save_failed = False
+        except Exception as error:  # such as a full disk
+            free = shutil.disk_usage(self.path).free / 1e6
+            ranks.say(f"step {step} is not saved ({free:.0f} MB free): {one_line(error)}")
+            self.save_failed = True  # the next step tries again
+            shutil.rmtree(self.path / ".partial", ignore_errors=True)
+        self.must_not_save = False
+
+    def trainer_state(self, run) -> dict:
+        named = run.policy.model.named_parameters()
+        adapters = {name: p for name, p in named if ".lora_" in name}
+        now, run.state = run.state, self.completed[1]  # it may be a step further
+        try:
+            return dict(adapters=adapters) | self.notes | super().trainer_state(run)
+        finally:
+            run.state = now
+
+    def remove(self, path: Path) -> None:
+        if path.is_symlink():  # somebody has put the checkpoint elsewhere, where it stays
+            path.unlink()
+        elif path != self.path_of(self.best_step()) or path in self.unreadable:
+            super().remove(path)
+
+    def close(self) -> None:
+        if self.save_failed:
+            raise TrainingError(f"the last step is in no checkpoint of {self.path}")
+
+
+def refuse_unless_array(value) -> None:
+    if not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        kind = type(value).__name__
+        raise TrainingError(f"run.state takes plain dicts, lists, numbers and arrays, no {kind}")
+
+
+# -- The run
+
+
+def train(plain, cfg, *args, **kwargs) -> list[dict]:
+    """What the run has opened is closed, also if it fails."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with cleanup:
+            return plain(models.checked(cfg), *args, **kwargs)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_loop(plain, run, *args, **kwargs) -> None:
+    """A signal or an error saves the last whole step."""
+    if not isinstance(run, grpo.Run):  # what else has a sampler, as in a test
+        return plain(run, *args, **kwargs)
+    if not isinstance(run.files, Files):
+        raise ConfigError("extras/ needs the files that make_files returns: make yours there")
+    screen.show_begin(run)
+    run.optimizer.register_step_pre_hook(run.files.forbid_saves)
+    StopSignals(run).listen()
+    try:
+        plain(run, *args, **kwargs)
+    finally:
+        run.files.save(run)
+    cleanup.callback(screen.show_end, run)

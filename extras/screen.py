@@ -1,0 +1,135 @@
+"""What the screen says of a run, and when a run that cannot learn is ended."""
+
+import contextlib
+import math
+import time
+
+import numpy as np
+import torch
+
+import grpo
+from extras import preflight, ranks
+from extras.errors import TrainingError
+
+
+def show_begin(run) -> None:
+    run.started = time.perf_counter()
+    cfg = run.cfg
+    about = f"{run.policy.model.num_parameters() / 1e6:.2f} M parameters, {cfg.dtype}"
+    about += f", {grpo.WORLD_SIZE} x {run.device}, {type(run.sampler).__name__}"
+    ranks.say(f"{cfg.model}: {about}")
+    both = preflight.check_both_data(run.train_prompts, run.eval_prompts)
+    if both:
+        ranks.say(both)
+    ranks.say(f"{len(run.train_prompts)} prompts, out_dir {run.files.path}")
+    ranks.say(f"begins at step {run.step} of {cfg.max_steps}, first prompt:")
+    [prompt, *_] = grpo.prompts_of_step(run.train_prompts, run.step + 1, cfg)
+    prompt = getattr(run.sampler, "first_prompt", prompt)  # with an environment's words
+    ranks.say(repr(run.tokenizer.decode(prompt.ids)))
+    if run.step == 0 and run.eval_prompts:  # it may take minutes
+        of = f"eval_accuracy is the mean of {run.reward_functions[0].name}"
+        ranks.say(f"step 0: eval of {len(run.eval_prompts)} prompts: {of}")
+
+
+def show(plain, run, metrics: dict, samples: list, *args, **kwargs) -> None:
+    """What else is to be said of a step. An error if no step can teach anything."""
+    try:
+        plain(run, metrics, samples, *args, **kwargs)
+    except (OSError, RuntimeError) as error:  # a closed pipe; a print inside a print; or a mistake
+        if not isinstance(error, OSError) and "reentrant" not in str(error):
+            raise
+    if samples:
+        show_more(run, metrics, samples)
+
+
+def show_more(run, metrics: dict, samples: list) -> None:
+    names = {"turns/mean": "turns"}
+    if len(run.reward_functions) > 1:
+        names |= {f"rewards/{r.name}/mean": r.name for r in run.reward_functions}
+    more = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
+    if more:
+        ranks.say(" ".join(more))
+    if metrics["skipped_steps"] > 0:
+        ranks.say("NO OPTIMIZER STEP (the gradient is not finite)")
+    elif metrics["optimizer_steps"] == 0:
+        ranks.say("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
+    show_failures(samples)
+    said = preflight.check_cut_off(samples)
+    if said:
+        ranks.say(said)
+    if run.step in (1, run.cfg.max_steps):
+        show_sample(samples[0])
+    if run.step == 1:
+        if torch.cuda.is_available():
+            ranks.say(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
+        if all(s.failure or math.isnan(s.reward) for s in samples):
+            raise TrainingError("no sample of the first step has a reward: see the lines above")
+    steps = [m for m in run.files.history if "skipped_steps" in m][-5:]
+    if len(steps) == 5 and all(m["skipped_steps"] > 0 for m in steps):
+        raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
+
+
+def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> list:
+    """With a look at what the sampler says of them."""
+    samples = plain(run, k, temperature, *args, **kwargs)
+    preflight.check_samples_agree(
+        run.policy, samples[:: 1 + len(samples) // 32], temperature, run.cfg
+    )
+    show_failures(samples)
+    return samples
+
+
+def sample_metrics(plain, samples: list, *args, **kwargs) -> dict:
+    return details(samples) | plain(samples, *args, **kwargs)
+
+
+def details(samples: list) -> dict:
+    lengths = [int(s.sampled.sum()) for s in samples]
+    sizes = [np.abs(s.advantages_in_loss) for s in samples]  # of some samples none
+    metrics = {
+        "advantage_abs": float(np.mean([x.sum() / max(1, len(x)) for x in sizes])),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "failed_rewards": sum(bool(s.failure) for s in samples),
+    }
+    said = [s.info.get("metrics", {}) for s in samples]
+    for name in set().union(*said):
+        values = np.array([one.get(name, math.nan) for one in said])
+        metrics[f"logged/{name}"] = float(np.nanmean(values))
+    if "episode" in samples[0].info:
+        from extras import agents
+
+        metrics |= agents.metrics(samples)
+    return metrics
+
+
+def show_failures(samples: list) -> None:
+    failures = [s.failure for s in samples if s.failure]
+    if failures:
+        ranks.say(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
+    elif all(math.isnan(s.reward) for s in samples):
+        ranks.say(f"in all samples: {' and '.join(samples[0].rewards)} returned None")
+
+
+def show_sample(s) -> None:
+    answer = f"it answers {s.text!r}, and the reward is {s.reward:.3g}"
+    ranks.say(f"to {s.prompt.text!r}\n{answer}")
+
+
+def show_end(run) -> None:
+    run.files.close()
+    with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
+        from tools import view
+
+        if ranks.is_first():
+            ranks.say(f"curves: {view.draw(str(run.files.path))}")
+    accuracies = [m["eval_accuracy"] for m in run.files.history if "eval_accuracy" in m]
+    has_learned = any(m.get("optimizer_steps") for m in run.files.history)
+    if len(accuracies) > 1:
+        ranks.say(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
+    if len(accuracies) > 1 and has_learned:
+        ranks.say(f"best checkpoint: {run.files.path_of(run.files.best_step())}")
+    ranks.say(f"steps: {run.step}\nseconds: {time.perf_counter() - run.started:.1f}")
+    ranks.say(f"out_dir: {run.files.path}")
+    if run.step < run.cfg.max_steps:
+        ranks.say(f"stopped before its end; to go on: --resume --out_dir {run.files.path}")
