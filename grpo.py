@@ -521,13 +521,12 @@ def sample_batch(model, prompts, seeds, temperature: float, limits, stop_ids, cf
 
 # -- Extras: nothing above this line is marked @extra
 # extras/ does `import grpo`: let that be this file, also if it runs as a script or as my_grpo.py.
-sys.modules.setdefault("grpo", sys.modules[__name__])
+is_first = sys.modules.setdefault("grpo", sys.modules[__name__]) is sys.modules[__name__]
 try:
     from extras import WRAP_GRPO
 except ImportError:  # they are not there, or another package has their name
     WRAP_GRPO = False
-is_first = sys.modules["grpo"].__dict__ is globals()  # not a second copy in one process
-USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv
+USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a second copy
 
 
 def extra(file: str):
@@ -1106,8 +1105,6 @@ class VLLMSampler:
             self.llm.wake_up(tags=["weights"])
         self.llm.apply_model(fill_with_nan)
         tensors = tensors_of(model, self.cfg)
-        # transformers renames and merges some tensors as it loads them, such as experts
-        tensors = transformers.core_model_loading.revert_weight_conversion(model, tensors)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=tensors.items()))
         self.llm.apply_model(repack)
         if not self.llm.reset_prefix_cache():  # its keys and values are the old policy's
@@ -1153,8 +1150,6 @@ def vllm_options(model, longest: int, cfg: Config) -> dict:
         generation_config="vllm",  # not the model's own, which may hold top-p
         logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
         load_format="dummy",  # load_weights brings them
-        # transformers ties no head that differs from the embeddings, whatever the config says
-        hf_overrides=dict(tie_word_embeddings=len(model.all_tied_weights_keys) > 0),
     )
     if model.device.type == "cuda":
         share = cfg.vllm_gpu_memory_utilization

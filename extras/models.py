@@ -198,7 +198,9 @@ def tensors_of(plain, model, cfg, *args, **kwargs) -> dict:
         from extras import lora
 
         tensors = lora.merged(tensors, model, rounded=cfg.dtype == "bfloat16")
-    return without_tied(tensors, model)
+    # transformers renames and merges some tensors as it loads them, such as experts.
+    revert = transformers.core_model_loading.revert_weight_conversion
+    return revert(model, without_tied(tensors, model))
 
 
 def without_tied(tensors: dict, model) -> dict:
@@ -387,7 +389,10 @@ def vllm_options(plain, model, longest: int, cfg, *args, **kwargs) -> dict:
 
     if model.device.type == "cpu":
         type(current_platform).simple_compile_backend = "eager"  # compiling takes 10 s
-    return plain(model, preflight.longest_text(model, longest, cfg), cfg, *args, **kwargs)
+    # transformers ties no head that differs from the embeddings, whatever the config says.
+    overrides = dict(tie_word_embeddings=len(model.all_tied_weights_keys) > 0)
+    longest = preflight.longest_text(model, longest, cfg)
+    return dict(hf_overrides=overrides) | plain(model, longest, cfg, *args, **kwargs)
 
 
 def repack(plain, engine_model, *args, **kwargs) -> None:
