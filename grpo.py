@@ -26,22 +26,22 @@ token has the same weight. With a mean over each answer, tokens of short answers
 With a mean over each batch (a usual mistake of gradient accumulation), so would those of small
 batches.
 
-Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
-product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
-p * reward over all answers. grad p is p * grad log p, so the gradient of the expected reward is the
-mean of reward * grad log p over answers that the model samples. One may subtract any number b from
-the rewards that does not depend on the answer: the mean of b * grad log p is b * grad(sum of p) =
-b * grad(1) = 0. That only lowers the noise. The mean reward of the group's other answers is such a
-number, and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). The
-division by the standard deviation is a choice beside this argument: it multiplies a group with one
-right answer of eight by 2.8 and one with four by 1.9 (--scale_rewards none leaves it out).
-
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0, and so, nearly, does
-this file's loss (-A * ratio, below) in the first optimizer step, if the answers are equally long
-and --beta is 0. Its gradient is not 0: the first and last answer become more likely, the others
-less. So watch the reward, not the loss. Had all four the same reward, all A would be 0, and the
-group would teach nothing (although its tokens count in n_tokens).
+this file's loss (-A * ratio, below) in the first optimizer step of each step, if the answers are
+equally long and --beta is 0. Its gradient is not 0: the first and last answer become more likely,
+the others less. So watch the reward, not the loss. Had all four the same reward, all A would be 0,
+and the group would teach nothing (although its tokens count in n_tokens).
+
+Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
+product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
+p * reward over all answers. As grad p is p * grad log p, its gradient is the mean of reward *
+grad log p over sampled answers. A number b that does not depend on the answer may be subtracted
+from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. It changes only
+the noise, and near the mean reward it lowers it. The mean of the group's other answers is such a b,
+and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). Two divisions are
+outside this argument: by n_tokens, so a step of long answers counts less, and by the standard
+deviation: one right answer of eight is multiplied by 2.8, four by 1.9 (--scale_rewards none).
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
 times as likely a token has become since it was sampled; old_logp is a constant. In the first
@@ -54,18 +54,18 @@ Words: the policy is the model that is trained, a completion is an answer. A ste
 which samples and scores, and an update, which learns from the samples in one optimizer step or in
 several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes through
 the model in micro-batches, whose gradients add up. A rank is one of the processes that torchrun
-starts. The reference is a frozen model, by default the one that the run began with; --beta adds a
-penalty, the KL divergence, that keeps the policy near it.
+starts. The reference is a frozen model, by default the first policy; --beta adds a penalty, the KL
+divergence, that keeps the policy near it.
 
 The ten lines, and where they stand with batches, ranks and options:
 
-    groups                     rollout, sample_batch or VLLMSampler: just before PLUMBING
+    groups                     rollout, sample_batch (just before PLUMBING; or VLLMSampler)
     n_tokens                   assign_loss_weights
     rewards                    score (reward.py has the reward functions)
     advantages                 assign_advantages, group_advantages
     logits, logps              collate (the batch), Policy
     the loss, backward         grpo_loss, accumulate_gradient
-    step                       update
+    optimizer.step()           update
 
 Shapes: N samples, G of one prompt (a group), P prompt tokens, T completion tokens, V tokens in the
 vocabulary. A micro-batch is [N, L], padded; the policy sampled n of its tokens (no prompt, no
@@ -123,16 +123,16 @@ class Sample:
 
     group: int  # index of the prompt in the step
     prompt: Prompt
-    completion_ids: np.ndarray  # ends with the EOS, if it was not cut off: to stop is learned, too
-    # Log-probabilities of these tokens, three times. Sampler and policy have the same weights but
-    # compute differently (a cache of keys and values, vLLM), so they differ by rounding.
+    completion_ids: np.ndarray  # with the EOS, unless cut off: to stop is learned, too
+    # Log-probabilities of these tokens. The first two are of the same weights, but the sampler
+    # computes differently (a cache of keys and values, vLLM), so they differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
-    # By the policy, before the first optimizer step. None if the step has no second one:
-    # accumulate_gradient then takes the logps of the loss, detached.
+    # By the policy, before the first optimizer step. None if the step has no second one: then
+    # accumulate_gradient takes the logps of the loss, detached.
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
-    sampled: np.ndarray | None = None  # False: an environment or a tool wrote it (extras/agents.py)
-    trainable: np.ndarray | None = None  # False: assign_advantages leaves the token out of the loss
+    sampled: np.ndarray | None = None  # True: the policy wrote it, and not a tool or environment
+    trainable: np.ndarray | None = None  # True: it may be in the loss; assign_advantages decides
     advantages: np.ndarray | None = None  # by default 0
     loss_weights: np.ndarray | None = None  # by assign_loss_weights, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
@@ -171,7 +171,7 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # the seconds since the update: eval and save
+        run.record_time("eval")  # since the update: log, load_weights, eval, save
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
@@ -203,13 +203,15 @@ def training_loop(run: Run) -> None:
 # -- How good is a sample? Its reward, its advantage
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
-    function gets the text and the row of the data (see reward.py). A call that fails gives 0; nan
-    means that a function does not apply, and is left out of the sum."""
+    function gets the text and the row of the data (see reward.py). A call that fails gives 0; nan:
+    the function does not apply."""
     scored = [s for s in samples if not s.failure]
     for function in run.reward_functions:
         for s in samples:
             s.rewards[function.name] = 0.0  # stays so where the sampler failed
-        transformers.set_seed(seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32)  # if it draws
+        transformers.set_seed(
+            seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
+        )  # for those that draw
         fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.reward_functions]
@@ -221,7 +223,7 @@ def score(samples: list[Sample], run: Run) -> None:
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
     """How much better than the mean of its group each sample is: rewards [N], group after group,
-    -> [N]. Equal rewards give exactly 0. A reward that is nan is ignored; its advantage is 0.
+    -> [N]. Equal rewards give exactly 0. A nan is ignored; its advantage is 0.
 
     scale: what r - mean is divided by. "group": the standard deviation of the group, so that
     rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": that
@@ -253,7 +255,7 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
 
 
 # -- A batch, its log-probabilities
-# What the loss gets of a Sample. To give it another field, add the name here.
+# What the loss gets of a Sample. For another field add the name here, and pass it to grpo_loss.
 IN_BATCH = ["advantages", "loss_weights", "sampler_logps", "old_logps", "ref_logps"]
 
 
@@ -271,7 +273,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
     lists = dict(logit_index=[], targets=[s.completion_ids[s.sampled] for s in samples])
     for i, s in enumerate(samples):
-        first = i * ids.shape[1] + len(s.prompt.ids) - 1  # a token is predicted one place earlier
+        # In the flattened [N * L]. A token is predicted one place earlier.
+        first = i * ids.shape[1] + len(s.prompt.ids) - 1
         lists["logit_index"].append(first + np.flatnonzero(s.sampled))
     for name in IN_BATCH:
         if any(getattr(s, name) is not None for s in samples):  # all have it, or none
@@ -284,8 +287,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). From 10 M
-    parameters on extras/ may take a faster one, without padding: see `extra`."""
+    entropy [n], how uncertain the model was there (in nats, for the log). extras/ has
+    a faster one, for large models, while the code of this one is unchanged."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -329,9 +332,9 @@ def grpo_loss(
         losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))  # A is the advantage
         loss = (losses * loss_weights).sum()  # a weight is 1 / n_tokens
 
-    Two more: a factor of about 1 (TIS), and with --beta the KL. All else is options. The loss is a
-    SUM, and n_tokens counts the WHOLE optimizer step: the losses of all micro-batches and ranks add
-    up to that of the step.
+    Not shown: each token's factor of about 1 (TIS), the KL term of --beta, and options. The loss is
+    a SUM with the n_tokens of the WHOLE optimizer step: the losses of all micro-batches and ranks
+    add up to that of the step.
     """
     ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # one ratio for the whole completion (GSPO)
@@ -346,8 +349,8 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Truncated importance sampling (TIS) by p_trainer / p_sampler: a token that the sampler draws
-    # too often, because it computes a little differently, counts less, and one too seldom more.
+    # Truncated importance sampling (TIS) by p_policy / p_sampler: a token that the sampler, which
+    # computes a little differently, draws too often counts less, and one too seldom more.
     if sampler_logps is not None and cfg.tis_cap > 0:
         losses = losses * (old_logps - sampler_logps).exp().clamp(max=cfg.tis_cap)
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta > 0, as in the bundled task
@@ -359,7 +362,7 @@ def grpo_loss(
 
 def assign_loss_weights(minibatch: list[Sample], cfg: Config) -> None:
     """Fills in `loss_weights`: what the loss of each token is multiplied by, such as 1 / n_tokens.
-    The counts are those of the whole optimizer step, over all micro-batches and ranks."""
+    Counts are of the whole optimizer step, over all micro-batches and ranks."""
     lengths = [int(s.loss_mask.sum()) for s in minibatch]
     n_tokens = max(1, sum(lengths))
     n_sequences = max(1, np.count_nonzero(lengths))
@@ -391,11 +394,11 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             if not norms:  # The weights are still the sampler's: more than rounding is a fault.
                 check_gap(new_sums["sampler_gap"] / max(1, new_sums["sampled_tokens"]), cfg)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
-            # Three gradients get no step. (a) nan or inf. (b) 0, as with equal rewards in all
-            # groups: Adam would still move the weights, by its momentum. (c) Rounding: before the
-            # run's first optimizer step the policy is the reference, and the KL has no gradient
-            # (k1 and k4: on average). If no sample has an advantage either, the gradient is all
-            # rounding, and Adam, which divides by the gradient's size, would make a full step.
+            # No step if the gradient is (a) nan or inf, (b) 0, as with equal rewards in all groups
+            # (Adam would move the weights by its momentum), or (c) all rounding: before the run's
+            # first optimizer step the policy is the reference, so the KL has no gradient (k1 and
+            # k4: on average), and no sample has an advantage. Adam divides by the gradient's size,
+            # so it would make a full step of the rounding.
             still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
             has_signal = any(s.advantages_in_loss.any() for s in samples)
             is_rounding = still_reference and not has_signal
@@ -413,7 +416,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
     """The gradient of one optimizer step: a backward for each micro-batch, which add up. Returns
     sums over all ranks, for the log."""
     assign_loss_weights(minibatch, cfg)  # a minibatch has the samples of all ranks
-    # Where the advantage is 0 there is no gradient, if no other term of the loss has one.
+    # An advantage of 0 has no gradient, if there is no KL.
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
     batches = policy.micro_batches(needed or minibatch[:1], cfg)
     sums = []
@@ -421,23 +424,23 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
         if start + RANK < len(batches):
             samples = batches[start + RANK]  # each rank takes one
         else:
-            # None is left for this rank, but DDP waits for a backward of each. So it takes the last
-            # batch once more, without targets (n is 0): its loss and its gradient are 0.
+            # None is left for this rank, but DDP waits for its backward: the last batch once more,
+            # without targets (n is 0), so that its loss and its gradient are 0.
             samples = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
-        # The ranks exchange gradients in the last backward only.
+        # DDP all-reduces in the last backward; before that, each rank only adds up (no_sync).
         is_last = start + WORLD_SIZE >= len(batches)
         sync = contextlib.nullcontext() if WORLD_SIZE == 1 or is_last else ddp.no_sync()
         batch = policy.collate(samples)
         with sync:
             logps, entropy = ddp(batch)  # [n] both
-            # With one optimizer step old_logps are these logps as constants: the ratio is 1, and
-            # its gradient is that of logps.
+            # With one optimizer step old_logps are these logps, detached: the ratio is 1, and its
+            # gradient is that of logps.
             old_logps = batch.get("old_logps", logps.detach())
             ref_logps, sampler_logps = batch.get("ref_logps"), batch["sampler_logps"]
             rest = batch["advantages"], batch["loss_weights"], cfg, batch["lengths"]
             loss, stats = grpo_loss(logps, old_logps, ref_logps, sampler_logps, *rest)
-            # DDP takes the mean of the ranks' gradients. We want their sum, because the weights
-            # count all ranks already: the mean times the number of ranks.
+            # DDP takes the mean of the ranks' gradients, and we want the sum: the weights count
+            # the tokens of all ranks.
             (loss * WORLD_SIZE).backward()
         entropy = entropy * (batch["loss_weights"] > 0)  # [n]
         sums.append(stats | dict(loss=loss.detach(), entropy=entropy.sum()))
@@ -471,7 +474,7 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
         samples.append(s)
     score(samples, run)
     samples = sorted(all_gather(samples), key=lambda s: s.group)
-    # A sampler that gives nan is broken. (update leaves out samples whose advantage is 0.)
+    # nan: a broken sampler. Here, because samples of advantage 0 may never reach the update.
     if not all(np.isfinite(s.sampler_logps).all() for s in samples):
         check_gap(math.nan, run.cfg)  # raises TrainingError, and says why
     return samples
@@ -530,9 +533,9 @@ USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a se
 
 
 def extra(file: str):
-    """extras/FILE.py has a function of the same name that wraps the one below: it checks what goes
-    in, takes more kinds of models and data, or survives a bad day. Its first argument is the one
-    below, which it calls. Keep the name.
+    """With extras/, the function of the same name in extras/FILE.py runs around the one below: it
+    gets this as its first argument and calls it. It adds checks, kinds of models and data, and
+    recovery from errors. Without extras/, or with --plain, the one below runs alone.
 
     So all that stands here runs, with extras/ or without, but for two things that the screen names:
     batches without padding and a faster head stand in for Policy as long as nobody has changed its
@@ -576,7 +579,8 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
         k4 = w k1             w (1 + d)    right on average, but the 1 is noise
         wk3 = w k3            w d          right; the default
 
-    Right: the gradient of the KL. k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
+    Right: the gradient of each token's KL, for the tokens before it as they are (kl_from_here_on
+    has the effect on later ones). k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
     DeepSeek-V3.2's (arXiv 2512.02556).
     """
     d = (logps.double() - ref_logps).detach()  # in float32 exp(-d) would swallow d from -18 on
@@ -597,8 +601,8 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 
 
 # -- Random streams, the order of the data
-# Each generator is seeded with (--seed, stream, step, index). So nothing depends on the number of
-# ranks, and a resumed run has no generator to restore. The streams:
+# Each generator is seeded with (--seed, stream, step, index). So what is drawn does not depend on
+# the number of ranks, but in reward functions, and a resume has no generator to restore. Streams:
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
@@ -634,7 +638,9 @@ def micro_batches(samples: list[Sample], cfg: Config) -> list[list[Sample]]:
     because the loss is a sum."""
     samples = sorted(samples, key=lambda s: -s.total_length)  # similar lengths: little padding
     total = sum(s.total_length for s in samples)
-    budget = min(cfg.micro_batch_tokens or 2048, total / WORLD_SIZE)  # so that each rank gets one
+    budget = min(
+        cfg.micro_batch_tokens or 2048, total / WORLD_SIZE
+    )  # for each rank one, if lengths allow
     batches = []
     for s in samples:
         # All rows are as long as the first.

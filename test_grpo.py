@@ -433,12 +433,12 @@ def test_an_eval_is_the_naive_one():
 # The step in the docstring
 
 
-def test_the_nine_lines_of_the_docstring_are_the_default_step(monkeypatch):
+def test_the_ten_lines_of_the_docstring_are_the_default_step(monkeypatch):
     """They run in float64, with a sampler and a reward that give what the samples hold. update()
     has the same gradient."""
-    start = grpo.__doc__.index("    for prompt, row in prompts")
+    start = grpo.__doc__.index("    groups = [[sample(")
     lines = textwrap.dedent(grpo.__doc__[start:].partition("\n\n")[0])
-    assert lines.count("\n") == 8
+    assert lines.count("\n") == 9
     samples = random_samples(15, 5, np.float64)
     rng = np.random.default_rng(0)
     for s in samples:
@@ -459,7 +459,6 @@ def test_the_nine_lines_of_the_docstring_are_the_default_step(monkeypatch):
         sample=lambda model, prompt: next(answers),
         decode=lambda answer: answer,
         reward=lambda answer, group: next(rewards),
-        n_tokens=sum(len(s.completion_ids) for s in samples),
         optimizer=torch.optim.SGD(model.parameters(), 0.0),
     )
     monkeypatch.setattr(torch, "tensor", functools.partial(torch.tensor, dtype=F64))

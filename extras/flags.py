@@ -12,7 +12,7 @@ import grpo
 from extras import preflight, ranks, runs
 from extras.errors import ConfigError, mistakes_in
 
-NOT_FLAGS = {"about", "job", "first_day"}  # what config.json has besides: see runs.py
+NOT_FLAGS = {"about", "job", "first_day", "added"}  # what config.json has besides: see runs.py
 
 
 def make_parser(plain):
@@ -36,8 +36,8 @@ def saved_flags(plain, given) -> dict:
     with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
         config = json.loads(Path(path).read_text())
         unknown = config.keys() - vars(grpo.Config()).keys() - NOT_FLAGS
-        for name in sorted(unknown):
-            ranks.say(f"{path}: {name} is no flag")
+        for name in unknown - {*config.get("added", [])}:
+            raise ValueError(f"{name} is no flag")
         saved = plain(SimpleNamespace(**found)) | found
     return saved | dict(plain=False, began=config.get("first_day", saved.get("began", "")))
 

@@ -116,7 +116,10 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
             model.set_attn_implementation("eager")  # the others leave the cap out
         if cfg.dtype == "float64":
             model.set_experts_implementation("eager")  # the grouped product has no float64
-    model.began_as = copy.deepcopy(model.config), cfg.model  # for save_model
+    began_as = copy.deepcopy(model.config)
+    for name in config.sub_configs:  # transformers notes its dtype there, which no file has
+        getattr(began_as, name).dtype = getattr(config, name).dtype
+    model.began_as = began_as, cfg.model  # for save_model
     if not model.training:
         without_dropout(model.config)
         for module in model.modules():
@@ -364,7 +367,7 @@ class GenerateSampler(grpo.HFSampler):
 
         own = model.generation_config  # which may hold top-p, and the ids of its end
         model.generation_config = transformers.GenerationConfig()
-        with grpo.autocast(model.device, cfg.dtype, cache=True):
+        with grpo.autocast(model.device, cfg.dtype, keep_weights=True):
             ids = model.generate(
                 grpo.padded([p.ids for p in prompts], "left").to(device),  # [N, P]
                 attention_mask=grpo.padded([p.ids * 0 + 1 for p in prompts], "left").to(device),

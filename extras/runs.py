@@ -290,10 +290,11 @@ class Files(grpo.RunFiles):
 
     def write_config(self, run, before: dict) -> None:
         """With what the run has read. The day of chat templates is no flag of the run alone."""
-        config = json.loads(Path(self.path, "config.json").read_text())
+        written = json.loads(Path(self.path, "config.json").read_text())
+        added = sorted(written.keys() - vars(run.cfg).keys())  # by your RunFiles
+        job = os.environ.get("TORCHELASTIC_RUN_ID")
+        config = dict(job=job, first_day=run.cfg.began or ranks.now(), added=added) | written
         config |= dict(out_dir=str(self.path), began="", about={})
-        config |= dict(first_day=run.cfg.began or ranks.now())
-        config |= dict(job=os.environ.get("TORCHELASTIC_RUN_ID"))
         found = getattr(run.policy, "tokens_that_fit", 0)  # on a GPU, by extras/fast.py
         config |= dict(micro_batch_tokens=run.cfg.micro_batch_tokens or found)
         with contextlib.suppress(Exception):  # a run goes on without it

@@ -18,7 +18,7 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
-sys.path[:0] = [ROOT, f"{ROOT}/extras"]
+sys.path[:0] = [ROOT, f"{ROOT}/tools"]
 
 import matplotlib
 

@@ -85,7 +85,7 @@ def write_side(folder, name, means, first_seed=0):
 def compare(tmp_path, monkeypatch, capsys):
     """compare(arguments) -> exit code, output, errors. In this process; it saves no picture."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(f"{HERE}/extras")
+    monkeypatch.syspath_prepend(f"{HERE}/tools")
     monkeypatch.setattr(Figure, "savefig", lambda _, path: Path(path).touch())
 
     def run(*arguments):

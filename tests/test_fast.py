@@ -209,6 +209,7 @@ def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_
         policy(policy.collate(make_samples()))
 
 
+@unittest.mock.patch("extras.fast.SMALL", 0)
 def test_windows_that_only_long_texts_reach_are_compared():
     """A model that makes its windows in its own way: as a mask that it gives to its layers."""
     mask = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril().triu(1 - 48)

@@ -190,7 +190,7 @@ def test_each_sample_has_a_row_of_its_own(tmp_path):
     assert (tmp_path / "run" / "completions.jsonl").stat().st_size < 10**5
 
 
-def test_failures_in_an_eval_are_said_and_left_out_of_its_mean(tmp_path, capsys):
+def test_failures_in_an_eval_are_said_and_count_as_0(tmp_path, capsys):
     text = """
 def mine(completion, row):
     if row["answer"] == "4":
@@ -201,7 +201,7 @@ def mine(completion, row):
     eval_data = write(tmp_path, [*rows, dict(prompt="4+1=", answer="5")])
     options = dict(reward=rewards_in(tmp_path, text), eval_data=eval_data, max_steps=0)
     [metrics] = small_run(tmp_path / "run", **options)
-    assert (metrics["eval_accuracy"], metrics["failed_rewards"]) == (4.0, 1)
+    assert (metrics["eval_accuracy"], metrics["failed_rewards"]) == ((3 + 0 + 5) / 3, 1)
     assert "no such thing" in capsys.readouterr().out
 
 

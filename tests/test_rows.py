@@ -17,7 +17,7 @@ from transformers.utils import chat_template_utils
 
 import grpo
 import reward
-from extras import digests, errors, models
+from extras import digests, errors, models, ranks
 from extras.errors import ConfigError
 from grpo import Config
 from tests.common import HERE, main, metrics_of, prompt_of, prompts_in, tokenizer_of
@@ -235,6 +235,7 @@ def test_a_template_writes_the_day_on_which_the_run_began(tmp_path, monkeypatch)
     parse = datetime.datetime.fromisoformat
     later = types.SimpleNamespace(now=lambda: parse("2031-01-02"), fromisoformat=parse)
     monkeypatch.setattr(chat_template_utils, "datetime", later)
+    monkeypatch.setattr(ranks, "datetime", later)
     monkeypatch.setattr(models, "datetime", later)
     assert main("--resume", "--out_dir", f"{tmp_path}/o", "--max_steps", "2") == 0
     assert main(*small.replace("/o ", "/p ").split(), "1") == 0
@@ -286,10 +287,11 @@ def test_two_files_alone_read_json_lines_and_train(tmp_path, monkeypatch, capsys
     assert done.returncode == 0 and "no checks of data and model" in done.stdout, done.stderr
     assert len(metrics_of(tmp_path / "out")) == 1
     (tmp_path / "extras").mkdir()  # a part of it
-    shutil.copy(f"{HERE}/extras/preflight.py", tmp_path / "extras")
+    shutil.copy(f"{HERE}/extras/__init__.py", tmp_path / "extras")
     shutil.rmtree(tmp_path / "out")
     done = subprocess.run(command, **options)
-    assert done.returncode != 0 and "extras" in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert "extras/errors.py" in done.stderr
     monkeypatch.setitem(sys.modules, "extras.lora", None)  # it is not there
     monkeypatch.delattr(sys.modules["extras"], "lora", raising=False)
     assert main(*args, "--lora_rank", "2", "--out_dir", f"{tmp_path}/out") == 2

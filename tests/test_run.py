@@ -630,7 +630,7 @@ def test_a_cut_off_completion_gets_the_reward_of_the_flag():
     reward = grpo.load_rewards("format")[0]._replace(function=lambda text, row: row["value"])
     for s, value in zip(samples, (1.0, None, 0.5, None), strict=True):
         s.prompt = grpo.Prompt(s.prompt.ids, "", dict(value=value))
-    grpo.score(samples, fake_run(Config(non_stop_reward=-2.0), rewards=[reward]))
+    grpo.score(samples, fake_run(Config(non_stop_reward=-2.0), reward_functions=[reward]))
     assert samples[0].reward == -2.0
     assert samples[2].reward == 0.5
     assert math.isnan(samples[1].reward) and math.isnan(samples[3].reward)
@@ -656,7 +656,7 @@ def test_no_reward_sees_what_another_does_to_its_row():
     sample.prompt.messages = [dict(role="user", content="a")]
     first = grpo.load_rewards("format")[0]._replace(function=spoils, name="first")
     rewards = [first, first._replace(name="second")]
-    grpo.score([sample, sample], fake_run(Config(), rewards=rewards))
+    grpo.score([sample, sample], fake_run(Config(), reward_functions=rewards))
     assert sample.rewards == dict(first=1.0, second=1.0)
     assert sample.prompt.row == dict(seen=[]) and len(sample.prompt.messages) == 1
 

@@ -227,7 +227,7 @@ def test_one_wrong_token_is_seen(off, reward, tmp_path, monkeypatch):
         return completions
 
     monkeypatch.setattr(grpo.HFSampler, "generate", faulty)
-    monkeypatch.setattr(preflight, "padding", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_padding", lambda *_: None)
     options = dict(reward=reward, max_sampler_gap=0.1, max_steps=1, beta=0.1, num_minibatches=2)
     if off > 0:
         [metrics] = small_run(tmp_path / "out", **options)

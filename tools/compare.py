@@ -29,11 +29,13 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from statistics import fmean, variance
 
-import digests
 import numpy as np
 import selfcheck
 import view
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from extras import digests
 
 METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
 # Other values of these do not change what is learned.
