@@ -212,7 +212,7 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
                 why = mismatch(form, samples, beyond, expected)
             if why == "":
                 name = " with ".join(dict.fromkeys([type(inner).__name__, type(form).__name__]))
-                ranks.say(f"{model.name_or_path}: {name} computes log-probabilities")
+                ranks.say(f"{model.name_or_path}: {name} stands in for Policy")
                 return form
             name = f"{type(inner).__name__}, {type(form).__name__}"
             ranks.say(f"{model.name_or_path}: no {name}: {why}")
