@@ -273,7 +273,7 @@ def numbers_of(policy, batches: list) -> list:
 
 
 def gradients_of(policy, samples: list) -> dict:
-    """Of each parameter the gradient, as its norm and its product with two random directions: all
+    """Of each parameter the gradient, as its norm and its products with two directions: to keep the
     gradients of a large model would take the memory of another one. Tokens have other shares."""
     with exact(policy):
         logps, _ = policy(policy.collate(samples))
@@ -283,15 +283,15 @@ def gradients_of(policy, samples: list) -> dict:
     described = {}
     for name, p in policy.named_parameters():
         if p.grad is not None:
-            generator = torch.Generator(p.device).manual_seed(0)
-            products = [(p.grad * random_like(p, generator)).sum().item() for _ in range(2)]
-            described[name] = [p.grad.norm().item(), *products]
+            grad = p.grad.reshape(len(p), -1)
+            products = [(wave(len(grad), k, p) @ grad @ wave(len(grad.T), k, p)) for k in (1, 2)]
+            described[name] = [x.item() for x in (grad.norm(), *products)]
     policy.zero_grad()
     return described
 
 
-def random_like(p, generator):
-    return torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+def wave(length: int, k: int, like):
+    return torch.arange(length, dtype=like.dtype, device=like.device).mul(k).cos()
 
 
 def mismatch(policy, samples: list, beyond: list, expected: tuple) -> str:
