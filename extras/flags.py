@@ -15,30 +15,30 @@ from extras.errors import ConfigError, mistakes_in
 NOT_FLAGS = {"about", "job", "first_day", "added"}  # what config.json has besides: see runs.py
 
 
-def make_parser(plain):
+def make_parser(plain, *args, **kwargs):
     names = list(vars(grpo.Config()))
 
     def refuse(message):
         raise ConfigError(preflight.suggest_flag(message, names))
 
-    parser = plain()
+    parser = plain(*args, **kwargs)
     parser.print_help = lambda: print(grpo.__doc__, inspect.getsource(grpo.Config), sep="\n")
     parser.error = refuse
     return parser
 
 
-def saved_flags(plain, given) -> dict:
+def saved_flags(plain, given, *args, **kwargs) -> dict:
     """Of the run that goes on, wherever it is."""
     path = runs.config_to_resume(given, grpo.Config.out_dir)
     if not path:
-        return plain(given)
+        return plain(given, *args, **kwargs)
     found = dict(out_dir=os.path.dirname(path), resume=True)
     with mistakes_in(f"--resume: {path}", (OSError, ValueError, TypeError)):
         config = json.loads(Path(path).read_text())
         unknown = config.keys() - vars(grpo.Config()).keys() - NOT_FLAGS
         for name in unknown - {*config.get("added", [])}:
             raise ValueError(f"{name} is no flag")
-        saved = plain(SimpleNamespace(**found)) | found
+        saved = plain(SimpleNamespace(**found), *args, **kwargs) | found
     return saved | dict(plain=False, began=config.get("first_day", saved.get("began", "")))
 
 

@@ -39,11 +39,11 @@ def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
         return plain(cfg, *args, **kwargs)
 
 
-def all_gather(plain, items: list) -> list:
+def all_gather(plain, items: list, *args, **kwargs) -> list:
     """It waits for the other ranks as long as it takes."""
     if dist.is_initialized():
         wait_for_ranks()
-    return plain(items)
+    return plain(items, *args, **kwargs)
 
 
 def wait_for_ranks() -> None:
