@@ -44,7 +44,8 @@ def of_code(thing) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-# The code of the page for which extras/ has another form, which is taken while this is unchanged.
+# The code of the page for which extras/ has another form, or of which a check knows what it does:
+# these are taken while it is unchanged.
 # `python -m extras.digests` renews the table.
 WRITTEN_FOR = dict(
     Policy="53307d1d",
@@ -54,6 +55,9 @@ WRITTEN_FOR = dict(
     logps_of="1b0b0a31",
     log_probabilities="7f6bd71a",
     load_reference="780ab9db",
+    load_tokenizer="5510918b",
+    samples_of_eval="e670d561",
+    rollout="9dada5c1",
 )
 
 
