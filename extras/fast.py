@@ -13,7 +13,7 @@ import ctypes
 import functools
 import mmap
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -241,13 +241,15 @@ def exact(policy):
 def dummy_samples(prompts: list, lengths: list[int], model) -> list:
     """For each prompt completions of these lengths, which end with an EOS, all but the first."""
     [end, *_] = np.ravel(model.generation_config.eos_token_id)
+    blank = {f.name: None for f in fields(grpo.Sample) if f.default is f.default_factory}  # needed
     samples = []
     for group, prompt in enumerate(prompts):
         for length in lengths:
             ids = np.resize(prompt.ids, length)
             if length > 1 and end is not None:
                 ids[-1] = end
-            samples.append(grpo.Sample(group, prompt, ids, np.zeros(length)))
+            known = dict(group=group, prompt=prompt, completion_ids=ids)
+            samples.append(grpo.Sample(**blank | known | dict(sampler_logps=np.zeros(length))))
     return samples
 
 
@@ -259,7 +261,8 @@ def beyond_windows(config, s) -> list:
         return []
     length = max(8, window + 32 - len(s.prompt.ids))
     ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
-    made = type(s)(s.group, s.prompt, ids, s.sampler_logps[:length])
+    own = dict.fromkeys(("sampled", "trainable", "advantages"))  # None: made anew
+    made = replace(s, completion_ids=ids, sampler_logps=s.sampler_logps[:length], **own)
     made.sampled[:-8] = False
     return [made]
 
