@@ -1,11 +1,14 @@
 """grpo.py's functions once more, hardened: a function under @extra("models") has one of the same
 name in models.py, which wraps it. A file imports only from floors below its own:
 
-    screen, runs, flags              what a run shows, keeps on disk and reads from the command line
-    rows, models                     data; models, tokenizers, samplers
-    agents, fast                     environments; what is there for speed
-    preflight, packed, lora          checks; batches without padding; adapters
-    errors, ranks, digests, tokens   one line and an exit code; processes; fingerprints; texts
+    flags                     the command line
+    runs                      what a run keeps on disk
+    screen                    what it shows
+    rows, models              data; models, tokenizers, samplers
+    agents, fast              environments; what is there for speed
+    preflight, packed, lora   checks; batches without padding; adapters
+    ranks, digests, tokens    processes; fingerprints; texts
+    errors                    one line and an exit code
 
 dashboard.py stands alone. All of them `import grpo`, which is the running page, whatever its name.
 """

@@ -189,7 +189,7 @@ def lock(file) -> None:
 
 
 # Names of Files that RunFiles must not have.
-OWN = """prepare write_config path_of best_step forbid_saves complete close is_unnamed notes
+OWN = """prepare write_config path_of best_step complete close is_unnamed notes
 notes_before unwritten dashboard unreadable saved save_failed must_not_save completed""".split()
 
 
@@ -351,16 +351,11 @@ class Files(grpo.RunFiles):
         evals = {step: accuracy for step, accuracy in evals.items() if step > since}
         return max(evals, key=evals.get, default=0)
 
-    def forbid_saves(self, *_) -> None:
-        """From an optimizer step on, until the update is complete, the weights are those of no
-        step."""
-        self.must_not_save = True
-
     def complete(self, run, is_due: bool = False) -> None:
         """From here on a checkpoint holds this step, with this state. is_due: the loop says so."""
         if run.step > self.completed[0] or is_due:
             self.must_not_save = True
-            json.dumps(run.state, default=refuse_unless_array)
+            json.dumps(run.state, default=refuse_unless_plain, skipkeys=True)
             self.completed = run.step, copy.deepcopy(run.state)
             self.must_not_save = False
 
@@ -409,10 +404,13 @@ class Files(grpo.RunFiles):
             raise TrainingError(f"the last step is in no checkpoint of {self.path}")
 
 
-def refuse_unless_array(value) -> None:
+def refuse_unless_plain(value):
+    if isinstance(value, (set, frozenset)):
+        return list(value)
     if not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         kind = type(value).__name__
-        raise TrainingError(f"run.state takes plain dicts, lists, numbers and arrays, no {kind}")
+        why = "takes plain dicts, lists, sets, numbers and arrays"
+        raise TrainingError(f"run.state {why}, no {kind}")
 
 
 # -- The run
@@ -436,10 +434,23 @@ def run_loop(plain, run, *args, **kwargs) -> None:
     if not isinstance(run.files, Files):
         raise ConfigError("extras/ needs the files that make_files returns: make yours there")
     screen.show_begin(run)
-    run.optimizer.register_step_pre_hook(run.files.forbid_saves)
+    forbid_saves_from_a_step_on(run)
     StopSignals(run).listen()
+    started = time.perf_counter()
     try:
         plain(run, *args, **kwargs)
-    finally:
+    except BaseException:
         run.files.save(run)
-    cleanup.callback(screen.show_end, run)
+        raise
+    cleanup.callback(screen.show_end, run, started)
+
+
+def forbid_saves_from_a_step_on(run) -> None:
+    """Until the update is complete, the weights are those of no step."""
+    step = run.optimizer.step
+
+    def forbid_and_step(*args, **kwargs):
+        run.files.must_not_save = True
+        return step(*args, **kwargs)
+
+    run.optimizer.step = forbid_and_step
