@@ -221,7 +221,8 @@ def run(*args, **options):
 # (A fork of this one may not run autograd where torch has CUDA.)
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.common"])
+PRELOADED = ["tests.common", "extras.flags", "extras.rows", "transformers.trainer_utils"]
+SERVER.set_forkserver_preload(PRELOADED)
 
 
 def on_ranks(ranks, function, *args):
@@ -272,6 +273,63 @@ def be_forked(environment, paths, folder, function, args):
     except BaseException:
         traceback.print_exc()
         code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# -- Changed copies of grpo.py
+
+
+def page_with(folder, text=None, alone=False):
+    """A folder with this grpo.py, reward.py and, unless they are alone, extras/."""
+    folder = Path(folder)
+    folder.mkdir()
+    (folder / "grpo.py").write_text(text or Path(HERE, "grpo.py").read_text())
+    shutil.copy(f"{HERE}/reward.py", folder)
+    if not alone:
+        (folder / "extras").symlink_to(f"{HERE}/extras")
+    return folder
+
+
+def run_page(folder, *flags, code=0, out="run", path="", **options):
+    """What a small run says that `python grpo.py` starts there, with these flags."""
+    flags = [*flags_of(small_config(Path(folder, out), **dict(max_steps=1) | options)), *flags]
+    done = start_page(folder, *flags, PYTHONPATH=path)
+    done.join()
+    said = Path(folder, "said").read_text()
+    assert done.exitcode == code, said[-3000:]
+    return said
+
+
+def start_page(folder, *flags, **environment):
+    """A fork in which grpo.py of this folder runs as a script. What it says is in `said`."""
+    Path(folder, "said").unlink(missing_ok=True)
+    process = SERVER.Process(target=be_page, args=(str(folder), flags, environment))
+    process.start()
+    return process
+
+
+def be_page(folder, flags, environment):
+    os.environ.update(environment)
+    os.chdir(folder)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("grpo", "reward", "extras", "tools", "tests"):
+            del sys.modules[name]
+    installed = [path for path in sys.path if path not in ("", HERE)]
+    sys.path[:] = [folder, *filter(None, [environment["PYTHONPATH"]]), *installed]
+    sys.argv[:] = ["grpo.py", *flags]
+    for number in (1, 2):
+        os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    page = sys.modules["__main__"] = types.ModuleType("__main__")
+    page.__file__ = f"{folder}/grpo.py"
+    code = 1
+    try:
+        exec(compile(Path("grpo.py").read_text(), page.__file__, "exec"), vars(page))
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -4,16 +4,23 @@ their numbers are those of the extras."""
 import dataclasses
 import importlib.util
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
 
+import grpo
 from tests.common import (
+    GAP,
     HERE,
     checkpoints,
+    flags_of,
     lines,
+    metrics_of,
     on_ranks,
+    page_with,
+    run_page,
     small_config,
     small_rows,
     small_run,
@@ -72,6 +79,74 @@ def test_two_ranks_are_one_run(tmp_path):
     one = without_times(plain_run(tmp_path / "one", max_steps=3))
     for a, b in zip(one, without_times(lines(tmp_path / "two" / "metrics.jsonl")), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+# -- As scripts: grpo.py and reward.py in a folder of their own
+
+
+def test_the_two_files_alone_and_with_extras_go_on_with_each_others_runs(tmp_path):
+    alone, page = page_with(tmp_path / "alone", alone=True), page_with(tmp_path / "page")
+    assert sorted(os.listdir(alone)) == ["grpo.py", "reward.py"]
+    options = dict(eval_data=small_rows(tmp_path), eval_every=1, beta=0.1)
+    said = run_page(alone, out="../whole", max_steps=3, **options)
+    assert "extras/ is not used" in said and not (tmp_path / "whole" / "curves.png").exists()
+    for steps, folder, flags in ((1, alone, []), (2, page, []), (3, page, ["--plain"])):
+        said = run_page(folder, *flags, out="../run", max_steps=steps, resume=steps > 1, **options)
+        assert ("extras/ is not used" in said) == (steps != 2)
+    history = [m for m in metrics_of(tmp_path / "run") if "loss" in m]
+    whole = [m for m in metrics_of(tmp_path / "whole") if "loss" in m]
+    for ours, theirs in zip(history, whole, strict=True):
+        assert {name: ours[name] for name in theirs} == theirs
+    newest = [checkpoints(tmp_path / name)[-1] for name in ("run", "whole")]
+    assert torch.equal(*map(weights_of, newest))  # by from_pretrained
+    said = run_page(page, "--plain=true", out="other", code=2)
+    assert "a word of the command line" in said
+
+
+STOPS = """
+import os, signal
+
+def stops(completion, row):
+    if row["trainer_state"]["global_step"] == 1 and os.path.exists("stop"):
+        os.remove("stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+    return -len(completion)
+"""
+
+
+def test_a_signal_ends_the_run_after_the_step_and_it_goes_on_to_the_bit(tmp_path):
+    page = page_with(tmp_path / "page", alone=True)
+    (page / "mine.py").write_text(STOPS)
+    options = dict(max_steps=3, save_every=0, reward="mine.py:stops")
+    run_page(page, out="whole", **options)
+    (page / "stop").touch()
+    run_page(page, **options)
+    assert [path[-6:] for path in checkpoints(page / "run")] == ["000002"]
+    run_page(page, resume=True, **options)
+    assert metrics_of(page / "run") == metrics_of(page / "whole")
+    newest = [checkpoints(page / name)[-1] for name in ("run", "whole")]
+    assert torch.equal(*map(weights_of, newest))
+
+
+@pytest.mark.slow
+def test_vllm(tmp_path):
+    """Its log-probabilities are those of the policy, after a step, too."""
+    pytest.importorskip("vllm")
+    page = page_with(tmp_path / "page", alone=True)
+    cfg = small_config(page / "run", rollout="vllm", max_steps=2)
+    command = [sys.executable, "grpo.py", *flags_of(cfg)]
+    done = subprocess.run(command, cwd=page, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(m[GAP] < 1e-4 for m in metrics_of(page / "run"))
+
+
+def test_flags_that_only_extras_serve_are_refused(tmp_path):
+    for name in grpo.ONLY_WITH_EXTRAS:
+        default = getattr(grpo.Config, name)
+        other = not default if isinstance(default, bool) else type(default)(2)
+        with pytest.raises(ValueError, match=f"--{name} needs extras/"):
+            plain_run(tmp_path / "run", **{name: other})
+    assert not (tmp_path / "run").exists()
 
 
 def test_mistakes_of_flags_are_argparses(tmp_path, capsys):
