@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import grpo
 from extras import fast, packed
@@ -467,6 +468,29 @@ def test_the_ten_lines_of_the_docstring_are_the_default_step(monkeypatch):
     assert relative(gradient, expected) < 1e-12 and expected.norm() > 1e-3
 
 
+def test_the_numbers_of_the_docstring():
+    """Those of its group, of the division by the standard deviation, and of the mean of others."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=F64)
+    advantages = group_advantages(rewards, 4)
+    assert [f"{a:+.2f}" for a in advantages] == ["+0.87", "-0.87", "-0.87", "+0.87"]
+    assert f"{rewards.std():.2f}" == "0.58"
+    for right, factor in ((1, 2.8), (4, 1.9)):
+        rewards = torch.tensor([1.0] * right + [0.0] * (8 - right), dtype=F64)
+        factors = group_advantages(rewards, 8) / group_advantages(rewards, 8, "none")
+        assert factors.tolist() == pytest.approx([factor] * 8, abs=0.05)
+        of_others = (rewards.sum() - rewards) / 7
+        assert torch.allclose(group_advantages(rewards, 8, "none"), 7 / 8 * (rewards - of_others))
+    # The values of the loss add up to 0 in the first step, if the answers are equally long.
+    samples = random_samples(4, 4)
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+        s.completion_ids = np.resize(s.completion_ids, 5)
+        ones = np.ones(5, bool)
+        s.sampled, s.trainable, s.sampler_logps, s.ref_logps = ones, ones, np.zeros(5), None
+        s.advantages = np.full(5, advantage)
+    grad, metrics = update_gradient(Config(tis_cap=0, max_grad_norm=0), samples)
+    assert abs(metrics["loss"]) < 1e-7 and grad.norm() > 0.1
+
+
 # ------------------------------------------------------------------------------------------------
 # Ranks and micro-batches: the gradient is the same
 
@@ -491,8 +515,15 @@ def case_of_ranks(reduction, n=16):
 CASES_OF_RANKS = [*((reduction, 16) for reduction in REDUCTIONS), ("constant", 1), ("constant", 2)]
 
 
+def exchange(exchanges, bucket):
+    """What DDP does by default, counted."""
+    exchanges.append(1)
+    return allreduce_hook(None, bucket)
+
+
 def gradients_of_ranks(out):
-    """Runs on every rank. Rank 0 saves {name of a case: (gradient [P], loss)}."""
+    """Runs on every rank. Rank 0 saves of each case the gradient [P], the loss, and how often
+    gradients were exchanged."""
     grpo.join_ranks(Config(device="cpu"))
     results = []
     reference = grpo.Policy(tiny_model(dtype=F64, seed=1), 0.8)
@@ -506,8 +537,10 @@ def gradients_of_ranks(out):
             policy = fast.FastPolicy(policy)
         grpo.add_logps("ref_logps", reference, samples, cfg)
         ddp = torch.nn.parallel.DistributedDataParallel(policy)
+        exchanges = []
+        ddp.register_comm_hook(exchanges, exchange)
         grad, metrics = update_gradient(cfg, samples, F64, policy, ddp)
-        results.append((grad, metrics["loss"]))
+        results.append((grad, metrics["loss"], len(exchanges)))
     if grpo.RANK == 0:
         torch.save(results, out)
     torch.distributed.barrier()
@@ -519,7 +552,8 @@ def test_the_gradient_of_ranks_is_the_naive_one(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     reference = tiny_model(dtype=F64, seed=1)
     results = torch.load(tmp_path / "out.pt")
-    for case, (grad, loss) in zip(CASES_OF_RANKS, results, strict=True):
+    for case, (grad, loss, exchanges) in zip(CASES_OF_RANKS, results, strict=True):
+        assert exchanges == 1  # in the last backward only
         cfg, samples = case_of_ranks(*case)
         for s in samples:
             s.ref_logps = naive_logps(reference, s, cfg)[0].detach().numpy()

@@ -255,6 +255,44 @@ def test_an_accuracy_on_other_eval_data_names_no_best_checkpoint(tmp_path):
     assert names == ["step_000003"]
 
 
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+    """And the last, which is no save_every-th step. The first was the best so far."""
+    text = "def r(_, row):\n    return 1.0 - abs(row['trainer_state']['global_step'] - 2) / 9\n"
+    reward = write_rewards(tmp_path, text) + ":r"
+    options = dict(eval_data=small_rows(tmp_path), eval_every=1, max_steps=5, reward=reward)
+    options |= dict(num_prompts=1, num_minibatches=1)
+    for keep, steps in ((2, [2, 4, 5]), (0, [1, 2, 4, 5])):
+        small_run(tmp_path / f"run{keep}", save_every=2, keep=keep, **options)
+        names = [os.path.basename(path) for path in checkpoints(tmp_path / f"run{keep}")]
+        assert names == [f"step_00000{step}" for step in steps]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_moments_are_those_of_the_parameters_name(trained, tmp_path, monkeypatch):
+    """A run that trains the second layer only, resumed to the bit; and then all layers."""
+    make = grpo.make_optimizer
+
+    def without_first_layer(policy, cfg):
+        policy.model.model.layers[0].requires_grad_(False)
+        optimizer = make(policy, cfg)
+        [group] = optimizer.param_groups
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+        return optimizer
+
+    monkeypatch.setattr(grpo, "make_optimizer", without_first_layer)
+    out = tmp_path / "run"
+    small_run(out, max_steps=2)
+    if not trained:
+        small_run(tmp_path / "whole")
+        small_run(out, resume=True)
+        return same_run(tmp_path / "whole", out)
+    monkeypatch.setattr(grpo, "make_optimizer", make)
+    small_run(out, max_steps=3, resume=True)
+    moments = torch.load(out / "step_000003" / "trainer_state.pt")["moments"]
+    steps = {("layers.0." in name): moment["step"].item() for name, moment in moments.items()}
+    assert steps == {True: 2, False: 6}  # two optimizer steps in each step
+
+
 def test_nothing_that_is_not_finite_is_saved(tmp_path, monkeypatch):
     def spoil(policy, *_):
         with torch.no_grad():

@@ -102,13 +102,59 @@ def test_a_signal_in_an_update_saves_the_state_of_the_last_whole_step(tmp_path, 
         assign(samples, cfg)
         state["calls"] = state.get("calls", 0) + 1
         if state["calls"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)  # it saves at once
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert steps_of(tmp_path / "run") == [2]  # at once; the run ends after the step
 
     monkeypatch.setattr(grpo, "assign_advantages", remember)
     small_run(tmp_path / "run", save_every=0)
     for step in (2, 3):
         state = torch.load(tmp_path / "run" / f"step_00000{step}" / "trainer_state.pt")
         assert (state["step"], state["state"]) == (step, dict(calls=step))
+
+
+def test_a_signal_in_a_save_lets_it_end(tmp_path, monkeypatch):
+    """And what an earlier save that was killed has left is no part of it."""
+    out = tmp_path / "run"
+    begun_run(out, 1)
+    (out / ".partial").mkdir()
+    (out / ".partial" / "half").touch()
+    save = grpo.save_model
+
+    def stop(model, tokenizer, folder):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(model, tokenizer, folder)
+
+    monkeypatch.setattr(grpo, "save_model", stop)
+    small_run(out, resume=True)
+    assert steps_of(out) == [1, 2]
+    files = {path.name for path in (out / "step_000002").iterdir()}
+    assert files == {path.name for path in (out / "step_000001").iterdir()}
+    assert torch.load(out / "step_000002" / "trainer_state.pt")["step"] == 2
+
+
+FORKS = """
+import os, signal, time
+
+def forks(completion, row):
+    ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ends[1], b"ready")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ends[0], 5)
+    os.kill(child, signal.SIGTERM)
+    return float(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_signal_to_a_fork_of_a_reward_ends_the_fork_only(tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    reward = f"{tmp_path / 'forks.py'}:forks"
+    options = dict(num_prompts=1, num_generations=2, max_steps=2, save_every=0)
+    history = small_run(tmp_path / "run", reward=reward, **options)
+    assert [m["reward"] for m in history] == [signal.SIGTERM] * 2
+    assert steps_of(tmp_path / "run") == [2]
 
 
 # ------------------------------------------------------------------------------------------------
