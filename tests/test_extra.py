@@ -189,6 +189,9 @@ def touched(tmp_path_factory):
     text = subprocess.run(formatted, input=TEXT, capture_output=True, text=True, check=True).stdout
     assert text != TEXT
     text = re.sub(r"(?m)^( *)(return|for|if) ", r"\1# mine\n\1\2 ", text)
+    last = "    return run.files.history"
+    shown = f"    print('MINE', run.policy.model.is_gradient_checkpointing)\n{last}"
+    text = replaced((last, shown), text=text)
     page = page_with(tmp_path_factory.mktemp("touched") / "page", text)
     (page / "rows.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
     (page / "wandb.py").write_text(
@@ -206,21 +209,22 @@ def touched(tmp_path_factory):
 
 
 def test_flags_of_extras_work_in_a_page_that_is_touched(touched):
-    flags = (
-        "--lora_rank 2 --system_prompt 5+ --weight_decay 0.5 --report_to wandb --began 1999-01-01"
-    )
-    data = dict(model=str(touched / "model"), train_data=str(touched / "rows.jsonl"))
-    said = run_page(touched, *flags.split(), "--log_completions", "3", **data)
+    flags = "--lora_rank 2 --system_prompt 5+ --weight_decay 5000"
+    flags += " --report_to wandb --began 1999-01-01 --log_completions 3"
+    options = dict(model=str(touched / "model"), train_data=str(touched / "rows.jsonl"))
+    said = run_page(touched, *flags.split(), learning_rate=1e-4, **options)
     rows = lines(touched / "run" / "completions.jsonl")
     assert len(rows) == 3 and rows[0]["prompt"].startswith("5+") and "tokens" in rows[0]
     assert rows[0]["prompt"].endswith("1999=") and "INIT" in said and "LOG" in said
     state = last_state(touched / "run")
     assert state["adapters"] and len(state["moments"]) == len(state["adapters"])
+    began = [x * x.shape[1] ** 0.5 for name, x in state["adapters"].items() if "lora_A" in name]
+    assert max(x.abs().max() for x in began) < 0.3  # two steps have halved them, from up to 1
 
 
 def test_an_environment_plays_and_layers_are_checkpointed_in_a_page_that_is_touched(touched):
     flags = ["--environment", "says.py:says", "--gradient_checkpointing", "--max_turns", "3"]
-    run_page(touched, *flags, out="turns", max_completion_length=32)
+    assert "MINE True" in run_page(touched, *flags, out="turns", max_completion_length=32)
     [metrics] = metrics_of(touched / "turns")
     assert metrics["turns/mean"] > 1
 

@@ -16,14 +16,12 @@ from tests.common import (
     HERE,
     checkpoints,
     flags_of,
-    lines,
     metrics_of,
     on_ranks,
     page_with,
     run_page,
     small_config,
     small_rows,
-    small_run,
     weights_of,
 )
 
@@ -44,30 +42,6 @@ def plain_run(out_dir, **options):
     return plain.train(plain.Config(**cfg))
 
 
-def without_times(metrics):
-    return [
-        {k: v for k, v in m.items() if "time" not in k and k != "tokens_per_s"} for m in metrics
-    ]
-
-
-@pytest.mark.parametrize("options", [{}, dict(beta=0.1, loss_reduction="sequence")])
-def test_a_run_is_that_with_extras_and_resumes_to_the_bit(options, tmp_path):
-    options |= dict(eval_data=small_rows(tmp_path), eval_every=2)
-    whole = without_times(plain_run(tmp_path / "whole", **options))
-    plain_run(tmp_path / "parts", max_steps=2, **options)
-    parts = without_times(plain_run(tmp_path / "parts", resume=True, **options))
-    # A run of two steps ends with an eval, and so does each of four: these are the same.
-    assert parts == whole == without_times(lines(tmp_path / "parts" / "metrics.jsonl"))
-    newest = [checkpoints(tmp_path / name)[-1] for name in ("whole", "parts")]
-    assert os.path.basename(newest[0]) == "step_000004"
-    assert torch.equal(*map(weights_of, newest))
-    for ours, theirs in zip(
-        whole, without_times(small_run(tmp_path / "x", **options)), strict=True
-    ):
-        for name in ours:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-
-
 def train_plain(out_dir):
     """Runs on every rank."""
     plain_run(out_dir, max_steps=3)
@@ -76,8 +50,8 @@ def train_plain(out_dir):
 def test_two_ranks_are_one_run(tmp_path):
     done = on_ranks(2, "tests.test_plain.train_plain", tmp_path / "two")
     assert done.returncode == 0, done.stderr[-3000:]
-    one = without_times(plain_run(tmp_path / "one", max_steps=3))
-    for a, b in zip(one, without_times(lines(tmp_path / "two" / "metrics.jsonl")), strict=True):
+    plain_run(tmp_path / "one", max_steps=3)
+    for a, b in zip(*(metrics_of(tmp_path / name) for name in ("one", "two")), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
@@ -88,14 +62,13 @@ def test_the_two_files_alone_and_with_extras_go_on_with_each_others_runs(tmp_pat
     alone, page = page_with(tmp_path / "alone", alone=True), page_with(tmp_path / "page")
     assert sorted(os.listdir(alone)) == ["grpo.py", "reward.py"]
     options = dict(eval_data=small_rows(tmp_path), eval_every=1, beta=0.1)
+    options |= dict(loss_reduction="sequence", num_epochs=2)
     said = run_page(alone, out="../whole", max_steps=3, **options)
     assert "extras/ is not used" in said and not (tmp_path / "whole" / "curves.png").exists()
     for steps, folder, flags in ((1, alone, []), (2, page, []), (3, page, ["--plain"])):
         said = run_page(folder, *flags, out="../run", max_steps=steps, resume=steps > 1, **options)
         assert ("extras/ is not used" in said) == (steps != 2)
-    history = [m for m in metrics_of(tmp_path / "run") if "loss" in m]
-    whole = [m for m in metrics_of(tmp_path / "whole") if "loss" in m]
-    for ours, theirs in zip(history, whole, strict=True):
+    for ours, theirs in zip(*(metrics_of(tmp_path / x) for x in ("run", "whole")), strict=True):
         assert {name: ours[name] for name in theirs} == theirs
     newest = [checkpoints(tmp_path / name)[-1] for name in ("run", "whole")]
     assert torch.equal(*map(weights_of, newest))  # by from_pretrained
