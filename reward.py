@@ -1,9 +1,8 @@
 """The built-in reward functions, and how those of your own files are loaded and called.
 
-A reward function is fn(completion: str, row: dict) -> float, or None if it does not apply, or a
-list of them, one for each token. `row` is the row of the data with what the trainer adds: ADDED,
-and with --environment IN_EPISODES. TRL's form, fn(completions, **columns), works unchanged. Your
-own functions may be async."""
+A reward function, maybe async, is fn(completion: str, row: dict) -> float, or None if it does not
+apply, or a list of them, one for each token. `row` is the row of the data with what the trainer
+adds: ADDED, and in episodes IN_EPISODES. TRL's fn(completions, **columns) works unchanged."""
 
 import asyncio
 import copy
@@ -14,15 +13,14 @@ import os
 import re
 import sys
 import traceback
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from signal import ITIMER_REAL, SIGALRM, setitimer, signal
-from statistics import mean
 from threading import Thread, current_thread, main_thread
 from types import NoneType, SimpleNamespace
 from typing import NamedTuple
@@ -33,7 +31,7 @@ import numpy as np
 ADDED = """prompt_text prompt_messages completion_ids completion_tokens completion_length
 max_completion_length completion_messages finish_reason trainer_state""".split()
 IN_EPISODES = "turns replies environments".split()
-OF_TRL = "prompts completions log_metric log_extra".split()  # what TRL's form gets besides
+OF_TRL = [*ADDED, *IN_EPISODES, "prompts", "completions", "log_metric", "log_extra"]
 
 
 # -- The built-in reward functions. A ValueError: no completion can earn the reward of this row
@@ -55,8 +53,7 @@ def gsm8k_reward(completion, row):
 
 
 def math_reward(completion, row):
-    r"""1.0 if math-verify finds row["answer"] in \boxed{}, or if there is none in a formula behind
-    words such as "the answer is". studies/RESULTS.md has what other graders pay."""
+    r"""1.0 if math-verify finds row["answer"] in \boxed{}, else behind "the answer is"."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel("ERROR")  # it warns without its own time limit
@@ -70,6 +67,13 @@ def math_reward(completion, row):
     answer = parts_of(completion, row)[1]
     answers = parse(answer, [formulas], extraction_mode="first_match", parsing_timeout=None)
     return float(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def format_reward(completion, row):
+    """1.0 for one `<think>words</think>` at the start, and words behind it as the answer."""
+    thought, answer = parts_of(completion, row)
+    has_words = re.match("<think>" + WORDS, thought) and re.match(WORDS, answer)
+    return float(has_words is not None and thought.count("think>") == 1)
 
 
 def countdown_reward(completion, row):
@@ -86,13 +90,6 @@ def countdown_reward(completion, row):
     return 0.0
 
 
-def format_reward(completion, row):
-    """1.0 for one `<think>words</think>` at the start, and words behind it as the answer."""
-    thought, answer = parts_of(completion, row)
-    has_words = re.match("<think>" + WORDS, thought) and re.match(WORDS, answer)
-    return float(has_words is not None and thought.count("think>") == 1)
-
-
 def overlong_reward(completion, row):
     """0.0 up to 80 % of the maximal length, then down to -1.0 (DAPO, arXiv 2503.14476, eq. 13)."""
     return min(0.0, max(-1.0, 4 - 5 * len(row["completion_ids"]) / row["max_completion_length"]))
@@ -103,9 +100,7 @@ def environment_reward(completion, row):
     return getattr(row["environments"], "get_reward", NoneType)()
 
 
-BUILT_IN = (answer_reward, gsm8k_reward, math_reward, format_reward)
-BUILT_IN += (countdown_reward, overlong_reward, environment_reward)
-BUILT_IN = {function.__name__.removesuffix("_reward"): function for function in BUILT_IN}
+BUILT_IN = {name[:-7]: f for name, f in [*globals().items()] if name.endswith("_reward")}
 answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
 countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
 
@@ -113,18 +108,22 @@ countdown_reward.columns = ("numbers", "target")  # keys that every data row mus
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
 THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
 DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2007-\u200a\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
-NUMBER = r"[-+]?[0-9]*\.?[0-9]+"
+DIGITS = r"(?>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+NUMBER = rf"[-+]?{DIGITS}"
+MARKED = r"####\s*([-+.]?[0-9][^\n#]*|[^\n#]*\Z)"  # the rest of the line. Not "#### Step 1"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # what stands in it
-ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, 10^3
-    r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e))(?:[^=]*=)?(?:\\.|[^\\0-9=,;<>^_])*?"
-    rf"({NUMBER})(?:\\.|[^\\0-9=,;<>^]|\^\{{?\\circ|(?<=[a-z}}]{{2}})\^\{{?[23])*$"
+WORD = r"\\.|(?<=[a-z]{2})-(?=[a-z]{2})|[^\\0-9=,;<>^+*/\xb1\xbc-\xbe\xd7\xf7\u2150-\u221a\u03c0-]"
+ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, y - 4
+    r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e|times|cdot|div|pm|log|ln|binom))(?:[^=]*=)?"
+    rf"(?!.*(?<![A-Za-z\\])[inxyz](?![A-Za-z]))(?:(?!_){WORD})*?"
+    rf"((?:(?<![A-Za-z)}}\]])(?<!\b[A-Za-z] )[-+])?{DIGITS})(?![!\xb2\xb3\xb9])"
+    rf"(?:{WORD}|/(?=[A-Za-z\\])|\^\{{?\\circ|(?<=[a-z}}]{{2}})\^\{{?[23])*$"
 )
 WORDS = r"(?:<[^<>]*>|\W)*+\w"  # the first word is not in a tag, or a token such as <|im_end|>
 
 
 def parts_of(completion, row):
-    """All before the last </think>, and the answer: what is behind it, or there in <answer> tags.
-    The answer is "" if a tag is not closed."""
+    """All before the last </think>, and the answer: all behind it, or there in <answer> tags."""
     if row.get("prompt_text", "").rstrip().endswith("<think>"):  # by the chat template
         completion = "<think>" + completion
     thought, _, rest = completion.rpartition("</think>")
@@ -154,10 +153,9 @@ def value_of(text):  # the number, if it is one and nothing else
 
 
 def final_number(text):
-    r"""The number behind the last ####, else that in the last \boxed{}, else the last one. None if
-    this place has no number, or no single one."""
-    text = re.sub(THOUSANDS + r"|\\?\$|\*", "", text)  # as in \$1,042 and **18**
-    found = re.findall(r"####\s*(-?[0-9./:^]+)", text) or re.findall(BOX, text)
+    r"""That behind the last ####, else in the last \boxed{}, else the last. None: not just one"""
+    text = re.sub(THOUSANDS + r"|\\?\$|(?<![0-9])\*|\*(?![0-9])", "", text)  # \$1,042 and **18**
+    found = re.findall(MARKED, text) or re.findall(BOX, text)
     numbers = re.findall(ONE_NUMBER, found[-1]) if found else re.findall(NUMBER, text)
     return Decimal(numbers[-1]) if numbers else None
 
@@ -176,8 +174,7 @@ class RewardFunction(NamedTuple):
             if column not in row:
                 raise ValueError(f"has no column {column!r}")
         if self.batched:
-            given = [*row, *ADDED, *IN_EPISODES, *OF_TRL]
-            inspect.signature(self.function).bind(**dict.fromkeys(given))
+            inspect.signature(self.function).bind(**dict.fromkeys([*row, *OF_TRL]))
         elif self.columns and self.function in BUILT_IN.values():
             self.call("", row)
 
@@ -208,9 +205,20 @@ def load_rewards(spec: str) -> list[RewardFunction]:
     return list(rewards.values())
 
 
+@contextmanager
+def torch_kept():
+    """What torch computes with is as before, whatever your code sets inside."""
+    torch = sys.modules.get("torch")
+    modes = "is_grad_enabled get_default_dtype get_float32_matmul_precision" if torch else ""
+    with ExitStack() as end:
+        for mode in modes.split():
+            end.callback(getattr(torch, "set" + mode[mode.index("_") :]), getattr(torch, mode)())
+        yield
+
+
+@torch_kept()
 def load_function(spec: str):
-    """What "path/to/file.py:name" holds. The file is imported by its name, as `python -c "import
-    file"` does in its folder. A ValueError in one line, whatever it raises."""
+    """What "path/to/file.py:name" holds. `import file` is all that happens. ValueError: one line"""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().absolute()
     sys.path.insert(0, str(path.parent))  # for its neighbours, and for itself in child processes
@@ -229,44 +237,35 @@ def fill_in_reward(reward, samples, run):
     rows = [row_of(sample, reward, run) for sample in samples]  # new: a function may change them
     texts = [sample.text for sample in samples]
     values, failures, metrics, columns = call_reward(reward, texts, rows, run.cfg.call_timeout)
-    for i, sample in enumerate(samples):
-        value = values[i]
+    for i, (sample, value) in enumerate(zip(samples, values, strict=True)):
         if isinstance(value, list):  # one for each token, nan where there is none
             of_tokens = reward.weight * np.array(value)  # [T]
             sample.info.setdefault("token_rewards", {})[reward.name] = of_tokens
             value = float(np.nansum(value))
         sample.rewards[reward.name] = value
         sample.failure = sample.failure or failures.get(i, "")
-        # Of the whole call: the log has the mean over samples.
-        sample.info.setdefault("metrics", {}).update(metrics)
-        more = {column: entries[i] for column, entries in columns.items()}
-        sample.info.setdefault("columns", {}).update(more)
+        sample.info.setdefault("metrics", {}).update(metrics)  # of the whole call
+        sample.info.setdefault("columns", {}).update({name: columns[name][i] for name in columns})
 
 
 def row_of(sample, reward, run):
     """What it gets beside the completion: the row of the data, and what the trainer adds."""
-    passes = run.step * run.cfg.num_prompts / len(run.train_prompts)
-    known = dict(
-        prompt_text=sample.prompt.text,
-        prompt_messages=copy.deepcopy(sample.prompt.messages),
-        completion_ids=sample.completion_ids.tolist(),
-        completion_length=int(sample.sampled.sum()),
-        completion_messages=[dict(role="assistant", content=sample.text)],
-        max_completion_length=run.cfg.max_completion_length,
-        finish_reason=sample.finish_reason,
-        trainer_state=dict(global_step=run.step, max_steps=run.cfg.max_steps, epoch=passes),
-    )
+    cfg, ids = run.cfg, sample.completion_ids.tolist()
+    passes = run.step * cfg.num_prompts / len(run.train_prompts)
+    known = dict(completion_ids=ids, completion_length=int(sample.sampled.sum()))
+    known |= dict(prompt_text=sample.prompt.text, finish_reason=sample.finish_reason)
+    known["prompt_messages"] = copy.deepcopy(sample.prompt.messages)
+    known["completion_messages"] = [dict(role="assistant", content=sample.text)]
+    known["max_completion_length"] = cfg.max_completion_length
+    known["trainer_state"] = dict(global_step=run.step, max_steps=cfg.max_steps, epoch=passes)
     if "episode" in sample.info:
         known |= sample.info["episode"].reward_columns()
     if getattr(reward.function, "tokens", False):
-        from extras import tokens
-
-        known["completion_tokens"] = tokens.texts(run.tokenizer, known["completion_ids"])
+        known["completion_tokens"] = import_module("extras.tokens").texts(run.tokenizer, ids)
     return copy.deepcopy(sample.prompt.row) | known
 
 
-class TimeUp(BaseException):
-    """Not an Exception, so that the `except Exception` of a reward function lets it pass."""
+class TimeUp(BaseException): ...  # no Exception, as a function's `except Exception` has these
 
 
 OURS = r"/lib(?:64)?/python3|/reward\.py|/extras/agents\.py"
@@ -302,6 +301,7 @@ def event_loop(_process):  # one each, so that a file's Semaphore or client work
                 loop.run_forever()
 
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(32))  # for asyncio.to_thread
     Thread(target=run, daemon=True).start()
     return loop
 
@@ -323,15 +323,16 @@ def begin(seconds, function, *arguments):
 def finish(future):
     """The result of a call that was waited for, or its error. TimeUp if it has none yet."""
     if not future.done():
-        future.cancel()
+        future.cancel()  # a thread goes on: the next calls get others
+        event_loop(os.getpid()).set_default_executor(ThreadPoolExecutor(32))
         raise TimeUp("no result in time")
     return future.result()
 
 
+@torch_kept()
 def call_reward(reward, completions, rows, seconds):
     """Calls a function for each completion, or in TRL's form once for all of them. Returns
-    values: a float for each completion; nan: the reward does not apply; 0.0: the call failed; or
-        a list, a float for each token; nan: no reward there
+    values: a float for each completion, or a list of its tokens'. nan: no reward; 0.0: it failed
     failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
     metrics: {name: mean number}, columns: {name: a text for each completion}, as TRL logs them"""
     values, failures, logged, columns = [], {}, {}, {}
@@ -351,7 +352,7 @@ def call_reward(reward, completions, rows, seconds):
             why = f"reward {reward.name} failed: {cause_of(error)}"
             failures |= dict.fromkeys(range(first, first + count), why)
             values += [0.0] * count
-    return values, failures, {name: mean(logged[name]) for name in logged}, columns
+    return values, failures, {name: float(np.mean(logged[name])) for name in logged}, columns
 
 
 def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error if it is neither

@@ -13,11 +13,12 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import reward
 from extras import tokens
-from tests.common import metrics_of, small_run
+from tests.common import metrics_of, run, small_run
 
 PREFILLED = "User: hi\nAssistant: <think>\n"
 
@@ -57,11 +58,16 @@ SEVERAL = (
     r"70\text{ or }72; [0,1]; [0, 1); \frac{1}{2}; 1/2; 2\sqrt{2}; 10^3; 3\pi; {1,2}; x > 3; x^2"
 )
 SEVERAL += r"; x=1\text{ or }x=2; (0,\infty); 0\le x; 3:2; 101_2; 5e-05"
-SEVERAL = [f"\\boxed{{{text}}}" for text in SEVERAL.split("; ")] + ["so #### 1/2"]
+SEVERAL += r"; y - 4; 4-y; 4y; 2x+4; n -4; 3*4; a + 4; 4\cdot a; \pm 4; 4/y; 3 \times y; 4!"
+SEVERAL = [f"\\boxed{{{text}}}" for text in SEVERAL.split("; ")]
+PARTS = "1/2; 3 1/4; 3\xbd; 3\xb2; y - 4; 4 + y; 18 or 20; 18 for 2; 5 - 3; 3*4; 3 \xd7 a"
+SEVERAL += [f"17 #### {text}" for text in PARTS.split("; ")]
 FINAL_NUMBERS = {
     "18": ["9 * 2 = 18", "**Answer:18**", "18cm", "$18$.", "18%", "17, 18", "a 1 18 \ud800", "18!"],
-    "18.0": ["17\n#### 18\n7 a day", "#### $18", "#### 7 #### **18** \\boxed{5}", "####18 for 2"],
+    "18.0": ["17\n#### 18\n7 a day", "#### $18", "#### 7 #### **18**\n\\boxed{5}", "####18 a day"],
     "18.00": ["\\boxed{18}, not 17", "\\boxed{17} \\boxed{x_1 = 18}", "\\boxed{18\\text{ m}^2} 5"],
+    "60": ["#### 60 km/h", "\\boxed{\\$60/\\text{hour}}", "#### 60 m\xb2.", "#### \\boxed{60}"],
+    "11": ["#### Step 1: add 5 and 6\nso 11", "#### x = 11", "#### 11 six-packs", "####\n*11*"],
     "-7": ["#### -$7", "it is -7.", "(-7)", "\\boxed{-7}", "#### -7.", "\\boxed{-7.}"],
     "72": ["\\boxed{48+24=72}", "\\boxed{\\text{72 clips}}", "\\boxed{72\\,\\text{cm}^{3}}"],
     "90": ["\\boxed{90^\\circ}", "\\boxed{\\{9\\}} \\boxed{\\approx 90\\%}"],
@@ -213,7 +219,7 @@ def test_a_row_that_nothing_can_satisfy_is_refused(name, row):
 
 # -- Functions from files
 FUNCTIONS = r"""from __future__ import annotations
-import asyncio, json, math, sys, time
+import asyncio, json, math, sys, time, torch
 from dataclasses import dataclass
 import neighbour
 @dataclass
@@ -222,6 +228,12 @@ def length(completion, row, **_): return len(completion) + neighbour.ZERO
 def needs_gold(completion: dict[str, int], row: dict): return float(completion == row["gold"])
 needs_gold.columns = ("gold",)
 GATE = asyncio.Semaphore(100)
+def in_a_thread(completion): time.sleep(9 if completion == "hang" else 0.2); return 1.0
+async def threads(completion, row): return await asyncio.to_thread(in_a_thread, completion)
+def spoil(): torch.set_grad_enabled(False); torch.set_default_dtype(torch.float16); return 1.0
+spoil()
+def spoils(completion, row): return spoil()
+async def spoils_later(completion, row): await asyncio.sleep(0); return spoil()
 async def waits(completion, row):
     if completion in ("raise", "exit", "interrupt"): misbehave(completion, row)
     if completion == "exit in a task": await asyncio.gather(waits("exit", row))
@@ -469,6 +481,41 @@ def test_asynchronous_calls_run_at_the_same_time(call):
     child.start()
     child.join()
     assert child.exitcode == 0
+
+
+def test_32_threads_at_once_however_few_cores_and_whatever_hangs(call, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    for hanging in (32, 0):
+        values, failures, *_ = call(
+            "threads", ["hang"] * hanging + ["a"] * 64 * (not hanging), seconds=1
+        )
+        assert sum(values) == 64 * (not hanging) and len(failures) == hanging
+
+
+def test_what_torch_computes_with_is_as_before(call):
+    for name in ("spoils", "spoils_later"):
+        assert call(name, ["a", "b"])[:2] == ([1.0, 1.0], {})
+        assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+JUDGE = """
+import asyncio, threading
+async def judge(completion, row):
+    if row["trainer_state"]["global_step"] == 1:
+        threading.Thread(target=threading.Event().wait).start()
+        await asyncio.to_thread(threading.Event().wait)
+    return len(completion)
+"""
+
+
+@pytest.mark.slow
+def test_the_process_ends_when_its_run_does(tmp_path):
+    (tmp_path / "judges.py").write_text(JUDGE)
+    flags = "--num_prompts 2 --num_generations 2 --max_steps 2 --call_timeout 1 --eval_data="
+    flags = [*flags.split(), "--reward", f"{tmp_path}/judges.py:judge"]
+    done = run(*flags, "--out_dir", tmp_path / "run", timeout=120)
+    assert done.returncode == 0 and "thread" in done.stderr
+    assert [m["failed_rewards"] for m in metrics_of(tmp_path / "run")] == [0, 4]
 
 
 def test_each_asynchronous_misbehaviour_costs_its_own_sample(call, file):
