@@ -5,6 +5,7 @@ since, and which metrics of two runs are the same quantity."""
 import ast
 import contextlib
 import functools
+import glob
 import hashlib
 import inspect
 import json
@@ -25,6 +26,13 @@ def of_file(path):
     """None: there is no such file."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+
+
+def paths_of(data: str) -> list:
+    """Of a list with commas, in its order, and of patterns such as data/*.jsonl."""
+    if os.path.exists(data):
+        return [data]
+    return [path for item in data.split(",") for path in sorted(glob.glob(item)) or [item]]
 
 
 def of_code(thing) -> str:
@@ -152,7 +160,7 @@ def about(run, before, started=STARTED):
     cfg = run.cfg
     functions = f"{cfg.reward},{cfg.environment}"
     code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
-    read = {*code.values(), cfg.train_data, cfg.eval_data}
+    read = {*code.values(), *paths_of(cfg.train_data), *paths_of(cfg.eval_data)}
     files = {path: digest for path in sorted(read) if (digest := of_file(path))}
     before = dict(files={}, flags={}) | before
     for path, digest in files.items():

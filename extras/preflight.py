@@ -128,16 +128,20 @@ def check_row(row, rewards, environment, cfg):
         except Exception as error:
             raise ValueError(f"--reward {reward.name}: {error}") from error
     for column, value in row.items():
+        if type(column) is type(value) is str:
+            continue  # needs no look, as most
         try:
             json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
         except (TypeError, ValueError) as error:
             raise ValueError(f"column {column!r}: {error}") from error
-        if column in ADDED:
-            raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
+    for column in row.keys() & ADDED:
+        raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
     as_texts = [c for r in rewards if r.function in BUILT_IN.values() for c in r.columns]
     as_texts += re.findall(r"\{([^{}\n]+)\}", cfg.prompt_template)
     for column in as_texts:
         value = row.get(column)
+        if isinstance(value, str):
+            continue
         if isinstance(value, (date, time, timedelta)):
             raise ValueError(f"column {column!r} is a {type(value).__name__}: save it as a text")
         is_chat = isinstance(value, list) and any(isinstance(item, dict) for item in value)
@@ -148,7 +152,31 @@ def check_row(row, rewards, environment, cfg):
     if row.get("image") or row.get("images"):
         raise ValueError("has an image, which the model would not see")
     if row.get("tools") and environment is None and not cfg.prompt_template:
-        raise ValueError("has tools, which the model would not see: take --environment")
+        if not all(names_of_tools(row) or [None]):
+            raise ValueError(f"has tools, which {UNSEEN}")
+
+
+UNSEEN = "the model would not see: take --chat and JSON schemas, or --environment"
+
+
+def names_of_tools(row):
+    return [tool.get("function", tool).get("name") for tool in schemas_of(row)]
+
+
+def schemas_of(row):
+    """The functions in its column `tools`, for the chat template: JSON schemas, or their text."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
+    are_known = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return without_nulls(tools) if are_known else []
+
+
+def without_nulls(value):  # parquet has them where another schema has a key
+    if isinstance(value, dict):
+        return {key: without_nulls(x) for key, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def refuse_bytes(value):
@@ -162,6 +190,9 @@ def check_prompt(row, messages, text, tokenizer, cfg):
     text.encode()  # an error if it is no Unicode, which tokenizers do not say
     if messages is not None:
         check_chat(messages, text, cfg)
+    if row.get("tools") and not cfg.environment and not cfg.prompt_template:
+        if messages is None or not all(name in text for name in names_of_tools(row)):
+            raise ValueError(f"has tools, which {UNSEEN}")
     check_control_tokens(row, messages, text, tokenizer, cfg)
 
 
@@ -187,14 +218,13 @@ def check_control_tokens(row, messages, text, tokenizer, cfg):
     """The words of a row must not end a turn. A text that is the whole prompt may: a chat template
     has made it before. So may words that --prompt_template, --system_prompt or the row's column
     `control_tokens` have, too."""
-    meant = cfg.prompt_template + cfg.system_prompt
-    named = str(row.get("control_tokens"))
-    names = control_names(tokenizer)
     if messages is not None:
-        text = json.dumps(messages, ensure_ascii=False, default=str)
+        text = json.dumps([messages, row.get("tools")], ensure_ascii=False, default=str)
     elif re.fullmatch(r"(\{[^{}]+\})?", cfg.prompt_template):
         return
-    for name in names:
+    meant = cfg.prompt_template + cfg.system_prompt
+    named = str(row.get("control_tokens"))
+    for name in control_names(tokenizer):
         if text.count(name) > meant.count(name) and name not in named:
             why = "if that is meant, name it in a column control_tokens"
             raise ValueError(f"its words have the control token {name!r}: {why}")
@@ -233,7 +263,13 @@ def flag_of(path, cfg):
 
 
 def positions_of(model):
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}  # or a dict for each kind of layer
+    for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
+        stretched = (one.get("factor") or 1) * (one.get("original_max_position_embeddings") or 0)
+        positions = max(positions, int(stretched))  # YaRN's
+    return positions
 
 
 def longest_text(model, longest, cfg):
@@ -244,6 +280,9 @@ def longest_text(model, longest, cfg):
 
 
 def check_folder(path):
+    if path.endswith(".gguf") or os.path.isfile(path):
+        kind = "a GGUF file, as llama.cpp has" if path.endswith(".gguf") else "a file"
+        raise ValueError(f"is {kind}: name the folder or hub model that it was made of")
     if path.startswith((".", "/")) and not os.path.isdir(path):
         raise ValueError("no such folder")
     if os.path.exists(f"{path}/adapter_config.json"):
@@ -331,7 +370,10 @@ def check_think_tag(tokenizer):
 
 
 # -- Samples of a step
-def check_cut_off(samples):
+def check_cut_off(samples, rewards_before=()):
+    """rewards_before: the mean of each step so far."""
     rewards = [s.reward for s in samples if s.finish_reason == "length"]
     if len(rewards) > len(samples) / 4 and max(rewards) <= 0:
+        if np.nanmean([s.reward for s in samples]) < max(rewards_before, default=0) / 2:
+            return "cut-off completions, and half of the reward is gone: lower --learning_rate"
         return "cut-off completions earn nothing: see --max_completion_length"

@@ -9,7 +9,6 @@ lines, and takes messages as they are. Parquet's types become:
     other times, durations, UUID, bytes  Python's; see extras/preflight.py, which refuses some
 """
 
-import copy
 import csv
 import functools
 import io
@@ -19,30 +18,33 @@ import re
 from datetime import date, datetime, time
 from pathlib import Path
 
+import transformers
 from tqdm import tqdm
 
-from extras import preflight, ranks
+from extras import digests, preflight, ranks
 from extras.errors import ConfigError, one_line, require
 from extras.tokens import text_message
 from reward import load_function, load_rewards
 
 ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
 END = object()  # of the rows; null, None, may be a row
-numbers = {}  # of each file, the row that was read last, from 1
+place = dict(file="", row=0, rows=0)  # what was read last: its file, its row from 1; all so far
 
 
 # -- A file -> rows
 def read_rows(plain, path: str, *args, **kwargs):
-    """Of a file, a function or the hub."""
-    numbers[path] = 0
-    rows = iter(tqdm(rows_of(plain, path, *args, **kwargs), path, unit=" rows", **bar()))
-    while True:
-        numbers[path] += 1
-        row = next(rows, END)
-        if row is END:
-            numbers[path] -= 1
-            return
-        yield row
+    """Of files, functions or the hub."""
+    place["rows"] = 0
+    for one in digests.paths_of(path):
+        place.update(file=one, row=0)
+        rows = iter(tqdm(rows_of(plain, one, *args, **kwargs), one, unit=" rows", **bar()))
+        while True:
+            place["row"] += 1
+            row = next(rows, END)
+            if row is END:
+                break
+            place["rows"] += 1
+            yield row
 
 
 def bar() -> dict:
@@ -63,12 +65,12 @@ def rows_of(plain, path: str, *args, **kwargs):
             pass
         return read(path, kind)
     text = Path(path).read_text("utf-8-sig")
-    parse = functools.partial(json.loads, object_pairs_hook=preflight.json_object)
+    parse = json.JSONDecoder(object_pairs_hook=preflight.json_object).decode
     if text.lstrip().startswith("["):
         return parse(text)
-    for numbers[path], line in enumerate(filter(str.strip, text.split("\n")), 1):
+    for place["row"], line in enumerate(filter(str.strip, text.split("\n")), 1):
         parse(line)
-    numbers[path] = 0
+    place["row"] = 0
     return plain(path, *args, **kwargs)
 
 
@@ -140,15 +142,15 @@ def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
     """A row that cannot be used ends the run here."""
     flag = "train_data" if path == cfg.train_data else "eval_data"
     loaded.cache_clear()
-    numbers[path] = 0
+    place.update(file=path, row=0, rows=0)
     try:
         prompts = plain(path, tokenizer, cfg, *args, **kwargs)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # users' functions may raise any
-        at = f" row {numbers[path]}" if numbers[path] else ""
-        raise ConfigError(f"--{flag} {path}{at}: {one_line(error)}") from error
-    n_rows = numbers[path]
+        at = f" row {place['row']}" if place["row"] else ""
+        raise ConfigError(f"--{flag} {place['file']}{at}: {one_line(error)}") from error
+    n_rows = place["rows"]
     require(n_rows or prompts or not path, f"{flag} {path}", "has no rows")
     long = "too long (--max_prompt_length), or left out by load_prompts"
     left_out = f"{n_rows - len(prompts)} of {n_rows} prompts are {long}"
@@ -166,24 +168,59 @@ def loaded(reward: str, environment: str) -> tuple:
     return load_rewards(reward), agents.load(environment) if environment else None
 
 
-def make_prompt(plain, row, row_number, tokenizer, cfg, *args, said=None, **kwargs):
+class Encoder:
+    """A tokenizer without what transformers does around each call, half of the time of a row."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.n_added = tokenizer.num_special_tokens_to_add()
+        kind, own = type(tokenizer), transformers.PreTrainedTokenizerFast  # not a kind of yours
+        same = [getattr(kind, f, 0) is getattr(own, f) for f in ("__call__", "_encode_plus")]
+        tokenizer("")  # resets a truncation that the file has
+        self.encode = tokenizer.backend_tokenizer.encode if all(same) else None
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text, add_special_tokens=True, **options):
+        if options or self.encode is None:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)
+        return dict(input_ids=self.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+encoder_of = functools.lru_cache(2)(Encoder)
+
+
+def copy_of(cfg):  # copy.copy takes 6 us
+    own = object.__new__(type(cfg))
+    own.__dict__.update(cfg.__dict__)
+    return own
+
+
+def make_prompt(
+    plain, row, row_number, tokenizer, cfg, *args, said=None, environment=None, **kwargs
+):
     """said: what reset() of an environment says to the row, the end of the prompt."""
-    rewards, environment = loaded(cfg.reward, cfg.environment)
+    rewards, own_environment = loaded(cfg.reward, cfg.environment)
+    environment = environment or own_environment
     if said is None:
         preflight.check_row(row, rewards, environment, cfg)
-    own = copy.copy(cfg)
+    own = copy_of(cfg)
     own.opening = said or "", tokenizer, environment  # for content_of
+    encoder = encoder_of(tokenizer)
     try:
-        prompt = plain(row, row_number, tokenizer, own, *args, **kwargs)
+        prompt = plain(row, row_number, encoder, own, *args, **kwargs)
         prompt.text[0]
     except Exception as error:
         content = row.get("prompt")
         if cfg.prompt_template or content and isinstance(content, str | list):
             raise
         why = f"column 'prompt' has neither a text nor messages: {content!r}"
+        if "prompt" not in row:
+            why = f"has no column 'prompt' but {', '.join(row)}: name it in --prompt_template"
         raise ValueError(why) from error
     preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
-    if prompt.messages is None and tokenizer.num_special_tokens_to_add() > 0:
+    if prompt.messages is None and encoder.n_added > 0:
         prompt.ids = without_added_ends(prompt, tokenizer)
     if row_number == 0 and said is None:
         told = preflight.check_tokenizer(tokenizer, prompt)
@@ -215,10 +252,15 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
             raise ValueError(f"begins like a chat, and is no JSON: {chat[:80]!r}") from error
     if isinstance(chat, list):
         row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
+    said, tokenizer, environment = getattr(cfg, "opening", ("", None, None))
     if template:
         template = format_of(template, row)
-    filled = copy.copy(cfg)
-    filled.prompt_template = template
+    elif environment is not None and environment.classes and "prompt" not in row:
+        row = row | dict(prompt=[dict(role="user", content="")])  # as in TRL: reset() says all
+    filled = cfg
+    if template != cfg.prompt_template:
+        filled = copy_of(cfg)
+        filled.prompt_template = template
     content = plain(row, filled, *args, **kwargs)
     if content and isinstance(content, str) and cfg.system_prompt:
         content = [dict(role="user", content=content)]
@@ -228,9 +270,13 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         content = [dict(role="system", content=with_newlines(cfg.system_prompt)), *content]
     options = json.loads(cfg.chat_template_kwargs or "{}")
     options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
-    said, tokenizer, environment = getattr(cfg, "opening", ("", None, None))
     if environment is not None:
         content, options["tools"] = environment.open_chat(content, row, said, tokenizer)
+    elif row.get("tools"):  # one turn that may call them
+        options["tools"] = preflight.schemas_of(row) or None
+    if tokenizer is not None and not (tokenizer.chat_template or options.get("chat_template")):
+        mend = "leave out --system_prompt and --chat, and let the prompt be a text"
+        raise ValueError(f"the tokenizer has no chat template: {mend}")
     begun = content[-1]["role"] == "assistant"  # the policy goes on in this turn
     options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
     if tokenizer is not None:
@@ -248,9 +294,12 @@ def format_of(template: str, row: dict) -> str:
         column, text = match[1], match[0]
         if column and row.get(column) is not None:
             columns.append(column)
-            if column.isidentifier():
-                return text
-            text = str(row[column])  # format would look for what stands behind a dot
+            text = row[column]
+            if column.isidentifier() and not isinstance(text, list | dict):
+                return match[0]
+            if isinstance(text, list | dict):
+                text = json.dumps(text, ensure_ascii=False, default=str)
+            text = str(text)  # format would look for what stands behind a dot
         elif column and re.fullmatch(r"[^\W\d][\w.-]*", column):
             raise ValueError(f"has no column '{column}'")
         return text.replace("{", "{{").replace("}", "}}")

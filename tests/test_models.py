@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from extras import lora, models, rows, tokens
+from extras import lora, models, tokens
 from extras.errors import ConfigError
 from grpo import Config
 from tests.common import (
@@ -181,6 +181,7 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
         (r"\frac{1}{2} {a}", r"\frac{1}{2} 1"),
         ("{问题}", "3"),
         ("{my-question} {a.b}", "4 5"),
+        ("{list} {text}", '["é", 1, {"a": null}] x'),
         ("{c}", None),
         ("{my-questoin}", None),
         ("no column", None),
@@ -188,11 +189,12 @@ def test_long_prompts_are_left_out_and_rows_keep_their_number(tmp_path, capsys):
 )
 def test_a_template_is_filled_with_columns(template, expected):
     row = {"a": 1, "b": "2", "问题": 3, "my-question": 4, "a.b": 5}
+    row |= {"list": ["é", 1, {"a": None}], "text": "x"}
     if expected is not None:
-        assert rows.content_of(row, Config(prompt_template=template)) == expected
+        assert grpo.content_of(row, Config(prompt_template=template)) == expected
     else:
         with pytest.raises(ValueError, match="column"):
-            rows.content_of(row, Config(prompt_template=template))
+            grpo.content_of(row, Config(prompt_template=template))
 
 
 # ------------------------------------------------------------------------------------------------

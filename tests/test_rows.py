@@ -17,10 +17,10 @@ from transformers.utils import chat_template_utils
 
 import grpo
 import reward
-from extras import digests, errors, models, ranks
+from extras import digests, errors, models, preflight, ranks
 from extras.errors import ConfigError
 from grpo import Config
-from tests.common import HERE, main, metrics_of, prompt_of, prompts_in, tokenizer_of
+from tests.common import HERE, main, metrics_of, prompt_of, prompts_in, tiny_model, tokenizer_of
 from tests.families import BARS, family
 from tests.test_models import chat, load, write
 
@@ -144,6 +144,65 @@ def test_a_flag_is_said_once(flags, capsys):
     assert "given twice" in capsys.readouterr().err
 
 
+def test_several_files_are_one(tmp_path):
+    for name in "321":
+        write(tmp_path, [dict(prompt=f"{name}{i}") for i in range(2)], f"{name}.jsonl")
+    for data, order in (("{}/*.jsonl", "123"), ("{}/3.jsonl,{}/[12].jsonl,{}/3.jsonl", "3123")):
+        prompts = prompts_in(data.format(*[tmp_path] * 3), TOKENIZER)
+        assert [p.text for p in prompts] == [f"{name}{i}" for name in order for i in range(2)]
+        assert [p.row_number for p in prompts] == list(range(2 * len(order)))
+    write(tmp_path, '{"prompt": "1"}\n{', "2.jsonl")
+    with pytest.raises(ConfigError, match="2.jsonl row 2: "):
+        prompts_in(f"{tmp_path}/*.jsonl", TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "row, flags, message",
+    [
+        (dict(question="1+2?", label=3), {}, "question, label.*--prompt_template"),
+        (dict(prompt="1+2="), dict(chat=True), "leave out.*--chat"),
+        (dict(prompt=CHAT), {}, "no chat template"),
+    ],
+)
+def test_the_line_says_how_to_mend_a_row(row, flags, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"row 1: .*{message}"):
+        load(MODEL, [row], tmp_path, **flags)
+
+
+def test_the_tools_of_a_row_are_in_its_prompt(tmp_path):
+    """Without an environment: the model learns to call, and a reward reads the call."""
+    path, _ = family(tmp_path / "model", "qwen2")
+    tokenizer = tokenizer_of(path)
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages[0].content }}"
+    number = dict(type="object", properties=dict(x=dict(type="number")))
+    tools = [dict(type="function", function=dict(name="root", parameters=number))]
+    holes = [tools[0] | dict(strict=None)]  # as parquet fills up
+    for given in (tools, JSON(tools), holes):
+        assert prompt_of(dict(prompt=CHAT, tools=given), tokenizer).text == JSON(tools) + "3+4="
+    unseen = tokenizer_of(path)
+    unseen.chat_template = "{{ messages[0].content }}"
+    for row, template in ((dict(prompt=CHAT), unseen), (dict(prompt="3+4="), tokenizer)):
+        with pytest.raises(ValueError, match="would not see"):
+            prompt_of(row | dict(tools=tools), template)
+    with pytest.raises(ValueError, match="would not see"):
+        grpo.make_prompt(dict(prompt=CHAT, tools=["root"]), 0, tokenizer, Config(reward="format"))
+
+
+def test_stretched_positions_are_room():
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)
+    for options, positions in (
+        ({}, 512),
+        (dict(rope_parameters=rope | dict(rope_theta=1e4)), 2048),
+    ):
+        assert preflight.positions_of(tiny_model("qwen2", **options)) == positions
+
+
+def test_a_file_of_weights_is_no_model(tmp_path):
+    for name, said in (("x.gguf", "GGUF"), ("x.safetensors", "a file")):
+        with pytest.raises(ValueError, match=said):
+            preflight.check_folder(write(tmp_path, "", name))
+
+
 # ------------------------------------------------------------------------------------------------
 # Texts and tokens
 
@@ -237,6 +296,7 @@ def test_a_template_writes_the_day_on_which_the_run_began(tmp_path, monkeypatch)
     monkeypatch.setattr(chat_template_utils, "datetime", later)
     monkeypatch.setattr(ranks, "datetime", later)
     monkeypatch.setattr(models, "datetime", later)
+    ranks.now.cache_clear()
     assert main("--resume", "--out_dir", f"{tmp_path}/o", "--max_steps", "2") == 0
     assert main(*small.replace("/o ", "/p ").split(), "1") == 0
     days = []
