@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import grpo
 from extras import digests, preflight, ranks
@@ -52,8 +53,9 @@ def show_more(run, metrics: dict, samples: list) -> None:
         ranks.say("NO OPTIMIZER STEP (the gradient is not finite)")
     elif metrics["optimizer_steps"] == 0:
         ranks.say("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
-    show_failures(samples)
-    said = preflight.check_cut_off(samples)
+    show_failures(samples, run.step == 1)
+    steps = [m for m in run.files.history if "reward" in m]
+    said = preflight.check_cut_off(samples, [m["reward"] for m in steps])
     if said:
         ranks.say(said)
     if run.step in (1, run.cfg.max_steps):
@@ -63,18 +65,29 @@ def show_more(run, metrics: dict, samples: list) -> None:
             ranks.say(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
         if all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward: see the lines above")
-    steps = [m for m in run.files.history if "skipped_steps" in m][-5:]
-    if len(steps) == 5 and all(m["skipped_steps"] > 0 for m in steps):
+    if len(steps) >= 5 and all(m["skipped_steps"] > 0 for m in steps[-5:]):
         raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
 
 
 def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> list:
     """With a look at what the sampler says of them."""
-    samples = plain(run, k, temperature, *args, **kwargs)
+    generate, total = run.sampler.generate, len(run.eval_prompts[grpo.RANK :: grpo.WORLD_SIZE]) * k
+    with tqdm(total=total, desc="eval", delay=10, disable=not ranks.is_first()) as bar:
+
+        def generate_and_count(prompts, *args, **kwargs):
+            completions = generate(prompts, *args, **kwargs)
+            bar.update(len(prompts))
+            return completions
+
+        run.sampler.generate = generate_and_count
+        try:
+            samples = plain(run, k, temperature, *args, **kwargs)
+        finally:
+            run.sampler.generate = generate
     if not digests.changed("samples_of_eval", "rollout"):  # else who knows at which temperature
         some = samples[:: 1 + len(samples) // 32]
         preflight.check_samples_agree(run.policy, some, temperature, run.cfg)
-    show_failures(samples)
+    show_failures(samples, run.step == 0)
     return samples
 
 
@@ -102,17 +115,27 @@ def details(samples: list) -> dict:
     return metrics
 
 
-def show_failures(samples: list) -> None:
+def show_failures(samples: list, is_first: bool) -> None:
+    """And None, which a function that forgets `return` gives, too. It is said of all functions in
+    the first step; later, if samples have no reward at all."""
     failures = [s.failure for s in samples if s.failure]
     if failures:
         ranks.say(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
-    elif all(math.isnan(s.reward) for s in samples):
-        ranks.say(f"in all samples: {' and '.join(samples[0].rewards)} returned None")
+    for name in samples[0].rewards:
+        n = sum(math.isnan(s.rewards[name]) for s in samples)
+        if n and (is_first or any(math.isnan(s.reward) for s in samples)):
+            ranks.say(
+                f"{name} returned None for {n} of {len(samples)} samples, and is left out there"
+            )
 
 
 def show_sample(s) -> None:
-    answer = f"it answers {s.text!r}, and the reward is {s.reward:.3g}"
-    ranks.say(f"to {s.prompt.text!r}\n{answer}")
+    ranks.say(f"to {s.prompt.text!r}")
+    if "episode" in s.info:
+        episode = s.info["episode"]
+        for turn, reply in zip(episode.turns, episode.replies, strict=False):
+            ranks.say(f"it says {turn!r}, and hears {reply!r}")
+    ranks.say(f"it answers {s.text!r}, and the reward is {s.reward:.3g}")
 
 
 def show_end(run, started: float) -> None:
@@ -130,5 +153,6 @@ def show_end(run, started: float) -> None:
         ranks.say(f"best checkpoint: {run.files.path_of(run.files.best_step())}")
     ranks.say(f"steps: {run.step}\nseconds: {time.perf_counter() - started:.1f}")
     ranks.say(f"out_dir: {run.files.path}")
+    ranks.say(f"its samples: python tools/view.py {run.files.path} --html")
     if run.step < run.cfg.max_steps:
         ranks.say(f"stopped before its end; to go on: --resume --out_dir {run.files.path}")

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -190,18 +191,21 @@ def test_each_sample_has_a_row_of_its_own(tmp_path):
     assert (tmp_path / "run" / "completions.jsonl").stat().st_size < 10**5
 
 
-def test_failures_in_an_eval_are_said_and_count_as_0(tmp_path, capsys):
+def test_a_failure_in_an_eval_is_said_and_counts_0(tmp_path, capsys):
+    """Of ten rows one is paid: once in the greedy eval, and in one of its two samples."""
     text = """
+calls = []
 def mine(completion, row):
-    if row["answer"] == "4":
+    calls.append(row["answer"])
+    if row["answer"] != "5" or calls.count("5") == 2:
         raise KeyError("no such thing")
-    return float(row["answer"])
+    return 1.0
 """
-    rows = [dict(prompt="1+2=", answer="3"), dict(prompt="2+2=", answer="4")]
-    eval_data = write(tmp_path, [*rows, dict(prompt="4+1=", answer="5")])
+    eval_data = write(tmp_path, [dict(prompt=f"{i}+0=", answer=str(i)) for i in range(10)])
     options = dict(reward=rewards_in(tmp_path, text), eval_data=eval_data, max_steps=0)
-    [metrics] = small_run(tmp_path / "run", **options)
-    assert (metrics["eval_accuracy"], metrics["failed_rewards"]) == ((3 + 0 + 5) / 3, 1)
+    [metrics] = small_run(tmp_path / "run", eval_samples=2, **options)
+    assert (metrics["eval_accuracy"], metrics["failed_rewards"]) == (0.1, 9)
+    assert (metrics["eval_pass@1"], metrics["eval_pass@2"]) == (0.05, 0.1)
     assert "no such thing" in capsys.readouterr().out
 
 
@@ -256,6 +260,16 @@ def test_what_a_screen_cannot_show_ends_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, "ascii"))
     assert main(*args) == 0
     assert b"\\xe9t\\xe9" in screen.getvalue()
+    monkeypatch.setattr("sys.stdout", io.StringIO())  # has no reconfigure, as in a notebook
+    assert main(*args, "--max_steps", "x") == 2
+
+
+def test_none_is_said_with_its_number(tmp_path, capsys):
+    text = "def mine(completion, row):\n    if len(completion) % 2: return 1.0\n"
+    small_run(tmp_path / "run", reward=rewards_in(tmp_path, text) + ",overlong", max_steps=1)
+    last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    said = re.search(r"mine returned None for (\d+) of 15 samples", capsys.readouterr().out)
+    assert 0 < int(said[1]) < 15 and last["rewards/mine/mean"] == 1
 
 
 def test_what_only_a_launcher_or_another_version_writes_is_one_line(tmp_path, monkeypatch, capsys):
