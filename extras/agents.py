@@ -5,8 +5,9 @@ grpo.py takes this file for --environment file.py:name. The name stands for one 
     text    fn(turns, row) -> str | None: what it says after the policy's turns, None at the end.
             fn.stop, a tuple of texts: tokens that end a turn, besides EOS
     tools   a list of functions that the policy may call, as TRL's tools=[...]
-    class   a class with reset(**row), as TRL's environment_factory: its other public methods are
-            tools. Or a dict of classes: the column `environment` names the class of a row
+    class   a class with reset(**row), or whatever returns such an object, as TRL's
+            environment_factory: its other public methods are tools. Or a dict of them: the column
+            `environment` names that of a row
 
 What the policy sampled is never encoded again. What the environment says is context: the policy
 reads it, and no loss has it. As in TRL, the user's code runs in the trainer's process, and the
@@ -34,7 +35,16 @@ import grpo
 from extras import preflight, ranks
 from extras.errors import cleanup, mistakes_in
 from extras.tokens import text_message
-from reward import FAILURES, begin, cause_of, finish, load_function, time_limit, your_lines
+from reward import (
+    FAILURES,
+    begin,
+    cause_of,
+    finish,
+    load_function,
+    time_limit,
+    torch_kept,
+    your_lines,
+)
 
 QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
 MARK = "b8e24d60f1"  # behind this word
@@ -62,14 +72,11 @@ class Environment:
         classes = target if isinstance(target, dict) else {None: target}
         if isinstance(target, (list, tuple)):
             self.tool_sets = {None: list(target)}
-        elif all(hasattr(cls, "reset") for cls in classes.values()):
-            self.classes = classes
-            # No method is called, so that none of them needs a server.
-            self.tool_sets = {name: methods_of(object.__new__(classes[name])) for name in classes}
-        elif "turns" in inspect.signature(target).parameters:
+        elif callable(target) and "turns" in inspect.signature(target).parameters:
             self.function = target
         else:
-            raise ValueError("is no fn(turns, row), list of functions or class with reset()")
+            self.classes = classes
+            self.tool_sets = {name: methods_made_by(make) for name, make in classes.items()}
         for tools in self.tool_sets.values():
             if len({tool.__name__ for tool in tools}) < len(tools):
                 raise ValueError("two of its tools have the same name")
@@ -107,6 +114,27 @@ def around(sampler, run):
     return player
 
 
+def methods_made_by(make) -> list:
+    """The tools of what it returns. An object that is only made for this look is closed again."""
+    seconds = grpo.Config.call_timeout
+    try:
+        inspect.signature(make).bind()  # without arguments, as TRL calls it
+    except (TypeError, ValueError) as error:
+        what = (
+            "is no fn(turns, row), list of functions, class with reset() or what makes its objects"
+        )
+        raise ValueError(f"{what}: {error}") from error
+    if isinstance(make, type) and make.__new__ is object.__new__:
+        made = object.__new__(make)  # nothing is called, so that it needs no server
+    else:
+        with torch_kept(), time_limit(seconds):
+            made = make()
+        at_once([call(seconds, end) for end in [getattr(made, "close", None)] if end], seconds)
+    if not hasattr(made, "reset"):
+        raise ValueError(f"{type(made).__name__} has no reset()")
+    return methods_of(made)
+
+
 def methods_of(instance):
     members = inspect.getmembers(type(instance), inspect.isfunction)
     pattern = "(?!_|(reset|get_reward|close)$)"
@@ -126,6 +154,7 @@ async def seeded(coroutine, seed):
     return await coroutine
 
 
+@torch_kept()
 def at_once(generators, seconds):
     """What each returns, or its error. The coroutines that they yield run at the same time."""
     futures = dict.fromkeys(generators)
@@ -161,7 +190,7 @@ def call(seconds, function, /, *arguments, **named):
 class Episode:
     def __init__(self):
         self.seed = ()  # for the policy's turns
-        self.cls = self.object = None  # a class of the environment, and what it made
+        self.name = self.object = None  # of a class of the environment, and what it made
         self.turns = []  # the policy's texts
         self.replies = []  # after each turn: a text, or messages of tools
         self.messages = []  # both as a chat, in TRL's form
@@ -171,7 +200,7 @@ class Episode:
         self.failure = ""
 
     def __getstate__(self):  # ranks send each other episodes, and cannot send such objects
-        return self.__dict__ | dict(cls=None, object=None)
+        return self.__dict__ | dict(object=None)
 
     def log_columns(self):
         """What completions.jsonl has of an episode."""
@@ -218,7 +247,7 @@ class Player:
         self.room = room
         self.openings = {}  # of each row, what reset() says
         self.episodes = []  # that began last
-        self.free = defaultdict(list)  # objects of each class that are in no episode
+        self.free = defaultdict(list)  # by class, the objects that are in no episode
         self.told = []  # lines of tools that have raised
         self.options = dict(tokenize=False, add_generation_prompt=True)
         # A tokenizer may have a template of its own for chats with tools.
@@ -279,7 +308,7 @@ class Player:
         self.end([e.object for e in before if e.failure])
         for e in before:
             if not e.failure:
-                self.free[e.cls].append(e.object)
+                self.free[e.name].append(e.object)
         opened = at_once(map(self.start, self.episodes, prompts), self.cfg.call_timeout)
         failures = [e.failure for e in self.episodes if e.failure]
         if strict and failures:
@@ -289,20 +318,21 @@ class Player:
     def start(self, episode, prompt):
         seconds, environment = self.cfg.call_timeout, self.environment
         row = copy.deepcopy(prompt.row)  # which the class may change
-        episode.cls = environment.classes[row.pop(environment.column, None)]  # no column of reset's
+        episode.name = row.pop(environment.column, None)  # no column of reset's
         try:
-            if self.free[episode.cls]:
-                episode.object = self.free[episode.cls].pop(0)
+            if self.free[episode.name]:
+                episode.object = self.free[episode.name].pop(0)
             else:
                 seed_random(self.cfg.seed)  # so that all objects are the same
-                episode.object = yield from call(seconds, episode.cls)
+                episode.object = yield from call(seconds, environment.classes[episode.name])
             seed_random(self.cfg.seed, prompt.row_number, 0)
             said = yield from call(seconds, episode.object.reset, **row)
             row_id = hash((prompt.row_number, str(prompt.row)))
             if said != self.openings.setdefault(row_id, said):
                 raise ValueError("reset() says two things to one row and seed")
             rest = prompt.row_number, self.tokenizer, self.cfg
-            longer = grpo.make_prompt(prompt.row, *rest, said=said or "")
+            options = dict(said=said or "", environment=environment)
+            longer = grpo.make_prompt(prompt.row, *rest, **options)
             if len(longer.ids) > self.room:
                 room = f"--max_prompt_length or the model has room for {self.room}"
                 raise ValueError(f"with what reset() says {len(longer.ids)} tokens; {room}")

@@ -24,7 +24,7 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from extras import agents
+from extras import agents, screen
 from extras.errors import ConfigError, mistakes_in
 from grpo import Config, Prompt, Sample
 from reward import load_function
@@ -97,6 +97,16 @@ class Counter:
 
     def get_reward(self) -> float:
         return float(self.count)
+
+
+class Born:  # whose objects another class makes
+    def __new__(cls):
+        return Counter()
+
+
+make_counter, of_an_argument = lambda: Counter(), lambda start: Counter()
+part_of_counter = functools.partial(Counter)
+FACTORIES = {"count": make_counter, "born": Born, "part": part_of_counter}
 
 
 class Guess:
@@ -280,6 +290,8 @@ REFUSED = [
     ("UNDOCUMENTED", [], {}, "Cannot generate JSON schema for hint"),
     ("WITHOUT_NAMES", [], {}, "positional.only"),
     ("PARTIAL", [], {}, ""),
+    ("of_an_argument", [], {}, "is no fn.*start"),
+    ("tokenizer_of", [], {}, "no reset"),
     ("TOOLS", STRING, {}, "tools need a chat"),
     ("Counter", TALK + STRING, {}, "tools need a chat"),
     ("says", STRING, dict(max_turns=1), "max_turns 1"),
@@ -650,6 +662,26 @@ def test_an_object_is_a_session_of_a_server_with_four_places(tmp_path):
     assert set(failed) == {0, 2} and sum(m["failed_rewards"] for m in one) == sum(failed)
     prompts = {line["prompt"] for line in common.lines(tmp_path / "one" / "completions.jsonl")}
     assert "3+" in prompts and all(re.fullmatch(r"3\+(\d\d=)?", text) for text in prompts)
+
+
+def test_whatever_returns_an_environment_is_a_class():
+    """As TRL's environment_factory. A row without a prompt begins with what reset() says."""
+    says = [dict(type="text", text="Go"), dict(type="text", text=" on")]
+    rows = [dict(environment=name, says=says) for name in FACTORIES]
+    player = make_player("FACTORIES", rows)
+    assert all("user\nGo on<|im_end|>" in prompt.text for prompt in player.prompts)
+    samples = perform(player, [call_text("increment", dict(step=2))] * 3, ["end"] * 3)
+    assert [results_of(s) for s in samples] == [["2"]] * 3
+    assert {s.info["episode"].object.get_reward() for s in samples} == {2.0}
+    for name in ("make_counter", "Born", "part_of_counter"):
+        assert "increment" in make_player(name, [dict(prompt=QUESTION)]).prompts[0].text
+
+
+def test_the_screen_shows_the_turns_of_an_episode(capsys):
+    [sample] = perform(make_player("says", [dict(prompt="Well?", says=["so"])]), ["1"], ["2"])
+    screen.show_sample(sample)
+    said = capsys.readouterr().out
+    assert said.index("'1'") < said.index("'so'") < said.index("'2'")
 
 
 def test_a_close_that_fails_is_said(capsys):
