@@ -98,9 +98,10 @@ def test_cut_off_completions_that_earn_nothing_are_said():
         for i, s in enumerate(samples):
             s.finish_reason, s.reward = ("stop", 1.0) if i >= n else ("length", reward)
         assert bool(preflight.check_cut_off(samples)) == said
-    for reward in (0.7, 1.4):  # a model that is destroyed does not need longer answers
-        said = preflight.check_cut_off(samples[:3] + samples[:5], [0.1, reward])
-        assert ("--learning_rate" in str(said)) == (said is not None and reward > 1)
+    for i, s in enumerate(samples):
+        s.reward = 0.6 * (i >= 3)
+    for before, flag in ((0.7, "--max_completion_length"), (0.8, "--learning_rate")):
+        assert flag in preflight.check_cut_off(samples, [0.1, before])  # 0.375 now
 
 
 # ------------------------------------------------------------------------------------------------
