@@ -221,16 +221,20 @@ def run(*args, **options):
 # (A fork of this one may not run autograd where torch has CUDA.)
 
 SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["tests.common", "extras.flags", "extras.rows", "transformers.trainer_utils"]
-SERVER.set_forkserver_preload(PRELOADED)
+PRELOADED = ["tests.common", "extras.flags", "extras.rows", "extras.fast", "extras.screen"]
+SERVER.set_forkserver_preload([*PRELOADED, "transformers.trainer_utils"])
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def on_ranks(ranks, function, *args):
     """Calls "module.function" with these texts on every rank. Returns what subprocess.run does.
     When a rank fails the others are ended, as by torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        environment = dict(MASTER_PORT=str(free.getsockname()[1]), MASTER_ADDR="127.0.0.1")
+    environment = dict(MASTER_PORT=str(free_port()), MASTER_ADDR="127.0.0.1")
     environment |= dict(WORLD_SIZE=str(ranks), PYTEST_XDIST_WORKER="")
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"{folder}/stdout", f"{folder}/stderr"]
