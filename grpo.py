@@ -86,7 +86,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -909,8 +908,7 @@ def join_ranks(cfg: Config) -> torch.device:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # Python objects travel over gloo, gradients over NCCL
     if "RANK" in os.environ:
-        # No limit: a save of rank 0, or the rewards of one rank, may take an hour.
-        dist.init_process_group(backend, timeout=timedelta(days=365))
+        dist.init_process_group(backend)
     return device
 
 
@@ -1393,7 +1391,7 @@ def train(cfg: Config) -> list[dict]:
     return run.files.history
 
 
-@extra("errors")
+@extra("flags")
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     if RANK == 0 and not USE_EXTRAS:

@@ -93,6 +93,13 @@ def of_many(values):
     return sha.hexdigest()
 
 
+def of_ids(prompts):
+    sha = hashlib.sha256()
+    for prompt in prompts:
+        sha.update(prompt.ids.tobytes() + b" ")
+    return sha.hexdigest()[:8]
+
+
 def of_weights(model):
     """Sums of bits: the same on every device."""
     import torch  # compare.py, which only reads digests, needs none
@@ -103,8 +110,8 @@ def of_weights(model):
 
 def compare(run, checkpoint):
     """checkpoint: what it has of run.files.notes. A ValueError if a resume has another identity.
-    Notes from which step on evals measured what they do now. Returns a digest of all that the ranks
-    must have the same."""
+    Notes from which step on evals measured what they do now. Returns what all ranks must have the
+    same, by name."""
     identity = run.files.notes["identity"]  # what a resume must have; of --model: see runs.py
     cfg = run.cfg
     identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
@@ -120,7 +127,31 @@ def compare(run, checkpoint):
     run.files.notes |= dict(evals=evals, evals_since=checkpoint.get("evals_since", 0))
     if checkpoint.get("evals", evals) != evals:  # accuracies so far name no best checkpoint
         run.files.notes["evals_since"] = run.step
-    return of_many([vars(run.cfg), identity, evals, run.step, of_weights(run.policy.model)])
+    rows = {"the rows of --train_data": identity["train_data"], "those of --eval_data": evals}
+    reference = {"the weights of --reference": of_values(identity.get("reference"))}
+    return before_loading(cfg) | rows | reference | dict(step=run.step)
+
+
+PATHS = "model reference train_data eval_data reward environment".split()
+VERSIONS = "torch", "transformers"
+
+
+PATHS = "model reference train_data eval_data reward environment".split()  # may lie elsewhere
+VERSIONS = "torch", "transformers"
+
+
+def before_loading(cfg):
+    """What all ranks must have the same as soon as they meet, by name."""
+    found = Path(cfg.out_dir).expanduser().glob("step_" + "[0-9]" * 6) if cfg.resume else []
+    same = {"the checkpoints that --resume finds in --out_dir": sorted(p.name for p in found)}
+    same |= {f"the version of {name}": sys.modules[name].__version__ for name in VERSIONS}
+    for name, value in vars(cfg).items():
+        if name != "out_dir":  # rank 0 writes
+            same[f"--{name}"] = os.path.basename(value) if name in PATHS else str(value)
+    for name, path in loaded_files().items():
+        name = Path(path).stem if name.startswith("__") else name.replace(".", "/")
+        same[f"{name}.py"] = of_file(path)
+    return same
 
 
 def loaded_files():

@@ -1,11 +1,8 @@
-"""Mistakes and failures as one line on the screen, with an exit code: 2 for the user's mistake, 1
-for a run that cannot go on. Without this file they are tracebacks."""
+"""Mistakes and failures as one line, with an exit code: 2 for the user's mistake, 1 for a run that
+cannot go on."""
 
 import contextlib
-import os
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import torch
 import grpo
 
 TrainingError = grpo.TrainingError  # the run cannot go on: exit code 1
-PATIENCE = 10.0  # seconds from the end of the run to that of the process
 cleanup = contextlib.ExitStack()  # what the end of a run closes, also that of a failed one
 
 
@@ -53,35 +49,13 @@ def require(condition, flag: str, why: str) -> None:
         raise ConfigError(f"--{flag}: {why}")
 
 
-def end_process(code: int) -> None:
-    """Python waits for users' threads, and one may wait for a server that never answers."""
-    print("a thread of yours goes on: the process ends without it", file=sys.stderr, flush=True)
-    os._exit(code)
-
-
-def main(plain, *args, **kwargs) -> int:
-    """An error is a line."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a notebook's has no such method
-            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
-    code = 1
-    try:
-        code = plain(*args, **kwargs)
-        return code
-    except (ConfigError, ImportError) as error:  # not installed, or not copied along
-        message = one_line(error)
-        code = 2
-    except TrainingError as error:
-        message = str(error)
-    except torch.OutOfMemoryError as error:
+def describe(error: BaseException) -> tuple:
+    """Its line and its exit code. An empty line: it needs its traceback."""
+    if isinstance(error, (ConfigError, ImportError)):  # not installed, or not copied along
+        return one_line(error), 2
+    if isinstance(error, TrainingError):
+        return str(error), 1
+    if isinstance(error, torch.OutOfMemoryError):
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"
-        message = f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0"
-    finally:
-        if sys.modules["__main__"] is grpo:  # the command line
-            limit = threading.Timer(PATIENCE, lambda: end_process(code))
-            limit.daemon = True
-            limit.start()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 speak
-    print(f"{Path(grpo.__file__).name}: error: {message}", file=sys.stderr, flush=True)
-    return code
+        return f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0", 1
+    return "", 1

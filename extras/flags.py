@@ -1,18 +1,22 @@
-"""The command line, with the words that a mistake needs."""
+"""The command line: flags, with the words that a mistake needs, and how the process ends."""
 
+import contextlib
 import inspect
 import json
 import os
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpo
 from extras import preflight, ranks, runs
-from extras.errors import ConfigError, mistakes_in
+from extras.errors import ConfigError, describe, mistakes_in
 
-NOT_FLAGS = {"about", "job", "first_day", "added"}  # what config.json has besides: see runs.py
+NOT_FLAGS = {"about", "first_day", "added"}  # what config.json has besides: see runs.py
+NOT_FLAGS |= {"job"}  # of earlier versions
+PATIENCE = 10.0  # seconds from the end of the run to that of the process
 
 
 def make_parser(plain, *args, **kwargs):
@@ -54,3 +58,32 @@ def parse_flags(plain, argv=None, *args, **kwargs):
         if name != "out_dir" and getattr(cfg, name) != before:
             ranks.say(f"--{name} was {before!r} and is {getattr(cfg, name)!r}")
     return cfg
+
+
+def main(plain, *args, **kwargs) -> int:
+    """An error is a line."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a notebook's has no such method
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
+    code = 1
+    try:
+        code = plain(*args, **kwargs)
+        return code
+    except Exception as error:
+        ranks.leave(error)
+        message, code = describe(error)
+        if not message:
+            raise
+    finally:
+        if sys.modules["__main__"] is grpo:  # the command line
+            limit = threading.Timer(PATIENCE, lambda: end_process(code))
+            limit.daemon = True
+            limit.start()
+    print(f"{Path(grpo.__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def end_process(code: int) -> None:
+    """Python waits for users' threads, and one may wait for a server that never answers."""
+    print("a thread of yours goes on: the process ends without it", file=sys.stderr, flush=True)
+    os._exit(code)

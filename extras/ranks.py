@@ -1,18 +1,38 @@
-"""Ranks that wait for each other as long as it takes, and say for whom; lines on the screen."""
+"""Ranks meet, compare what they have, wait for each other as long as it takes, and end together.
+Lines on the screen."""
 
 import contextlib
 import functools
+import itertools
 import os
+import signal
+import sys
+import threading
 import time
-from datetime import datetime
+import traceback
+import uuid
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import grpo
-from extras.errors import mistakes_in, require
+from extras import digests
+from extras.errors import ConfigError, TrainingError, cleanup, describe, mistakes_in, require
 
-PATIENCE = 600.0  # seconds until rank 0 says for which ranks it waits; from then on doubled
+PATIENCE = 600.0  # seconds without a sign of life from a rank until it counts as gone
+MEETING = 1800.0  # seconds that the ranks have to come together
+GRACE = 10.0  # seconds for a rank to save and leave, once another has failed
+
+HOST = os.uname().nodename
+NODE = os.environ.get("GROUP_RANK", HOST)  # whose ranks share a screen
+hosts = []  # of all ranks
+silent = []  # ranks without a sign of life. Rank 0 looks at all others, and they look at it
+patient = None  # a group without a time limit, to wait in
+gathers = itertools.count(1)
+saving = threading.Lock()  # while it is held, nothing here ends the process
+told = threading.Lock()  # why the run ends is said once
 
 
 def is_first() -> bool:
@@ -32,30 +52,239 @@ def now() -> str:
     return grpo.all_gather([datetime.now().isoformat()])[0]
 
 
+def name_of(rank: int) -> str:
+    return f"rank {rank}, on {hosts[rank]}" if hosts else f"rank {rank}"
+
+
+# -- What ranks tell each other, in whatever state they are
+
+
+def is_torchruns() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store():
+    """torchrun's, which lives as long as the job, over all restarts; else that of rank 0."""
+    return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+@functools.cache
+def connect(address: str, port: int):
+    return dist.TCPStore(address, port, is_master=False)
+
+
+def remember(name: str, value: str) -> None:
+    if is_torchruns():
+        store().set(name, value)
+
+
+def recall(name: str) -> str:
+    """What a process of this job has remembered, also one that torchrun has started again since."""
+    if is_torchruns() and store().check([name]):
+        return store().get(name).decode()
+    return ""
+
+
+@functools.cache
+def failure() -> str:
+    """Under this name is why the job ends; earlier starts of it may have failed, too."""
+    numbers = itertools.count()
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # all ranks start once
+        return "failure 0"
+    return next(name for name in map("failure {}".format, numbers) if not recall(name))
+
+
+# -- The start
+
+
 def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
+    global patient
     is_there = cfg.device != "cuda" or torch.cuda.is_available()
     require(is_there, "device", "torch finds no usable GPU here")
+    refuse_lone_tasks()
+    if grpo.WORLD_SIZE == 1 and not is_torchruns():  # one of several runs that somebody started
+        os.environ.pop("RANK", None)
+    if grpo.WORLD_SIZE > 1 and is_torchruns():
+        meet()
     with mistakes_in("the ranks that torchrun starts do not meet"):
-        return plain(cfg, *args, **kwargs)
+        device = plain(cfg, *args, **kwargs)
+        if grpo.WORLD_SIZE > 1:
+            patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+    if grpo.WORLD_SIZE > 1:
+        stop = threading.Event()
+        thread = threading.Thread(target=watch, args=[stop], daemon=True)
+        thread.start()
+        cleanup.callback(thread.join)
+        cleanup.callback(stop.set)
+        hosts[:] = grpo.all_gather([HOST])
+        require_same(digests.before_loading(cfg))
+    return device
+
+
+def refuse_lone_tasks() -> None:
+    """Launchers that set no RANK start whole runs beside each other, all of one seed."""
+    counts = dict(srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
+    found = [name for name, n in counts.items() if os.environ.get(n, "1") not in ("", "0", "1")]
+    if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():  # of more than one process
+        found.append("accelerate launch --cpu")
+    if found and "WORLD_SIZE" not in os.environ:
+        torchrun = "torchrun --nnodes N --nproc_per_node GPUS --rdzv_backend c10d --rdzv_endpoint"
+        right = f"srun --ntasks-per-node=1 {torchrun} HOST:29500 grpo.py ..."
+        why = f"{found[0]} starts processes that know nothing of each other. For one run: {right}"
+        raise ConfigError(f"{why}; for runs of their own: set RANK=0 WORLD_SIZE=1")
+
+
+def meet() -> None:
+    """Rank 0 calls, the others answer, and then all go on. torchrun's store still has what ranks
+    of an earlier start had left for each other, such as addresses where nobody is any more."""
+    ours, world_size, calls = store(), grpo.WORLD_SIZE, {}
+    ours.set(f"gathers of rank {grpo.RANK}", "0")
+
+    def all_are_here() -> bool:
+        return ours.add(f"here {call}", 0) == world_size - 1
+
+    def may_go() -> bool:
+        call = recall("call")
+        if call.endswith(f" {world_size}") and call not in calls:
+            calls[call] = ours.add(f"here {call}", 1) < world_size  # else of an earlier start
+        return calls.get(call, False) and ours.check([f"go {call}"])
+
+    if grpo.RANK > 0:
+        wait_until(may_go)
+        return
+    call = f"{uuid.uuid4()} {world_size}"
+    ours.set("call", call)
+    wait_until(all_are_here)
+    for key in ours.list_keys():
+        if key.startswith("default_pg/"):  # torch's
+            ours.delete_key(key)
+    ours.set(f"go {call}", "")
+
+
+def wait_until(is_done) -> None:
+    started = time.monotonic()
+    while not is_done():
+        time.sleep(0.05)
+        if recall(failure()):
+            raise TrainingError("another rank has failed")
+        if time.monotonic() - started > MEETING:
+            raise ConfigError(f"the ranks that torchrun starts do not meet within {MEETING:.0f} s")
+
+
+def require_same(mine: dict) -> None:
+    """Ends the run if a rank has something else than rank 0, and says in what."""
+    first, *others = grpo.all_gather([mine])
+    for rank, other in enumerate(others, 1):
+        names = [name for name in first.keys() & other.keys() if first[name] != other[name]]
+        names.sort(key=list(first).index)
+        if names:
+            both = f"{first[names[0]]} and {other[names[0]]}"
+            what = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+            raise ConfigError(f"{name_of(0)}, and {name_of(rank)}, differ in {what} ({both})")
+
+
+# -- Waiting
 
 
 def all_gather(plain, items: list, *args, **kwargs) -> list:
-    """It waits for the other ranks as long as it takes."""
-    if dist.is_initialized():
+    """It waits for ranks that live as long as it takes."""
+    if dist.is_initialized() and grpo.WORLD_SIZE > 1:
         wait_for_ranks()
     return plain(items, *args, **kwargs)
 
 
 def wait_for_ranks() -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    meeting = store.add(f"gathers of rank {rank}", 1)
-    arrived = dist.barrier(async_op=True)
+    meeting = next(gathers)
+    store().set(f"gathers of rank {grpo.RANK}", str(meeting))
+    arrived = dist.barrier(group=patient, async_op=True)
     started, patience = time.monotonic(), PATIENCE
     while not arrived.is_completed():  # a blocking wait would let no signal in: see runs.py
         time.sleep(0.001)
-        if rank == 0 and time.monotonic() - started > patience:
-            counts = [store.add(f"gathers of rank {other}", 0) for other in range(world_size)]
-            missing = [other for other, count in enumerate(counts) if count < meeting]
+        if silent:
+            names = " and ".join(map(name_of, silent))
+            raise TrainingError(f"for {PATIENCE:.0f} s no sign of life from {names}")
+        if grpo.RANK == 0 and time.monotonic() - started > patience:
+            others = range(grpo.WORLD_SIZE)
+            missing = [r for r in others if store().add(f"gathers of rank {r}", 0) < meeting]
             say(f"has waited {patience:.0f} s for the ranks {missing}")
             patience *= 2
+
+
+def watch(stop: threading.Event) -> None:
+    """A thread: shows that this rank lives, and looks whether others do, and whether one failed.
+    In an update a rank waits in compiled code, where nothing else of it could."""
+    watched = range(1, grpo.WORLD_SIZE) if grpo.RANK == 0 else [0]
+    signs, since = {}, {}
+    with contextlib.suppress(RuntimeError):  # the store is gone, and the job with it
+        while not stop.wait(min(1, PATIENCE / 10)):
+            store().add(f"signs of rank {grpo.RANK}", 1)
+            if store().check([failure()]):
+                end_for_another()
+            started = time.monotonic()
+            for rank in watched:
+                sign = store().add(f"signs of rank {rank}", 0)
+                if signs.get(rank) != sign:
+                    signs[rank], since[rank] = sign, started
+            gone = [rank for rank in watched if started - since[rank] > PATIENCE]
+            if gone and gone != silent:
+                say(f"for {PATIENCE:.0f} s no sign of life from {' and '.join(map(name_of, gone))}")
+            silent[:] = gone
+
+
+# -- The end
+
+
+def leave(error: BaseException) -> None:
+    """Of several ranks one that fails ends with its line, or with that of the rank for which it
+    ends. It closes nothing: vLLM would destroy the process group, which waits for ranks that are
+    in an all-reduce with this one."""
+    if grpo.WORLD_SIZE == 1:
+        return
+    line, code = describe(error)
+    own = line or f"{type(error).__name__}: {error}"
+    if not own.startswith("rank "):
+        own = f"rank {grpo.RANK}, on {HOST}: {own}"
+    node, rank, why = NODE, str(grpo.RANK), own
+    with contextlib.suppress(RuntimeError):  # no store, or none any more
+        if is_torchruns() or dist.is_initialized():
+            if not line and isinstance(error, RuntimeError) and (gone := ranks_gone()):
+                why = f"{' and '.join(map(name_of, gone))}: gone"
+            first = store().compare_set(failure(), "", f"{NODE} {rank} {why}")
+            node, rank, why = first.decode().split(" ", 2)
+    if why == own and not line:
+        traceback.print_exception(error)
+    word = "error" if why == own else "ends"
+    tell(node, rank, f"{word}: {why}")
+    with saving:
+        os._exit(code)
+
+
+def ranks_gone() -> list:
+    """Those that show no sign of life, as after kill -9."""
+
+    def signs() -> list:
+        return [store().add(f"signs of rank {rank}", 0) for rank in range(grpo.WORLD_SIZE)]
+
+    before = signs()
+    time.sleep(3)
+    gone = [rank for rank, sign in enumerate(signs()) if sign == before[rank]]
+    return gone if grpo.RANK not in gone else []  # nobody shows any yet, or any more
+
+
+def end_for_another() -> None:
+    """In a thread. The main one may be in an all-reduce that never ends."""
+    node, rank, why = store().get(failure()).decode().split(" ", 2)
+    tell(node, rank, f"ends: {why}")
+    os.kill(os.getpid(), signal.SIGTERM)  # for which runs.py saves the last whole step
+    time.sleep(GRACE)
+    with saving:
+        os._exit(1)
+
+
+def tell(node: str, rank: str, text: str) -> None:
+    """Once on each node, by the rank that failed or by the first of another node."""
+    is_first_there = node != NODE and os.environ.get("LOCAL_RANK", "0") == "0"
+    if (rank == str(grpo.RANK) or is_first_there) and told.acquire(blocking=False):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            print(f"{Path(grpo.__file__).name}: {text}", file=sys.stderr, flush=True)

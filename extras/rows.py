@@ -157,6 +157,7 @@ def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
     require(prompts or not path, f"{flag} {path}", left_out)
     if len(prompts) < n_rows:
         ranks.say(f"--{flag}: {left_out}")
+    ranks.require_same({f"the rows of --{flag}": digests.of_ids(prompts)})
     return prompts
 
 

@@ -38,13 +38,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns in for
 
 # -- Which run goes on
 
+opened = []  # directories of the runs of this process
+
 
 def config_to_resume(given, unnamed: str) -> str:
     """The path of config.json of the run that goes on; empty: a run begins. --resume goes on with
     the run in --out_dir or the newest one without a name, and a process that torchrun has started
     again (--max-restarts) with that of its own job."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not given.resume and not restarted:
+    begun = Path(ranks.recall(f"directory of run {len(opened)}") or "/", "config.json")
+    if begun.exists():
+        return str(begun)
+    if not given.resume:
         return ""
     if given.out_dir != unnamed:
         folder = os.path.expanduser(given.out_dir)
@@ -52,23 +56,12 @@ def config_to_resume(given, unnamed: str) -> str:
     else:  # out and out.1 are runs without a name, and out_mine is not one
         paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
         paths.sort(key=os.path.getmtime)
-    if not given.resume:  # of this very job: torchrun also starts again what was refused
-        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        paths = [path for path in paths if job != "none" and job_of(path) == job]
     return paths[-1] if paths else ""
 
 
 def holds_something(folder: str) -> bool:
     """A run that was stopped before it began leaves at most an empty log."""
     return any(os.path.getsize(path) for path in Path(folder).glob("*"))
-
-
-def job_of(path: str) -> str | None:
-    """torchrun's name of the job in which the run of this config.json began. None: it has none, or
-    the file is none of a run."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(Path(path).read_text())["job"]
-    return None
 
 
 # -- Logs
@@ -238,7 +231,9 @@ class Files(grpo.RunFiles):
         names = "identity", "evals", "evals_since"
         self.notes_before = {name: saved[name] for name in names if name in saved}
         base = grpo.load_model(cfg.model, cfg, device) if saved else model
-        self.notes["identity"] = dict(model=digests.of_weights(base))
+        weights = [digests.of_weights(loaded) for loaded in (base, model)]
+        self.notes["identity"] = dict(model=weights[0])
+        ranks.require_same({"the weights": digests.of_values(weights)})
         if cfg.lora_rank > 0:
             from extras import lora
 
@@ -253,8 +248,7 @@ class Files(grpo.RunFiles):
         # A resume must have what the run began with, and all ranks must have the same.
         with mistakes_in("--resume", (ValueError,)):
             mine = digests.compare(run, self.notes_before)
-        if len(set(grpo.all_gather([mine]))) > 1:
-            raise ConfigError("the ranks differ in flags, rows, rewards, weights or checkpoint")
+        ranks.require_same(mine)
         self.complete(run)
         before = {}
         if ranks.is_first() and run.step > 0:
@@ -265,6 +259,7 @@ class Files(grpo.RunFiles):
                 self.write_config(run, before)
                 cut_log(self.path / "completions.jsonl", run.step)
         self.path = grpo.all_gather([self.path])[0]
+        opened.append(self.path)
 
     def make_directory(self, cfg) -> None:
         unnamed = self.path
@@ -279,6 +274,7 @@ class Files(grpo.RunFiles):
         if holds_something(self.path) and not cfg.resume:
             raise ValueError("holds files already; name another, or take --resume")
         lock(cleanup.enter_context(open(self.path / ".lock", "a")))
+        ranks.remember(f"directory of run {len(opened)}", str(self.path))
         if cfg.report_to != "none":
             with mistakes_in(f"--report_to {cfg.report_to}"):
                 from extras import dashboard
@@ -292,8 +288,7 @@ class Files(grpo.RunFiles):
         """With what the run has read. The day of chat templates is no flag of the run alone."""
         written = json.loads(Path(self.path, "config.json").read_text())
         added = sorted(written.keys() - vars(run.cfg).keys())  # by your RunFiles
-        job = os.environ.get("TORCHELASTIC_RUN_ID")
-        config = dict(job=job, first_day=run.cfg.began or ranks.now(), added=added) | written
+        config = dict(first_day=run.cfg.began or ranks.now(), added=added) | written
         config |= dict(out_dir=str(self.path), began="", about={})
         found = getattr(run.policy, "tokens_that_fit", 0)  # on a GPU, by extras/fast.py
         config |= dict(micro_batch_tokens=run.cfg.micro_batch_tokens or found)
@@ -374,7 +369,8 @@ class Files(grpo.RunFiles):
             if self.path_of(step) in self.unreadable:
                 self.remove(self.path_of(step))
                 self.unreadable.remove(self.path_of(step))
-            super().save(run)
+            with ranks.saving:
+                super().save(run)
             self.saved = step
             self.save_failed = False
         except Exception as error:  # such as a full disk
@@ -421,7 +417,11 @@ def train(plain, cfg, *args, **kwargs) -> list[dict]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with cleanup:
-            return plain(models.checked(cfg), *args, **kwargs)
+            try:
+                return plain(models.checked(cfg), *args, **kwargs)
+            except BaseException as error:
+                ranks.leave(error)
+                raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import grpo
-from extras import ranks
 from extras.errors import ConfigError, TrainingError
 from grpo import Config
 from tests.common import (
@@ -355,7 +354,7 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
 
 
 def test_the_same_command_begins_a_run_and_goes_on(tmp_path, monkeypatch, capsys):
-    """With --resume, as a job that may be preempted; without it if torchrun starts it again."""
+    """With --resume, as a job that may be preempted."""
     monkeypatch.chdir(tmp_path)
     flags = flags_of(small_config(tmp_path / "out", max_steps=Config.max_steps))
     flags = flags[: flags.index("--out_dir")] + flags[flags.index("--out_dir") + 2 :]
@@ -363,19 +362,7 @@ def test_the_same_command_begins_a_run_and_goes_on(tmp_path, monkeypatch, capsys
         for steps in ("1", "2"):
             assert main(*flags, "--resume", *named, "--max_steps", steps) == 0
         assert "begins at step 1 of 2" in capsys.readouterr().out
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    assert main(*flags, "--max_steps", "1") == 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
-    assert main(*flags, "--max_steps", "1") == 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert main(*flags, "--max_steps", "2") == 0
-    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out", "out.1", "out.2"]
-    steps = [len(metrics_of(tmp_path / name)) for name in ("out", "out.1", "out.2")]
-    assert steps == [2, 2, 1]
-    # torchrun also starts again what was refused, because the directory holds another run.
-    assert main(*flags, "--max_steps", "3", "--out_dir", str(tmp_path / "named")) == 2
-    assert len(metrics_of(tmp_path / "named")) == 2
+    assert [len(metrics_of(tmp_path / name)) for name in ("out", "named")] == [2, 2]
 
 
 def test_a_resume_with_another_model_or_other_rows_is_refused(tmp_path):
@@ -556,72 +543,6 @@ def test_two_ranks_divide_anything_and_resume_to_the_bit(tmp_path):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
     texts = [[row["completion"] for row in lines(out / "completions.jsonl")] for out in (one, two)]
     assert texts[0] == texts[1]
-
-
-def differ(what, out):
-    """Runs on every rank; rank 1 has another `what`."""
-    cfg = small_config(out, max_steps=1)
-    if grpo.RANK == 1 and what == "flag":
-        cfg.beta = 0.5
-    if grpo.RANK == 1 and what == "row":
-        small_rows = lines(cfg.train_data)[:4]
-        cfg.train_data = f"{out}.rows.jsonl"
-        Path(cfg.train_data).write_text("".join(json.dumps(row) + "\n" for row in small_rows))
-    if grpo.RANK == 1 and what == "reward":
-        cfg.reward = "overlong:2"
-    if grpo.RANK == 1 and what == "weight":
-        honest = grpo.load_model
-
-        def other(*args):
-            model = honest(*args)
-            next(model.parameters()).data += 1
-            return model
-
-        grpo.load_model = other
-    try:
-        train(cfg)
-    except ConfigError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-
-
-def wait(out):
-    """Runs on every rank; rank 1 takes its time before step 1."""
-    ranks.PATIENCE = 0.05
-    honest = grpo.score
-
-    def slow(samples, run):
-        time.sleep(1.0 * (grpo.RANK == 1))
-        honest(samples, run)
-
-    grpo.score = slow
-    train(small_config(out, max_steps=1))
-
-
-def test_rank_0_says_for_which_ranks_it_waits(tmp_path):
-    done = on_ranks(2, "tests.test_run.wait", tmp_path / "run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "ranks [1]" in done.stdout
-
-
-@pytest.mark.parametrize("what", ["flag", "row", "reward", "weight"])
-def test_ranks_that_differ_are_refused(what, tmp_path):
-    done = on_ranks(2, "tests.test_run.differ", what, tmp_path / "run")
-    assert done.returncode == 2
-    assert "refused: " in done.stderr and what in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    """As a user starts two ranks."""
-    args = flags_of(small_config(tmp_path / "run", max_steps=2))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, f"{HERE}/grpo.py", *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    small_run(tmp_path / "one", max_steps=2)
-    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------
