@@ -247,7 +247,8 @@ def leave(error: BaseException) -> None:
     node, rank, why = NODE, str(grpo.RANK), own
     with contextlib.suppress(RuntimeError):  # no store, or none any more
         if is_torchruns() or dist.is_initialized():
-            if not line and isinstance(error, RuntimeError) and (gone := ranks_gone()):
+            may_be_torchs = isinstance(error, RuntimeError) and dist.is_initialized()
+            if not line and may_be_torchs and (gone := ranks_gone()):
                 why = f"{' and '.join(map(name_of, gone))}: gone"
             first = store().compare_set(failure(), "", f"{NODE} {rank} {why}")
             node, rank, why = first.decode().split(" ", 2)
