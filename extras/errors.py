@@ -2,7 +2,6 @@
 cannot go on."""
 
 import contextlib
-import sys
 import traceback
 from pathlib import Path
 
