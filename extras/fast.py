@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import grpo
 from extras import digests, packed, preflight, ranks
-from extras.errors import mistakes_in, one_line
+from extras.errors import mistakes_in, one_line, require
 
 TILE = 2**22  # logits on a CPU, where they should fit in the cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
@@ -185,6 +185,7 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
     """For a large model the first of these with the numbers of the plain one: sequences packed or
     padded, with this head or the model's."""
     with mistakes_in(f"--{preflight.flag_of(model.name_or_path, cfg)}", (ValueError,)):
+        preflight.check_room(preflight.positions_of(model), prompts, cfg)
         preflight.check_ids(model, prompts)
     policy = plain(model, prompts, cfg, *args, **kwargs)
     if not cfg.fast or model.num_parameters() < SMALL:
@@ -197,11 +198,14 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
     if packed.packs(model):  # from an earlier policy
         attention = "sdpa"
         model.set_attn_implementation(attention)
-    samples = dummy_samples(prompts[:2], [1, 5, min(32, cfg.max_completion_length)], model)
+    shortest = sorted(prompts, key=lambda p: len(p.ids))[:2]  # a gradient in float32 is large
+    samples = dummy_samples(shortest, [1, 5, min(32, cfg.max_completion_length)], model)
     longest = max(prompts, key=lambda p: len(p.ids))
     [longest] = dummy_samples([longest], [cfg.max_completion_length], model)
     beyond = beyond_windows(model.config, longest)
-    expected = numbers_of(policy, [[s] for s in samples + beyond]), gradients_of(policy, samples)
+    expected = [numbers_of(policy, [[s] for s in samples + beyond])]
+    with exact(policy):
+        expected.append(gradients_of(policy, samples))
     of_packed = packed.PackedPolicy(model, policy.temperature, policy.dtype)
     for inner in (of_packed, policy):
         if inner is policy:
@@ -278,26 +282,37 @@ def numbers_of(policy, batches: list) -> list:
 def gradients_of(policy, samples: list) -> dict:
     """Of each parameter the gradient, as its norm and its products with two directions: to keep the
     gradients of a large model would take the memory of another one. Tokens have other shares."""
-    with exact(policy):
-        logps, _ = policy(policy.collate(samples))
+    logps, _ = policy(policy.collate(samples))
     shares = torch.linspace(-1, 1, len(logps), dtype=logps.dtype, device=logps.device)
     if logps.requires_grad:  # else it is a reference
         (logps * shares.cos()).sum().backward()
+    # Each direction repeats these numbers, as many as a prime: so they fit no shape.
+    numbers = torch.randn(2, 1_000_003, generator=torch.Generator().manual_seed(0))
+    numbers = numbers.to(logps.device)  # drawn on a CPU: the same on all devices
     described = {}
     for name, p in policy.named_parameters():
         if p.grad is not None:
-            grad = p.grad.reshape(len(p), -1)
-            products = [(wave(len(grad), k, p) @ grad @ wave(len(grad.T), k, p)) for k in (1, 2)]
-            described[name] = [x.item() for x in (grad.norm(), *products)]
+            directions = numbers.to(p.grad.dtype)
+            parts = p.grad.flatten().split(directions.shape[1])
+            products = sum(directions[:, : len(part)] @ part for part in parts)
+            described[name] = [p.grad.norm().item(), *products.tolist()]
     policy.zero_grad()
     return described
 
 
-def wave(length: int, k: int, like):
-    return torch.arange(length, dtype=like.dtype, device=like.device).mul(k).cos()
+def same_gradient(gradients: dict, expected: dict, rtol: float) -> bool:
+    """What is small beside the largest of the expected ones may be all rounding."""
+    if gradients.keys() != expected.keys():
+        return False
+    largest = max((norm for norm, *_ in expected.values()), default=0.0)
+    for name, values in expected.items():
+        near = rtol * values[0] + 1e-3 * largest  # the norm
+        if not np.allclose(gradients[name], values, rtol=0.0, atol=near):
+            return False
+    return True
 
 
-def mismatch(policy, samples: list, beyond: list, expected: tuple) -> str:
+def mismatch(policy, samples: list, beyond: list, expected: list) -> str:
     """Why a policy is wrong; empty if its numbers are those expected, of one sample at a time in
     float32, up to rounding."""
     why = ""
@@ -311,12 +326,9 @@ def mismatch(policy, samples: list, beyond: list, expected: tuple) -> str:
             # In a model that knows nothing yet they vary little. Neither holds if one is nan.
             if not (largest <= 1e-4 * numbers[0].std().item() and mean <= 0.1):
                 why = why or f"its {name} is {max(largest, mean):.1g} off"
-        own = gradients_of(policy, samples)
-        near = 1e-3 * max((norm for norm, *_ in gradients.values()), default=0.0)
-        is_same = own.keys() == gradients.keys()
-        for name, values in gradients.items():
-            is_same = is_same and np.allclose(own[name], values, rtol=0.0, atol=near)
-        if not is_same:
+        with exact(policy):
+            own = gradients_of(policy, samples)
+        if not same_gradient(own, gradients, rtol=0.0):
             why = why or "its gradient is another one"
     except torch.OutOfMemoryError:
         raise
@@ -380,11 +392,16 @@ def ask_for_large_pages(libc) -> None:
 def tune_for_machine(policy, prompts: list, cfg) -> None:
     """Compiles the layers by --compile, and fills a GPU if --micro_batch_tokens is 0."""
     length = min(512, cfg.max_completion_length)
-    batch = policy.collate(dummy_samples(prompts[:1], [length] * (2048 // length), policy.model))
+    samples = dummy_samples(prompts[:1], [length] * (2048 // length), policy.model)
+    batch = policy.collate(samples)
     on_cuda = policy.model.device.type == "cuda"
     is_large = policy.model.num_parameters() >= SMALL
+    if on_cuda or cfg.compile == "on":
+        # With adapters, windows and a reference a layer has more forms than 8, torch's limit.
+        torch._dynamo.config.recompile_limit = 64
     if cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and is_large and cfg.fast):
-        compile_layers(policy, batch)
+        why = compile_layers(policy, samples[: max(2, 512 // length)])
+        require(not why or cfg.compile == "auto", "compile", why)
     if cfg.micro_batch_tokens == 0 and on_cuda:
         tokens = min(grpo.all_gather([tokens_that_fit(policy, batch)]))  # the same on all ranks
         ranks.say(f"micro-batches of {tokens} tokens")
@@ -399,17 +416,25 @@ def filled(micro_batches, tokens: int, samples: list, cfg) -> list[list]:
     return micro_batches(samples, replace(cfg, micro_batch_tokens=tokens))
 
 
-def compile_layers(policy, batch: dict) -> None:
+def compile_layers(policy, samples: list) -> str:
+    """Where that works. Returns why not, if the gradient would be another one."""
     layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    expected = gradients_of(policy, samples)
     for layer in layers:
         layer.compile(dynamic=True)
+    rtol = dict(bfloat16=0.2).get(policy.dtype, 1e-3)  # it rounds at other places
+    wrong = why = ""
     try:
-        make_gradient(policy, batch)
+        if not same_gradient(gradients_of(policy, samples), expected, rtol):
+            wrong = why = "the gradient of compiled layers is wrong on this machine"
     except Exception as error:  # no C compiler, or code that torch cannot take
         why = one_line(error)
+    wrong, why = max(grpo.all_gather([(wrong, why)]))  # the same on all ranks
+    if why:
         ranks.say(f"--compile: the layers are not compiled: {why}")
         for layer in layers:
             del layer._compiled_call_impl
+    return wrong
 
 
 def tokens_that_fit(policy, batch: dict) -> int:

@@ -5,10 +5,12 @@ transformers keeps all experts in one tensor, they stand beside those of the att
 """
 
 import re
+from collections.abc import Mapping
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 
@@ -40,6 +42,9 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     lost = [name for name in missing if ".lora_" in name]
     if adapters and lost:
         raise ValueError(f"the checkpoint has no {lost[0]}")
+    used = getattr(model, "_weight_conversions", None)
+    if not (used or get_model_conversion_mapping(model, add_legacy=False)):
+        model._weight_conversions = None  # else transformers would read all, to rename none
 
 
 def halve_frozen(model) -> None:
@@ -73,18 +78,35 @@ class AdaptersOff:
                 layer.enable_adapters(True)
 
 
-@torch.no_grad()
-def merged(tensors: dict, model, rounded: bool = False) -> dict:
-    """Of these tensors of the model, by name, those without adapters, which are merged into the
-    weights beside which they stand, these in bfloat16 if `rounded`: for a sampler."""
-    tensors = dict(tensors)
-    for number, (name, module) in enumerate(model.named_modules()):
-        base = f"{name}.base_layer.weight"
-        if hasattr(module, "get_delta_weight") and base in tensors:
-            tensors[base] = tensors[base].float() + module.get_delta_weight("default")
-            if rounded:
-                tensors[base] = round_at_random(tensors[base], number)
-    return {n.replace(".base_layer", ""): x for n, x in tensors.items() if ".lora_" not in n}
+class Merged(Mapping):
+    """Of these tensors of a model, by name, those without adapters, which are merged into the
+    weights beside which they stand, these in bfloat16 if `rounded`: for a sampler. A tensor is
+    merged when it is read: all of them would be a second model in memory."""
+
+    def __init__(self, tensors: dict, model, rounded: bool = False):
+        names = [name for name in tensors if ".lora_" not in name]
+        self.tensors = {name.replace(".base_layer", ""): tensors[name] for name in names}
+        self.rounded = rounded
+        self.layers = {}  # with adapters
+        for number, (name, module) in enumerate(model.named_modules()):
+            if hasattr(module, "get_delta_weight"):
+                self.layers[f"{name}.weight"] = number, module
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str):
+        x = self.tensors[name]
+        if name in self.layers:
+            number, module = self.layers[name]
+            x = x.float() + module.get_delta_weight("default")
+            if self.rounded:
+                x = round_at_random(x, number)
+        return x
 
 
 def round_at_random(x, seed: int):

@@ -173,13 +173,15 @@ def without_dropout(holder):
 
 def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
     """With the model's own dropouts, the adapters merged, and the files that servers ask for."""
-    weights = model.state_dict()
+    weights = without_tied(model.state_dict(), model)
     if any(hasattr(module, "get_delta_weight") for module in model.modules()):  # peft's
         from extras import lora
 
-        weights = lora.merged(weights, model)
-    weights = without_tied(weights, model)
-    if not all(w.isfinite().all() for w in weights.values()):
+        merged = lora.Merged(weights, model).items()
+        weights = {name: x.cpu() for name, x in merged}  # a GPU holds one of them
+    # In parts: there may be little memory, as after a pass that had too little.
+    parts = (part for x in weights.values() for part in x.flatten().split(2**22))
+    if not all(part.isfinite().all() for part in parts):
         raise ValueError("the weights are not finite")
     saved = copy.copy(model)
     saved.config, source = getattr(model, "began_as", (model.config, model.name_or_path))
@@ -195,19 +197,19 @@ def tensors_of(plain, model, cfg, *args, **kwargs) -> dict:
     """And the buffers, without the copy of a tied head; adapters merged into their layers."""
     parameters = dict(model.named_parameters())
     buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
-    tensors = buffers | plain(model, cfg, *args, **kwargs)
+    tensors = without_tied(buffers | plain(model, cfg, *args, **kwargs), model)
+    # transformers renames and merges some tensors as it loads them, such as experts.
+    tensors = transformers.core_model_loading.revert_weight_conversion(model, tensors)
     if cfg.lora_rank > 0:
         from extras import lora
 
-        tensors = lora.merged(tensors, model, rounded=cfg.dtype == "bfloat16")
-    # transformers renames and merges some tensors as it loads them, such as experts.
-    revert = transformers.core_model_loading.revert_weight_conversion
-    return revert(model, without_tied(tensors, model))
+        return lora.Merged(tensors, model, rounded=cfg.dtype == "bfloat16")
+    return tensors
 
 
 def without_tied(tensors: dict, model) -> dict:
     tied = model.all_tied_weights_keys
-    return {name: x.detach() for name, x in tensors.items() if name not in tied}
+    return {n: x.detach() for n, x in tensors.items() if n.replace(".base_layer", "") not in tied}
 
 
 def copy_processors(model: str, folder: str) -> None:
@@ -226,8 +228,6 @@ def resolve_auto(plain, cfg, model, *args, **kwargs):
     """By what the model and the machine are good at; config.json says what was decided. What is
     left as `auto` is the plain one's."""
     is_small = model.num_parameters() < fast.SMALL
-    if is_small:
-        torch.set_num_threads(1)
     theirs = plain(cfg, model, *args, **kwargs)
     of_page = dict(cpu="float32", cuda="bfloat16")[model.device.type]  # what an unchanged one says
     dtype = theirs.dtype
@@ -238,10 +238,16 @@ def resolve_auto(plain, cfg, model, *args, **kwargs):
         dtype = "bfloat16" if is_fast and not is_small else "float32"
     rollout = cfg.rollout
     has_vllm = importlib.util.find_spec("vllm") is not None
+    # vLLM for GPUs would run on one: with --device cpu, too.
+    has_vllm = has_vllm and (model.device.type == "cuda" or not torch.cuda.is_available())
     if rollout == "auto" and has_vllm and not is_small and dtype != "float64":
         rollout = "vllm"
     if rollout == "auto" or theirs.rollout != "hf":
         rollout = theirs.rollout
+    # vLLM will do so on a GPU, and then torch would compile all layers once more.
+    as_vllm = rollout == "vllm" and model.device.type == "cuda"
+    if is_small or (as_vllm and "OMP_NUM_THREADS" not in os.environ):
+        torch.set_num_threads(1)
     return replace(theirs, dtype=dtype, rollout=rollout)
 
 
@@ -257,7 +263,6 @@ def load_reference(plain, run, *args, **kwargs):
     reference = plain(run, *args, **kwargs)
     if reference is not None and cfg.reference:
         with mistakes_in(f"--reference {cfg.reference}", (ValueError,)):
-            preflight.check_room(preflight.positions_of(reference.model), run.train_prompts, cfg)
             load = functools.partial(grpo.load_tokenizer, cfg=cfg)
             models = reference.model, policy.model
             preflight.check_reference(cfg.reference, load, run.tokenizer, *models)
@@ -286,9 +291,6 @@ def decay(weight_decay: float, optimizer, *_) -> None:
 def make_sampler(plain, run, *args, **kwargs):
     """With a look at what it needs, and around it the environment, if there is one."""
     cfg, model = run.cfg, run.policy.model
-    with mistakes_in(f"--model {cfg.model}", (ValueError,)):
-        prompts = run.train_prompts + run.eval_prompts
-        preflight.check_room(preflight.positions_of(model), prompts, cfg)
     # So that servers stop there, too; and the plain one finds them there.
     model.generation_config.eos_token_id = stop_ids = stop_ids_of(model, run.tokenizer)
     start = functools.partial(plain, run, *args, **kwargs)

@@ -19,8 +19,10 @@ from grpo import Config, Policy, Prompt, Sample, collate
 from tests.common import (
     CPU,
     draw_from,
+    flags_of,
     random_samples,
     relative,
+    small_config,
     small_run,
     tiny_model,
     update_gradient,
@@ -292,6 +294,43 @@ def test_compiled_layers_are_compiled_once(tmp_path, monkeypatch):
     plain = small_run(tmp_path / "plain")
     for ours, theirs in zip(compiled, plain, strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_compiled_layers_with_another_gradient_are_not_used(kind, tmp_path, monkeypatch, capsys):
+    def compile(layer, factor=Tripled, **_):
+        layer._compiled_call_impl = lambda *args, **options: factor.apply(
+            layer.forward(*args, **options)
+        )
+
+    monkeypatch.setattr(fast.GradientCheckpointingLayer, "compile", compile)
+    cfg = small_config(tmp_path / "run", compile="on", dtype=kind)
+    assert grpo.main(flags_of(cfg)) == 2
+    assert "--compile" in capsys.readouterr().err
+    policy = Policy(tiny_model(), 1.0, kind)
+    samples = random_samples(4, 2)
+    assert fast.compile_layers(policy, samples)
+    assert all(layer._compiled_call_impl is None for layer in policy.model.model.layers)
+    monkeypatch.setattr(Tripled, "backward", staticmethod(lambda ctx, grad: grad))
+    assert not fast.compile_layers(policy, samples)
+    assert all(layer._compiled_call_impl for layer in policy.model.model.layers)
+
+
+def test_the_gradient_of_a_prompt_is_not_rounded_after_each_of_its_completions():
+    rows = torch.randn(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.rand(3000, 2).bfloat16()
+    packed.Gathered.apply(rows, torch.arange(3).repeat(1000)).backward(grad)
+    assert relative(rows.grad.float(), grad.float().view(1000, 3, 2).sum(0)) < 2**-8
 
 
 # -- The head

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-from extras import lora, models, tokens
+from extras import fast, lora, models, tokens
 from extras.errors import ConfigError
 from grpo import Config
 from tests.common import (
@@ -583,7 +584,7 @@ def test_the_reference_is_the_model_without_adapters_and_the_gradient_is_merged_
     assert torch.allclose(reference(batch)[0], plain, atol=1e-6)
 
     merged = tiny_model("llama", seed=5)
-    merged.load_state_dict(lora.merged(model.state_dict(), model))
+    merged.load_state_dict(lora.Merged(model.state_dict(), model))
     assert torch.allclose(policy(batch)[0], grpo.Policy(merged, 1.0)(batch)[0], atol=1e-5)
     # By the chain rule the adapters' gradient follows from that of the merged weights.
     grads, _ = update_gradient(Config(max_grad_norm=0), samples, policy=policy)
@@ -654,7 +655,7 @@ def test_experts_in_one_tensor_get_no_adapters_and_other_layers_do(name):
     plain = {name: p.clone() for name, p in model.named_parameters()}
     lora.add_adapters(model, {}, Config(lora_rank=2))
     move(model)
-    weights = lora.merged(model.state_dict(), model)
+    weights = lora.Merged(model.state_dict(), model)
     assert weights.keys() == plain.keys()
     moved = {name for name in plain if not torch.equal(weights[name], plain[name])}
     linear = {n for n in plain if ".layers." in n and plain[n].dim() == 2}
@@ -704,10 +705,43 @@ def test_layers_that_peft_refuses_are_said(tmp_path, two_rows):
         family_run(path, tmp_path / "out", two_rows, lora_rank=2)
 
 
+def test_never_are_all_merged_weights_in_memory_when_a_sampler_gets_them():
+    model, cfg = adapted("qwen3", "bfloat16")
+    move(model)
+    expected = {name: x + 0 for name, x in lora.Merged(model.state_dict(), model).items()}
+    tensors = transformers.core_model_loading.revert_weight_conversion(
+        model, grpo.tensors_of(model, cfg)
+    )
+    earlier = lambda: None  # noqa: E731
+    names = set()
+    for name, x in tensors.items():
+        assert earlier() is None
+        assert relative(x.float(), expected[name]) < 2**-7
+        if x.dtype == torch.bfloat16:
+            earlier = weakref.ref(x)
+            names.add(name)
+        del x
+    assert len(names) == 14  # 7 products of 2 layers
+
+
+def test_frozen_weights_are_halved_before_memory_is_measured(tmp_path, two_rows, monkeypatch):
+    path, _ = family(tmp_path / "model", "qwen2")
+    tune, seen = fast.tune_for_machine, []
+
+    def spied(policy, *args):
+        weights = [p for n, p in policy.named_parameters() if n.endswith("base_layer.weight")]
+        seen.extend(p.dtype for p in weights)
+        return tune(policy, *args)
+
+    monkeypatch.setattr(fast, "tune_for_machine", spied)
+    family_run(path, tmp_path / "out", two_rows, lora_rank=2, dtype="bfloat16")
+    assert seen and set(seen) == {torch.bfloat16}
+
+
 def test_weights_have_the_names_of_the_plain_model():
     model, _ = adapted("qwen3")
     plain = dict(tiny_model("qwen3").named_parameters())
-    weights = lora.merged(model.state_dict(), model)
+    weights = lora.Merged(model.state_dict(), model)
     assert weights.keys() == plain.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, plain[name])  # fresh adapters change nothing
