@@ -54,7 +54,8 @@ def describe(error: BaseException) -> tuple:
         return one_line(error), 2
     if isinstance(error, TrainingError):
         return str(error), 1
-    if isinstance(error, torch.OutOfMemoryError):
+    # Of torch, or of a vLLM that cannot wake.
+    if isinstance(error, RuntimeError) and "out of memory" in str(error).lower():
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"
         return f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0", 1
     return "", 1

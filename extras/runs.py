@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import time
+import traceback
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -182,7 +183,7 @@ def lock(file) -> None:
 
 
 # Names of Files that RunFiles must not have.
-OWN = """prepare write_config path_of best_step complete close is_unnamed notes
+OWN = """prepare check_room write_config path_of best_step complete close is_unnamed notes
 notes_before unwritten dashboard unreadable saved save_failed must_not_save completed""".split()
 
 
@@ -230,10 +231,15 @@ class Files(grpo.RunFiles):
         self.saved = saved.get("step", 0)
         names = "identity", "evals", "evals_since"
         self.notes_before = {name: saved[name] for name in names if name in saved}
-        base = grpo.load_model(cfg.model, cfg, device) if saved else model
-        weights = [digests.of_weights(loaded) for loaded in (base, model)]
-        self.notes["identity"] = dict(model=weights[0])
-        ranks.require_same({"the weights": digests.of_values(weights)})
+        loaded = digests.of_weights(model)
+        base = model
+        if saved:
+            if cfg.lora_rank > 0:
+                model = None  # merged: two models may be too much for a GPU
+            base = grpo.load_model(cfg.model, cfg, device)
+        self.notes["identity"] = dict(model=digests.of_weights(base))
+        both = digests.of_values(self.notes["identity"], loaded)
+        ranks.require_same({"the weights": both})
         if cfg.lora_rank > 0:
             from extras import lora
 
@@ -254,12 +260,31 @@ class Files(grpo.RunFiles):
         if ranks.is_first() and run.step > 0:
             before = json.loads(Path(self.path, "config.json").read_text()).get("about", {})
         with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
+            if ranks.is_first():
+                self.check_room(run)
             super().open(run)
             if ranks.is_first():
                 self.write_config(run, before)
                 cut_log(self.path / "completions.jsonl", run.step)
         self.path = grpo.all_gather([self.path])[0]
         opened.append(self.path)
+
+    def check_room(self, run) -> None:
+        """For two checkpoints: a new one is whole before an old one goes."""
+        cfg, model = run.cfg, run.policy.model
+        moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        weights = dict(float64=8).get(cfg.dtype, 4) * model.num_parameters()  # tied ones once
+        size = (weights + moments) / 1e9
+        folder = next(path for path in (self.path, *self.path.parents) if path.exists())
+        free = shutil.disk_usage(folder).free / 1e9
+        at_once = 1
+        if cfg.save_every > 0 or run.eval_prompts:
+            at_once = cfg.keep + 2  # the best, and the one that is being written
+        at_once = min(at_once, cfg.max_steps - run.step)
+        most = "all are kept" if cfg.keep == 0 else f"up to {at_once} at once"
+        ranks.say(f"a checkpoint takes {size:.3g} GB ({most}), and {free:.3g} GB are free")
+        if free + size * len(self.checkpoints()) < size * min(2, at_once):
+            raise ValueError("has no room for two checkpoints")
 
     def make_directory(self, cfg) -> None:
         unnamed = self.path
@@ -299,7 +324,7 @@ class Files(grpo.RunFiles):
         self.write("config.json", json.dumps(config, indent=1))
 
     def write(self, name: str, text: str, mode: str = "w") -> None:
-        """Whole or not at all, also on a full disk. What was not added comes the next time."""
+        """Whole or not at all. What a full disk does not add to a log comes the next time."""
         path = self.path / name
         if mode == "w":
             super().write(f".{name}", text)
@@ -309,10 +334,11 @@ class Files(grpo.RunFiles):
         length = path.stat().st_size if path.exists() else 0
         try:
             super().write(name, text, mode)
-        except OSError:
+        except OSError as error:  # it costs no step, and none of the other logs
             self.unwritten[name] = text
-            os.truncate(path, length)
-            raise
+            with contextlib.suppress(OSError):
+                os.truncate(path, length)
+            ranks.say(f"a step is not logged yet in {path}: {one_line(error)}")
 
     def log(self, run, metrics: dict, samples: list) -> None:
         metrics = without_nan(metrics)
@@ -320,7 +346,7 @@ class Files(grpo.RunFiles):
             super().log(run, metrics, samples)
             if self.dashboard is not None:
                 self.dashboard.log(metrics)
-        except Exception as error:  # such as a full disk, or no network: it costs no step
+        except Exception as error:  # such as no network: it costs no step
             ranks.say(f"step {metrics['step']} is not logged: {one_line(error)}")
         self.complete(run)
 
@@ -357,7 +383,7 @@ class Files(grpo.RunFiles):
     def save_if_due(self, run) -> None:
         self.complete(run, is_due=True)
         super().save_if_due(run)
-        if run.step == self.best_step() or self.save_failed:
+        if run.step == self.best_step():
             self.save(run)
 
     def save(self, run) -> None:
@@ -367,7 +393,7 @@ class Files(grpo.RunFiles):
         self.must_not_save = True
         try:
             if self.path_of(step) in self.unreadable:
-                self.remove(self.path_of(step))
+                super().remove(self.path_of(step))
                 self.unreadable.remove(self.path_of(step))
             with ranks.saving:
                 super().save(run)
@@ -376,7 +402,7 @@ class Files(grpo.RunFiles):
         except Exception as error:  # such as a full disk
             free = shutil.disk_usage(self.path).free / 1e6
             ranks.say(f"step {step} is not saved ({free:.0f} MB free): {one_line(error)}")
-            self.save_failed = True  # the next step tries again
+            self.save_failed = True  # the next --save_every tries again
             shutil.rmtree(self.path / ".partial", ignore_errors=True)
         self.must_not_save = False
 
@@ -390,12 +416,17 @@ class Files(grpo.RunFiles):
             run.state = now
 
     def remove(self, path: Path) -> None:
-        if path.is_symlink():  # somebody has put the checkpoint elsewhere, where it stays
-            path.unlink()
-        elif path != self.path_of(self.best_step()) or path in self.unreadable:
-            super().remove(path)
+        try:
+            if path.is_symlink():  # somebody has put the checkpoint elsewhere, where it stays
+                path.unlink()
+            elif path != self.path_of(self.best_step()):
+                super().remove(path)
+        except OSError as error:  # such as a file that a server on NFS has open
+            ranks.say(f"{path} cannot be removed: {one_line(error)}")
 
     def close(self) -> None:
+        for name in [*self.unwritten]:
+            self.write(name, "", "a")
         if self.save_failed:
             raise TrainingError(f"the last step is in no checkpoint of {self.path}")
 
@@ -439,7 +470,10 @@ def run_loop(plain, run, *args, **kwargs) -> None:
     started = time.perf_counter()
     try:
         plain(run, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
+        while error is not None:  # what the failed pass holds: a save needs room
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
         run.files.save(run)
         raise
     cleanup.callback(screen.show_end, run, started)

@@ -61,7 +61,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
     if run.step in (1, run.cfg.max_steps):
         show_sample(samples[0])
     if run.step == 1:
-        if torch.cuda.is_available():
+        if run.device.type == "cuda":
             ranks.say(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
         if all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward: see the lines above")

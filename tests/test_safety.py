@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -161,34 +162,94 @@ def test_a_signal_to_a_fork_of_a_reward_ends_the_fork_only(tmp_path):
 # A full disk
 
 
-def test_on_a_full_disk_the_run_goes_on_and_saves_when_there_is_room(tmp_path, capfd):
-    """A tmpfs too small for a checkpoint, which grows in step 3."""
+@pytest.fixture
+def disk(tmp_path):
+    """A tmpfs of 3 MB, too small for two checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a tmpfs is not allowed here")
-    try:
-        reward = tmp_path / "grows.py"
-        reward.write_text(f"""
+    yield disk
+    subprocess.run(["umount", "-R", str(disk)], check=True)
+
+
+def acting_reward(tmp_path, **actions):
+    """The name of a reward that does this in the first call of a step (of 15)."""
+    acts = {15 * int(step[-1]) - 14: action for step, action in actions.items()}
+    (tmp_path / "acting.py").write_text(f"""
 import subprocess
 calls = 0
-def grows(completion, row):
+def acting(completion, row):
     global calls
     calls += 1
-    if calls == 31:
-        subprocess.run(["mount", "-o", "remount,size=99m", {str(disk)!r}], check=True)
+    if calls in {acts!r}:
+        subprocess.run({acts!r}[calls], shell=True, check=True)
     return float(len(completion))
 """)
-        out = disk / "run"
-        rows = small_config(tmp_path / "x").train_data
-        small_run(out, reward=f"{reward}:grows", train_data=rows)
-        said = capfd.readouterr().out
-        assert "step 2 is not saved" in said and "step 3 is not saved" not in said
-        assert steps_of(out) == [3, 4]
-        assert [m["step"] for m in metrics_of(out)] == [1, 2, 3, 4]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    return f"{tmp_path}/acting.py:acting"
+
+
+def test_a_full_disk_costs_no_step_and_the_next_save_is_tried_when_it_is_due(disk, tmp_path, capfd):
+    out = disk / "run"
+    rows = small_config(tmp_path / "x").train_data
+    cfg = small_config(out, train_data=rows, save_every=2, keep=1)
+    assert grpo.main(flags_of(cfg)) == 2  # two checkpoints will not fit
+    assert "room" in capfd.readouterr().err and not out.exists()
+    subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
+    # In step 2 the disk is full, and the log of metrics, too: /dev/full is a disk without room.
+    full = f"cat /dev/zero > {disk}/filler; cd {out}; mv metrics.jsonl m; "
+    full += "ln -s /dev/full metrics.jsonl"
+    room = f"rm {disk}/filler; cd {out}; mv m metrics.jsonl"
+    reward = acting_reward(tmp_path, step2=full, step3=room)
+    small_run(out, train_data=rows, save_every=2, keep=1, reward=reward)
+    said = capfd.readouterr().out
+    assert "step 2 is not saved" in said and "step 3 is not saved" not in said
+    assert steps_of(out) == [4]  # 3 was not due
+    assert [m["step"] for m in metrics_of(out)] == [1, 2, 3, 4]
+    assert [row["step"] for row in lines(out / "completions.jsonl")] == np.repeat(
+        [1, 2, 3, 4], 15
+    ).tolist()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(disk, tmp_path, capfd):
+    """Something is mounted in it."""
+    subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
+    inside = disk / "run" / "step_000001" / "inside"
+    mount = f"mkdir {inside}; mount -t tmpfs tmpfs {inside}"
+    reward, rows = acting_reward(tmp_path, step2=mount), small_config(tmp_path / "x").train_data
+    small_run(disk / "run", train_data=rows, keep=1, max_steps=3, reward=reward)
+    said = capfd.readouterr().out
+    assert "step_000001 cannot be removed" in said and "is not saved" not in said
+    assert steps_of(disk / "run") == [1, 3]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_pass_out_of_memory_is_forgotten_before_the_last_step_is_saved(
+    error, tmp_path, capfd, monkeypatch
+):
+    """RuntimeError: of a vLLM that cannot wake."""
+    out, update, save = tmp_path / "run", grpo.update, grpo.save_model
+    passes, held = [], []
+
+    def fails(*args):
+        if len(passes) == 2:
+            activations = torch.ones(100)
+            held.append(weakref.ref(activations))
+            raise error("CUDA Error: out of memory")
+        passes.append(1)
+        return update(*args)
+
+    def saves(*args):
+        assert held[0]() is None
+        save(*args)
+
+    monkeypatch.setattr(grpo, "update", fails)
+    monkeypatch.setattr(grpo, "save_model", saves)
+    assert grpo.main(flags_of(small_config(out, save_every=0))) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "--vllm_gpu_memory_utilization" in said
+    assert steps_of(out) == [2]
 
 
 def test_a_log_line_that_does_not_fit_comes_later_or_is_left_out_whole(tmp_path, capfd):
