@@ -1326,7 +1326,7 @@ class Run:
 
     def record_time(self, phase: str) -> None:
         """Notes the seconds since the last phase ended."""
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             torch.cuda.synchronize()  # until the GPU has done what it was given
         now = time.perf_counter()
         self.times[f"time_{phase}"] = now - self.phase_started

@@ -26,6 +26,7 @@ from reward import ADDED, BUILT_IN
 LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
+HIGHEST = dict.fromkeys(("num_prompts", "num_generations", "max_completion_length"), 1e8)
 
 
 # -- Flags
@@ -45,10 +46,10 @@ def check_values(cfg):
     """Impossible values. Without this file they fail where they are used."""
     for name, kind in typing.get_type_hints(type(cfg)).items():
         value, choices = getattr(cfg, name), typing.get_args(kind)
-        low = LOWEST.get(name, 0)
+        low, high = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
         is_known = getattr(type(cfg), name) >= low if kind in (int, float) else False
-        if is_known and not low <= value < math.inf:  # a flag of yours may start below 0
-            raise ValueError(f"--{name}: {value} is no number from {low} on")
+        if is_known and not low <= value < high:  # a flag of yours may start below 0
+            raise ValueError(f"--{name}: {value} is no number from {low} on and below {high:g}")
         if typing.get_origin(kind) is typing.Literal and value not in choices:
             raise ValueError(f"--{name}: {value} is none of {', '.join(choices)}")
     if cfg.plain:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -99,8 +100,7 @@ def failure() -> str:
 
 def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
     global patient
-    is_there = cfg.device != "cuda" or torch.cuda.is_available()
-    require(is_there, "device", "torch finds no usable GPU here")
+    check_cards(cfg)
     refuse_lone_tasks()
     if grpo.WORLD_SIZE == 1 and not is_torchruns():  # one of several runs that somebody started
         os.environ.pop("RANK", None)
@@ -119,6 +119,30 @@ def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
         hosts[:] = grpo.all_gather([HOST])
         require_same(digests.before_loading(cfg))
     return device
+
+
+def check_cards(cfg) -> None:
+    """A GPU for each rank of this machine, if they should have one."""
+    is_there = torch.cuda.is_available()
+    require(is_there or cfg.device != "cuda", "device", "torch finds no usable GPU here")
+    if is_there and cfg.device != "cpu":
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", grpo.LOCAL_RANK + 1))
+        cards = torch.cuda.device_count()
+        require(ranks <= cards, "device", f"{ranks} ranks, but {cards} GPUs: one for each")
+    if not is_there and cfg.device == "auto" and has_card():
+        why = "there is a GPU that torch cannot use: its driver is too old, or torch is for CPUs"
+        raise ConfigError(f"--device: {why}; --device cpu goes on without it")
+
+
+def has_card() -> bool:
+    """A container may see another's cards in /proc, but not in /dev."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):  # it is hidden on purpose
+        return False
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20)
+        if listed.stdout.startswith(b"GPU"):
+            return True
+    return os.path.exists("/dev/nvidia0")
 
 
 def refuse_lone_tasks() -> None:

@@ -84,6 +84,7 @@ def same_run(a, b):
         (["--train_data", "missing.jsonl"], ["--train_data missing.jsonl: "]),
         (["--eval_data", "missing.jsonl"], ["--eval_data", "missing.jsonl"]),
         (["--max_completion_length", "9999"], ["--max_completion_length"]),
+        (["--max_completion_length", "100000000000"], ["--max_completion_length"]),
         (["--max_prompt_length", "2"], ["--train_data"]),
         (["--report_to", "trackio"], ["--report_to", "trackio"]),
         (["--chat"], ["--train_data", "row 1"]),  # the bundled model has no chat template
@@ -98,6 +99,24 @@ def test_bad_input_is_one_line(args, named, tmp_path, monkeypatch, capfd):
     for word in named:
         assert word in line
     assert os.listdir(tmp_path) == []
+
+
+def test_gpus_that_no_rank_can_use_are_said_in_a_line(tmp_path, monkeypatch, capfd):
+    """A driver that is too old shows its cards to nvidia-smi alone."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU 0: NVIDIA A10")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert grpo.main(["--out_dir", f"{tmp_path}/run"]) == 2
+    assert "driver" in capfd.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not ranks.has_card()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert grpo.main(["--out_dir", f"{tmp_path}/run"]) == 2
+    assert "2 ranks, but 1 GPU" in capfd.readouterr().err
 
 
 def test_the_help_has_all_flags(capsys):
