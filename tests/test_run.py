@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import grpo
+from extras import ranks
 from extras.errors import ConfigError, TrainingError
 from grpo import Config
 from tests.common import (
