@@ -345,8 +345,8 @@ def check_samples_agree(policy, samples, temperature, cfg):
     policy.dtype = cfg.dtype
     policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
     grpo.add_logps("old_logps", policy, samples, cfg)
-    gaps = [np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples]
-    grpo.check_gap(np.concatenate(gaps).mean(), cfg)
+    gaps = np.concatenate([np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples])
+    grpo.check_gap(gaps.mean(), cfg, len(gaps))
 
 
 def check_reference(path, load_tokenizer, tokenizer, model, policy_model):
