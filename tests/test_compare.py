@@ -118,6 +118,23 @@ def test_runs_of_the_same_flags_are_a_side_and_other_flags_are_printed(compare, 
     assert last_difference(out)[0] == pytest.approx(1.0)  # 1.3 - 0.3
 
 
+@pytest.mark.parametrize("changed", ["", "model", "rows.jsonl"])
+def test_seeds_of_two_checkouts_on_two_days_are_a_side(changed, compare, tmp_path):
+    """What has a digest is known by it."""
+    for seed, there in enumerate(("/a", "/b/c")):
+        files = {f"{there}/{name}": "1" for name in ("rows.jsonl", "r.py")}
+        about = SAME | dict(weights="1", files=files)
+        if changed == "model" and seed == 1:
+            about["weights"] = "2"
+        if changed == "rows.jsonl" and seed == 1:
+            files[f"{there}/rows.jsonl"] = "2"
+        flags = dict(model=f"{there}/model", train_data=f"{there}/rows.jsonl")
+        flags |= dict(reward=f"answer,{there}/r.py:f:0.5", first_day=f"2026-01-0{seed + 1}")
+        write_run(tmp_path / f"out.{seed}", [0.1], seed=seed, about=about, **flags)
+    assert compare("side=out.0,out.1")[0] == (2 if changed else 0)
+    assert ("2 seeds" in compare("out.0", "out.1")[1]) == (changed == "")
+
+
 def test_pairs_have_students_interval_and_other_seeds_welchs(compare, tmp_path):
     a = write_side(tmp_path, "a", [0.5, 0.6, 0.9])
     b = write_side(tmp_path, "b", [0.6, 0.8, 1.2])

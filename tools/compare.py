@@ -19,6 +19,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ from extras import digests
 METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
 # Other values of these do not change what is learned.
 NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
-vllm_gpu_memory_utilization began job""".split()
+vllm_gpu_memory_utilization began first_day job""".split()
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
 
 
@@ -52,16 +53,33 @@ class Run:
         self.seed = flags["seed"]
         self.flags = about = flags.pop("about", {})  # digests of what it had read when it began
         self.files = about.pop("files", {})
+        self.own = set(flags)
         self.is_stale = self.files != {path: digests.of_file(path) for path in self.files}
         parts = [*about.pop("flags", {}).values(), flags]  # a resume may have changed them
-        for name in parts[0]:
-            about[name] = ", then ".join(dict.fromkeys(str(part.get(name)) for part in parts))
-        # Without the folders: the other side has another.
+        # Without the folders of what has a digest: another checkout has others.
         read = [f"{Path(path).name} {digest}" for path, digest in self.files.items()]
-        about |= dict.fromkeys(NEUTRAL + read, "")
+        names = "|".join(re.escape(Path(path).name) for path in self.files)
+        folder = re.compile(rf"[^\s,]*/(?=({names})([:,\s]|$))")
+        for name in parts[0]:
+            said = ", then ".join(dict.fromkeys(str(part.get(name)) for part in parts))
+            about[name] = folder.sub("", said)
+        self.model = about.get("model")
+        known = dict(weights="model", weights_of_reference="reference")
+        same = [flag for digest, flag in known.items() if digest in about]
+        about |= dict.fromkeys(NEUTRAL + read + same, "")
         self.last = self.log[-1]["step"]
         evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
+
+    def command(self, shared):
+        """What no other side has: flags, and what they read, with its digest."""
+        words = []
+        for name, value in sorted(self.flags.items() - shared):
+            if name == "weights":
+                name, value = "model", self.model
+            flag = f"--{name}" if name in self.own else name
+            words += [flag, shlex.quote(value)] if value else [flag]
+        return " ".join(words)
 
 
 def command_of(side, flags):
@@ -174,7 +192,7 @@ def report(sides, n_made, wanted):
             failed += f"; {name}: {missing} of {n_runs} failed or unfinished"
         if not side:
             continue
-        print(f"{name}: {len(side)} seeds", dict(sorted(side[0].flags.items() - shared)))
+        print(f"{name}: {len(side)} seeds {side[0].command(shared)}")
         print("+- standard error\tfirst\tlast\thighest\tmean".expandtabs(24))
         for row in METRICS:
             at, curves = curves_of(side, row)
