@@ -12,6 +12,16 @@ import uuid
 from pathlib import Path
 
 
+def wandbs_own() -> dict:
+    """What wandb's own variables say, which would not count beside options. A sweep gives the id of
+    a run that is there already."""
+    names = dict(project="WANDB_PROJECT", name="WANDB_NAME", id="WANDB_RUN_ID")
+    own = {option: os.environ[name] for option, name in names.items() if os.environ.get(name)}
+    if "id" in own:
+        own["resume"] = os.environ.get("WANDB_RESUME") or "allow"
+    return own
+
+
 class Dashboard:
     """kind: "wandb" or "trackio". config: what to show as the run's settings."""
 
@@ -34,7 +44,9 @@ class Dashboard:
         if self.counts_steps:  # trackio finds a run by its name, so that has the id
             self.module.init(name=f"{name}-{id}", **options)
         else:
-            self.module.init(name=name, id=id, **options)
+            options |= dict(name=name, id=id) | wandbs_own()
+            id = options["id"]
+            self.module.init(**options)
             # wandb drops what comes with a step below its own, which counts each wandb.log, those
             # of a reward function, too. So its x-axis is a metric, and nothing comes with a step.
             for names in ("train/*", "eval/*"):

@@ -110,8 +110,8 @@ def of_weights(model):
 
 def compare(run, checkpoint):
     """checkpoint: what it has of run.files.notes. A ValueError if a resume has another identity.
-    Notes from which step on evals measured what they do now. Returns what all ranks must have the
-    same, by name."""
+    Evals so far get another name if they measured something else. Returns what all ranks must have
+    the same, by name."""
     identity = run.files.notes["identity"]  # what a resume must have; of --model: see runs.py
     cfg = run.cfg
     identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
@@ -124,16 +124,15 @@ def compare(run, checkpoint):
         raise ValueError(f"this run began with another {' and '.join(changed)}")
     eval_rows = ((p.ids.tolist(), p.row) for p in run.eval_prompts)
     evals = of_many([run.reward_functions[0].name, list(eval_rows)])
-    run.files.notes |= dict(evals=evals, evals_since=checkpoint.get("evals_since", 0))
-    if checkpoint.get("evals", evals) != evals:  # accuracies so far name no best checkpoint
-        run.files.notes["evals_since"] = run.step
+    graders = of_values(code_of(first_reward(cfg), loaded_files()))
+    now = dict(evals=evals, graders=graders)
+    if any(checkpoint.get(name, now[name]) != now[name] for name in now):
+        lines = run.files.history  # keys begin with "eval_", in lines of their own
+        run.files.history = [{re.sub("^eval_", "earlier_", k): m[k] for k in m} for m in lines]
+    run.files.notes |= now
     rows = {"the rows of --train_data": identity["train_data"], "those of --eval_data": evals}
     reference = {"the weights of --reference": of_values(identity.get("reference"))}
     return before_loading(cfg) | rows | reference | dict(step=run.step)
-
-
-PATHS = "model reference train_data eval_data reward environment".split()
-VERSIONS = "torch", "transformers"
 
 
 PATHS = "model reference train_data eval_data reward environment".split()  # may lie elsewhere
@@ -185,11 +184,25 @@ def behind(functions, files):
     return found
 
 
+def code_of(functions, files):
+    return sorted(of_file(path) for path in behind(functions, files).values())
+
+
+def without_folders(functions):
+    return re.sub(r"[^,]*/", "", functions)
+
+
+def first_reward(cfg):
+    """Whose mean is the eval accuracy."""
+    first = without_folders(cfg.reward.split(",")[0])
+    return re.sub("^environment", without_folders(cfg.environment), first)
+
+
 def about(run, before, started=STARTED):
     """What config.json gets, and the files that were edited since the run began. before: what it
     had when the run last went on; {}: it begins, or had no extras/."""
     cfg = run.cfg
-    functions = f"{cfg.reward},{cfg.environment}"
+    functions = without_folders(f"{cfg.reward},{cfg.environment}")
     code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
     read = {*code.values(), *paths_of(cfg.train_data), *paths_of(cfg.eval_data)}
     files = {path: digest for path in sorted(read) if (digest := of_file(path))}
@@ -198,17 +211,19 @@ def about(run, before, started=STARTED):
         if os.path.getmtime(path) > started or before["files"].get(path, digest) != digest:
             files[path] += " edited"  # while it ran: who knows which version it had
 
-    def code_of(functions):
+    def code_read(functions):
         return sorted(files[path] for path in behind(functions, code).values())
 
-    # Whose mean is the eval accuracy.
-    first = re.sub("^environment", cfg.environment, cfg.reward.split(",")[0])
+    first = first_reward(cfg)
     settings = functions, cfg.temperature, cfg.non_stop_reward
+    identity = run.files.notes["identity"]
     about = dict(
         trainer=of_file(inspect.getfile(type(cfg))),
-        eval_accuracy_of=of_values(first, code_of(first), run.eval_prompts),
-        reward_of=of_values(settings, code_of(functions), run.train_prompts),
-        weights=of_values(run.files.notes["identity"]["model"]),
+        eval_accuracy_of=of_values(first, code_read(first), run.eval_prompts),
+        reward_of=of_values(settings, code_read(functions), run.train_prompts),
+        weights=of_values(identity["model"]),
+        weights_of_reference=of_values(identity.get("reference")),
+        prompts=identity.get("train_data"),  # as tokens
         files=files,
         flags=before["flags"] | {str(run.step): vars(cfg)},  # from each step on
     )

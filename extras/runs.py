@@ -229,7 +229,7 @@ class Files(grpo.RunFiles):
                 self.unreadable.add(path)
         require(saved or not self.unreadable, "resume", f"no checkpoint in {self.path} can be read")
         self.saved = saved.get("step", 0)
-        names = "identity", "evals", "evals_since"
+        names = "identity", "evals", "graders"
         self.notes_before = {name: saved[name] for name in names if name in saved}
         loaded = digests.of_weights(model)
         base = model
@@ -367,9 +367,7 @@ class Files(grpo.RunFiles):
 
     def best_step(self) -> int:
         """The step with the highest eval accuracy so far; 0: none."""
-        since = self.notes.get("evals_since", 0)  # from here on evals measured what they do now
         evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
-        evals = {step: accuracy for step, accuracy in evals.items() if step > since}
         return max(evals, key=evals.get, default=0)
 
     def complete(self, run, is_due: bool = False) -> None:

@@ -146,11 +146,11 @@ def show_end(run, started: float) -> None:
         if ranks.is_first():
             ranks.say(f"curves: {view.draw(str(run.files.path))}")
     accuracies = [m["eval_accuracy"] for m in run.files.history if "eval_accuracy" in m]
-    has_learned = any(m.get("optimizer_steps") for m in run.files.history)
+    best = run.files.path_of(run.files.best_step())
     if len(accuracies) > 1:
         ranks.say(f"accuracy_before: {accuracies[0]:.3f}\naccuracy_after: {accuracies[-1]:.3f}")
-    if len(accuracies) > 1 and has_learned:
-        ranks.say(f"best checkpoint: {run.files.path_of(run.files.best_step())}")
+        if best.exists():  # not if the first eval is the best
+            ranks.say(f"best checkpoint: {best}")
     ranks.say(f"steps: {run.step}\nseconds: {time.perf_counter() - started:.1f}")
     ranks.say(f"out_dir: {run.files.path}")
     ranks.say(f"its samples: python tools/view.py {run.files.path} --html")

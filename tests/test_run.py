@@ -272,6 +272,12 @@ def test_an_accuracy_on_other_eval_data_names_no_best_checkpoint(tmp_path):
     small_run(tmp_path / "run", resume=True, **options, **hard)
     names = [os.path.basename(path) for path in checkpoints(tmp_path / "run")]
     assert names == ["step_000003"]
+    # Of a run that has ended, too: 0.9 + 3 / 100 now, and nothing of what hard.jsonl gave.
+    easy = options | dict(eval_data=f"{tmp_path}/easy.jsonl", max_steps=3)
+    history = small_run(tmp_path / "run", resume=True, **easy)
+    evals = [m["eval_accuracy"] for m in history if "eval_accuracy" in m]
+    assert evals == [pytest.approx(0.93)]
+    assert sum("earlier_accuracy" in m for m in history) == 5
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
@@ -702,6 +708,15 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
     small_run(tmp_path / "a" / "run", **options)
     small_run(tmp_path / "b" / "run", report_to=name, max_steps=0)  # another of this name
     small_run(tmp_path / "a" / "run", report_to=name, max_steps=2, resume=True)
+    for variable, value in dict(PROJECT="p", NAME="n", RUN_ID="i").items():
+        monkeypatch.setenv(f"WANDB_{variable}", value)
+    small_run(tmp_path / "sweep", report_to=name, max_steps=0)
+    [*_, own] = [x for x in sent if "project" in x]
+    sent.remove(own)
+    is_theirs = [own["project"], own["name"], own.get("id"), own["resume"]] == [*"pni", "allow"]
+    assert is_theirs == (name == "wandb")
+    for variable in ("PROJECT", "NAME", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{variable}")
     begun, zero, one, *_ = sent
     assert "eval/accuracy" in zero and zero["train/step"] == 0
     assert {"train/reward", "train/completions/mean_length"} <= set(one)
