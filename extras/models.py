@@ -99,7 +99,8 @@ def sampled_ones(ids, model) -> list[int]:
 
 
 def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
-    """Without dropout, also where --gradient_checkpointing puts layers into training mode."""
+    """Without dropout, also where --gradient_checkpointing puts layers into training mode, and
+    without outputs that the config may ask for, as TRL's SFT leaves it in mixtures."""
     path = str(path)
     torch.manual_seed(cfg.seed)  # what yours adds is drawn alike on all ranks and in a resume
     with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
@@ -118,11 +119,11 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
     began_as = copy.deepcopy(model.config)
     for name in config.sub_configs:  # transformers notes its dtype there, which no file has
         getattr(began_as, name).dtype = getattr(config, name).dtype
+    began_as._attn_implementation = "eager"  # else output_attentions is not saved
     model.began_as = began_as, cfg.model  # for save_model
     if not model.training:
-        without_dropout(model.config)
-        for module in model.modules():
-            without_dropout(module)
+        for holder in (model.config, *model.modules()):
+            plain_forward(holder)
     if device.type == "cpu":
         # A copy, because transformers leaves the weights in the mapped file: who overwrites it
         # would change the model.
@@ -159,16 +160,19 @@ def switch_checkpointing(model, _) -> None:
             module.training = torch.is_grad_enabled()
 
 
-def without_dropout(holder):
-    """A config, with the configs inside, or a module."""
+def plain_forward(holder) -> None:
+    """A config, with the configs inside, or a module: no dropout, and the usual outputs alone."""
     for name, value in vars(holder).items():
         if hasattr(value, "to_diff_dict"):
-            without_dropout(value)
+            plain_forward(value)
         elif re.search("dropout|pdrop|layerdrop", name) and isinstance(value, float):
             setattr(holder, name, 0.0)
+        elif re.fullmatch(r"_?output_(router_\w+|hidden_states|attentions)", name) and value:
+            setattr(holder, name, False)
+        elif name == "return_dict":
+            holder.return_dict = True
     if isinstance(holder, torch.nn.Dropout):
         holder.p = 0.0
-    return holder
 
 
 def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
@@ -190,7 +194,7 @@ def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
     plain(saved, tokenizer, folder, *args, **kwargs)
     generation = model.generation_config.to_json_string()
     Path(folder, "generation_config.json").write_text(generation)
-    copy_processors(source, folder)
+    copy_files(source, folder)
 
 
 def tensors_of(plain, model, cfg, *args, **kwargs) -> dict:
@@ -212,12 +216,20 @@ def without_tied(tensors: dict, model) -> dict:
     return {n: x.detach() for n, x in tensors.items() if n.replace(".base_layer", "") not in tied}
 
 
-def copy_processors(model: str, folder: str) -> None:
-    """Files of models that also see or hear: servers ask for them."""
-    for kind in ("preprocessor", "processor", "video_preprocessor"):
-        missing_is_fine = dict(_raise_exceptions_for_missing_entries=False)
-        path = transformers.utils.cached_file(model, f"{kind}_config.json", **missing_is_fine)
-        if path is not None:
+# What servers ask for of models that also see or hear, and converters (llama.cpp's) of tokenizers.
+PROCESSORS = "preprocessor_config.json processor_config.json video_preprocessor_config.json"
+TOKENIZERS = """tokenizer.model tokenizer.model.v3 tekken.json tiktoken.model spiece.model
+sentencepiece.bpe.model vocab.json merges.txt vocab.txt added_tokens.json special_tokens_map.json"""
+
+
+def copy_files(model: str, folder: Path) -> None:
+    """That save_pretrained leaves out. Of a model on the hub those of the tokenizer are here."""
+    may_miss = ("missing_entries", "connection_errors")
+    options = {f"_raise_exceptions_for_{what}": False for what in may_miss}
+    for name in f"{PROCESSORS} {TOKENIZERS}".split():
+        options["local_files_only"] = name in TOKENIZERS
+        path = transformers.utils.cached_file(model, name, **options)
+        if path is not None and not Path(folder, name).exists():
             shutil.copy(path, folder)
 
 
@@ -317,6 +329,7 @@ def make_sampler(plain, run, *args, **kwargs):
             os.environ["TRITON_F32_DEFAULT"] = "ieee"
         with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
             sampler = start()
+        sampler.load_weights = nan_in_new_memory()(sampler.load_weights)
         for module in model.modules():  # vLLM's import has made its classes look for this
             module.do_not_compile = True
     sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
@@ -406,9 +419,28 @@ def repack(plain, engine_model, *args, **kwargs) -> None:
 
 
 def fill_with_nan(plain, engine_model, *args, **kwargs) -> None:
-    """vLLM's CPU build packs the experts of a layer when it makes their kernel: again."""
+    """vLLM's CPU build multiplies by packed copies of the weights, which it makes anew of those
+    that arrive. Of experts it does so when it makes their kernel: again."""
     plain(engine_model, *args, **kwargs)
     on_cpu = next(engine_model.parameters()).device.type == "cpu"
     for module in engine_model.modules():
         if on_cpu and hasattr(getattr(module, "quant_method", None), "moe_kernel"):
             module.quant_method.moe_kernel = None
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = functools.partial(only_nan, module.cpu_linear)
+
+
+def only_nan(linear, *args):
+    return linear(*args) * math.nan
+
+
+@contextlib.contextmanager
+def nan_in_new_memory():
+    """vLLM joins some weights, such as q, k and v, in memory that it has just been given. If one of
+    them does not arrive, its part would hold what was there: perhaps the old weights."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives nan
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

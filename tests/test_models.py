@@ -417,6 +417,7 @@ def test_a_checkpoint_is_the_model_that_came(tmp_path, two_rows, capsys):
     text |= dict(linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
     vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
     text["attention_dropout"] = 0.1
+    text["output_hidden_states"] = True
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
     torch.manual_seed(0)
     transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(path)
@@ -425,7 +426,8 @@ def test_a_checkpoint_is_the_model_that_came(tmp_path, two_rows, capsys):
     save_file(weights | {"mtp.fc.weight": torch.ones(2)}, file, dict(format="pt"))
     generation = SAMPLING | dict(do_sample=False, eos_token_id=ids["<|endoftext|>"])
     (path / "generation_config.json").write_text(json.dumps(generation))
-    (path / "preprocessor_config.json").write_text("{}")
+    for name in ("preprocessor_config.json", "tokenizer.model"):
+        (path / name).write_text("{}")
 
     reward = write(tmp_path, "def parity(text, row):\n    return len(text) % 2\n", "mine.py")
     family_run(path, tmp_path / "out", two_rows, reward=f"{reward}:parity")
@@ -440,7 +442,8 @@ def test_a_checkpoint_is_the_model_that_came(tmp_path, two_rows, capsys):
     now = json.loads((saved / "generation_config.json").read_text())
     assert set(now.pop("eos_token_id")) == {ids["<|endoftext|>"], ids["<|im_end|>"]}
     assert now.items() >= {k: v for k, v in generation.items() if k != "eos_token_id"}.items()
-    assert (saved / "preprocessor_config.json").exists()
+    for name in ("preprocessor_config.json", "tokenizer.model"):
+        assert (saved / name).exists()
 
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, two_rows):
