@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -19,6 +20,15 @@ NOT_FLAGS |= {"job"}  # of earlier versions
 PATIENCE = 10.0  # seconds from the end of the run to that of the process
 
 
+def print_help():
+    """The lines of Config, since argparse's own help knows no comments."""
+    _, _, fields = inspect.getsource(grpo.Config).partition("class Config:\n")
+    print("usage: python grpo.py [--name value] ...\n")
+    print(re.sub(r"(?m)^ +(?=\w+: )", "  --", fields).replace("    # ", "# "))
+    print("Without --model: the bundled task, with the values of BUNDLED in grpo.py.")
+    print("What they do together: the first lines of grpo.py, README.md, docs/REFERENCE.md.")
+
+
 def make_parser(plain, *args, **kwargs):
     names = list(vars(grpo.Config()))
 
@@ -26,7 +36,7 @@ def make_parser(plain, *args, **kwargs):
         raise ConfigError(preflight.suggest_flag(message, names))
 
     parser = plain(*args, **kwargs)
-    parser.print_help = lambda: print(grpo.__doc__, inspect.getsource(grpo.Config), sep="\n")
+    parser.print_help = print_help
     parser.error = refuse
     return parser
 
