@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import tomllib
 import types
 import zlib
 from pathlib import Path
@@ -184,6 +185,19 @@ def test_errors_are_one_line(args, tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------
 # Documents
+
+
+def test_the_pins_of_pyproject_are_those_of_the_requirements():
+    def pins(name):
+        return set(re.findall(r"(?m)^\w[^;+\s]*", Path(HERE, name).read_text()))
+
+    project = tomllib.loads(Path(HERE, "pyproject.toml").read_text())["project"]
+    extras = {name: set(extra) for name, extra in project["optional-dependencies"].items()}
+    assert extras["cpu"] == pins("requirements-cpu.txt")
+    assert extras["gpu"] == pins("requirements.txt")
+    exact = {pin for extra in extras.values() for pin in extra if "==" in pin}
+    assert exact - pins("requirements-test.txt") <= {pin for pin in exact if pin.startswith("vllm")}
+
 
 DOCUMENTS = ["README.md", "docs/REFERENCE.md", "docs/CONTRIBUTING.md"]
 DOCUMENTS += ["variants/README.md", "studies/RESULTS.md"]
