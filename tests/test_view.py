@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -208,8 +210,11 @@ def test_links_lead_somewhere_and_commands_are_valid(name):
     """To a file, and to a heading of it; flags exist, and whole commands are accepted."""
     text = Path(HERE, name).read_text()
     folder = Path(HERE, name).parent
-    for target in re.findall(r"\]\((?!http)([^)#]*)", text):
-        assert (folder / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)", text):
+        path = folder / target if target else Path(HERE, name)
+        assert path.exists(), target
+        headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if heading else [""]
+        assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
     flags = set(re.findall(r"--([a-z]+_[a-z_]+)", text))  # with an underscore: ours, not pip's
     others = {"nproc_per_node", "rdzv_backend", "rdzv_endpoint"}
     assert flags <= {f.name for f in dataclasses.fields(grpo.Config)} | others
@@ -217,6 +222,29 @@ def test_links_lead_somewhere_and_commands_are_valid(name):
         for line in block.replace("\\\n", " ").split("\n"):
             found = re.search(r"\bgrpo\.py((?: [^#\n]*)?)", line)
             if found and re.match(r" *(torchrun|python|\.venv/bin/\w+)", line):
-                import shlex
-
                 grpo.parse_flags(shlex.split(found[1]))
+
+
+RIGHT = ["42", "It is $42$.", "**42**", "<think>17+25=41?</think>42"]
+WRONG = ["", "142", "4.42", "It is 41", "<think>42</think> 41", "<think>42</think>"]
+
+
+def test_readmes_example_of_a_reward_row_and_command(tmp_path, monkeypatch):
+    """And its agent: each command trains, with the bundled model and smaller numbers."""
+    text = Path(HERE, "README.md").read_text()
+    [row] = re.findall(r'`(\{"prompt".*?\})`', text)
+    [code] = re.findall(r"```python\n(def my_reward.*?)```", text, re.DOTALL)
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n".replace("What is 17 + 25?", "017+025=") * 2)
+    (tmp_path / "my_rewards.py").write_text(code)
+    my_reward = runpy.run_path(str(tmp_path / "my_rewards.py"))["my_reward"]
+    done = json.loads(row) | dict(finish_reason="stop")
+    assert [my_reward(c, done) for c in RIGHT + WRONG] == [1] * len(RIGHT) + [0] * len(WRONG)
+    assert my_reward("42", done | dict(finish_reason="length")) == 0
+    (tmp_path / "sample_data").symlink_to(f"{HERE}/sample_data")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(view, "draw", str)  # it takes longer than a step
+    small = "--max_steps 1 --num_prompts 2 --max_completion_length 20 --rollout hf"
+    for words in ("--train_data rows.jsonl", "--environment"):
+        commands = text.replace("\\\n", "").replace("MODEL", "sample_data/model")
+        [flags] = re.findall(rf"(?m)^python3 grpo\.py (.*{words}.*?)(?:--eval_data .*)?$", commands)
+        assert grpo.main(shlex.split(f"{flags} {small}")) == 0
