@@ -22,12 +22,10 @@ HEADER = (
 
 
 def run(limit, reduction, noise, warmup, seed):
-    cfg = grpo.Config(seed=seed)
-
     def add_noise(policy, samples, step):  # the same as variants/advantage_noise.patch
-        values = np.random.default_rng((cfg.seed, 3, step, 0)).normal(0.0, noise, len(samples))
-        for sample, value in zip(samples, values, strict=True):
-            sample.advantages += value
+        generator = np.random.default_rng((seed, 3, step, 0))
+        for sample in samples:
+            sample.advantages += generator.normal(0.0, noise)
 
     options = dict(warmup_steps=warmup, seed=seed, max_steps=limit, loss_reduction=reduction)
     return common.train(add_noise, stop=reached, **options)
@@ -66,8 +64,8 @@ def compare(args, name: str, results: dict, limit: int) -> None:
         table.append([*row, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
         sides[f"noise {noise:g}, warmup {warmup}"] = runs
 
-    title = "reward, until the first seed is there"
-    common.save(args, name, [(title, "reward", sides)], table)
+    panels = [("reward, until the first seed is there", "reward", sides)]
+    common.save(args, name, panels, table)
 
 
 if __name__ == "__main__":

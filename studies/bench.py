@@ -196,7 +196,7 @@ def run_trl(files: dict, spec: dict) -> dict:
     with open(files["train_data"]) as file:
         rows = Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in file])
     reward = load_function(files["reward"])
-    fast.tune_memory(torch.device("cpu"))  # as ours does
+    fast.tune_memory()  # as ours does
     trainer = GRPOTrainer(files["model"], reward, GRPOConfig(**options), train_dataset=rows)
     give_engine(trainer, files, spec, record)
     score = trainer._get_per_token_logps_and_entropies
@@ -231,12 +231,12 @@ def give_engine(trainer, files: dict, spec: dict, record: Record) -> None:
 
     def generate(prompt_ids, images, fields, num_generations, **_):
         engine.load_weights(trainer.model)
-        prompts = [np.array(ids) for ids in prompt_ids]
+        prompts = [grpo.Prompt(np.array(ids), "", {}) for ids in prompt_ids]
         call = next(calls)
         seeds = [(call, i) for i in range(len(prompts))]
         completions = record.sample(engine.generate, prompts, seeds, 1.0)
-        lists = [(ids.tolist(), logps.tolist()) for ids, logps in completions]
-        return tuple(map(list, zip(*lists, strict=True)))
+        names = ("completion_ids", "sampler_logps")
+        return tuple([fields[name].tolist() for fields in completions] for name in names)
 
     trainer.use_vllm = True
     trainer._generate_single_turn = generate
@@ -252,13 +252,6 @@ def run_side(python: str, side: str, setting: str, files: dict) -> dict:
     about = dict(setting=setting, side=side, dtype=files["dtype"])
     print(json.dumps(about | result), flush=True)
     return result
-
-
-def do_work(side: str, files: dict, spec: dict) -> None:
-    """The work of a process that run_side has started."""
-    sides = dict(ours=run_ours, trl=run_trl)
-    print("\nRESULT " + json.dumps(sides[side](files, spec)), flush=True)
-    os._exit(0)
 
 
 def costs_of(result: dict) -> list[float]:
@@ -278,8 +271,11 @@ if __name__ == "__main__":
     add("--quick", action="store_true", help="one round of the bundled setting, two steps")
     add("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work:
-        do_work(**args.work)
+    if args.work:  # in a process that run_side has started
+        sides = dict(ours=run_ours, trl=run_trl)
+        result = sides[args.work["side"]](args.work["files"], args.work["spec"])
+        print("\nRESULT " + json.dumps(result), flush=True)
+        os._exit(0)
     if args.quick:
         SETTINGS["bundled"]["steps"] = 1
         args.settings, args.rounds = ["bundled"], 1

@@ -120,6 +120,5 @@ if __name__ == "__main__":
         cells = [common.span(reached[G], 1), common.difference(reached[G], reached[8])]
         ends = map(common.mean_and_std, (rewards, accuracies))
         learning_table.append([name, *cells, *ends])
-    title = f"(c) reward, {SAMPLES} samples a step, prompts x G"
-    panels = [(title, "reward", sides)]
+    panels = [(f"(c) reward, {SAMPLES} samples a step, prompts x G", "reward", sides)]
     common.save(args, "big_groups", panels, memory_table, learning_table)

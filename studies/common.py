@@ -2,6 +2,7 @@
 processes, figures and tables. Sides are compared as tools/compare.py does it."""
 
 import argparse
+import contextlib
 import copy
 import itertools
 import multiprocessing
@@ -30,6 +31,7 @@ import torch
 import view
 
 import grpo
+from extras import runs as runs_of_extras
 
 torch.set_num_threads(1)
 plt.rc("axes", grid=True, titlesize=11, prop_cycle=plt.cycler(color=view.COLORS))
@@ -114,9 +116,9 @@ def train(before=None, after=None, stop=None, evals=False, **options) -> list[di
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(grpo, "update", update_with_hooks),
         mock.patch.object(grpo.Run, "should_stop", is_over_or_stopped),
-        mock.patch.object(grpo.Run, "save"),
-        mock.patch.object(grpo, "print_rank_0"),
+        mock.patch.object(runs_of_extras.Files, "save"),
         mock.patch("tools.view.draw"),
+        contextlib.redirect_stdout(None),
     ):
         lines = grpo.train(grpo.Config(**grpo.BUNDLED | lean | dict(out_dir=folder) | options))
     steps = {}

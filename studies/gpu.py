@@ -9,6 +9,7 @@ seen. The exit code is 1 if a point is WRONG. RESULTS.md has those of a card.
 
 import argparse
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from extras import fast
 from grpo import Config
 
 GAP = "sampling/sampling_logp_difference/mean"  # between sampler and trainer
-
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPES = {  # parameters: shape of a Llama
     "30M": bench.SHAPE,
@@ -160,14 +160,14 @@ def point_default():
 
 def point_vllm(ranks: int = 0):
     """vLLM has the trainer's weights after a sleep and an update; the phases' seconds."""
-    if not grpo.importlib.util.find_spec("vllm"):
+    if not importlib.util.find_spec("vllm"):
         raise Skip("vllm is not installed")
     flags = ["--rollout", "vllm", "--learning_rate", "1e-3", "--max_steps", "3"]
     flags += ["--max_completion_length", "256", "--num_prompts", "8"]
     _, lines = run_500M(*flags, ranks=ranks)
     last = lines[-1]
     shown = f"gaps {[round(m[GAP], 5) for m in lines]}, seconds: "
-    for name in ("rollout", "update", "load_weights"):
+    for name in ("rollout", "update", "eval"):
         shown += f"{name} {last['time_' + name]:.1f}, "
     return last[GAP] < 0.05, f"{shown}{last['tokens_per_s']:.0f} tokens a second"
 

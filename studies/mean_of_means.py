@@ -143,6 +143,5 @@ if __name__ == "__main__":
             ends.append([np.mean([m[key] for m in h[-3:]]) for h in histories])
         training_table.append([name, *map(common.mean_and_std, ends)])
     sides = {name: histories for (name,), histories in runs.items()}
-    metrics = ("reward", "completions/mean_length")
-    panels = [(f"training: {metric}", metric, sides) for metric in metrics]
+    panels = [(f"training: {m}", m, sides) for m in ("reward", "completions/mean_length")]
     common.save(args, "mean_of_means", panels, errors_table, training_table)

@@ -95,16 +95,14 @@ def measure(kind: str, row: dict, with_vllm: bool) -> None:
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, 64, n) for n in (5, 100, 30)]
     prompts = [grpo.Prompt(i, "", {}) for i in ids]
-    samples = fast.dummy_samples(prompts, [2, 60])
+    plain = grpo.load_model(cfg.model, cfg, CPU)
+    samples = fast.dummy_samples(prompts, [2, 60], plain)
     for s in samples:
         s.completion_ids[:] = rng.integers(3, 64, len(s.completion_ids))
 
-    plain = grpo.load_model(cfg.model, cfg, CPU)
     expected = of_one(plain, samples)
     model = grpo.load_model(cfg.model, cfg, CPU)
-    with unittest.mock.patch(
-        "extras.fast.SMALL", 0
-    ):  # tiny models, too, have the head of large ones
+    with unittest.mock.patch.object(fast, "SMALL", 0):  # for tiny models, too
         policy = grpo.make_policy(model, prompts[:1], cfg)
     row["sequences"] = "packed" if packed.packs(model) else "padded"
     row["head"] = "fast" if type(policy).__name__ == "FastPolicy" else "own"

@@ -20,11 +20,14 @@ GAP = "sampling/sampling_logp_difference/mean"  # between sampler and trainer
 WEIGHTS = {0.0: "none", 2.0: "cap 2"}  # importance weights
 
 
+make_sampler = grpo.make_sampler
+
+
 class BrainFloats(grpo.HFSampler):
     """Samples in bfloat16 in all steps; the last eval, after them, is the policy's own."""
 
-    def __init__(self, model, stop_ids, longest, cfg):
-        super().__init__(model, stop_ids, cfg)
+    def __init__(self, run):
+        super().__init__(run.policy.model, make_sampler(run).stop_ids, run.cfg)
         self.loads = 0
 
     def load_weights(self, model):
@@ -36,8 +39,8 @@ class BrainFloats(grpo.HFSampler):
 class OldWeights(grpo.HFSampler):
     """Samples with the weights of DELAY steps ago; not in the eval after the last step."""
 
-    def __init__(self, model, stop_ids, longest, cfg):
-        super().__init__(copy.deepcopy(model), stop_ids, cfg)
+    def __init__(self, run):
+        super().__init__(copy.deepcopy(run.policy.model), make_sampler(run).stop_ids, run.cfg)
         self.weights = []  # before step 1, 2, ...
 
     def load_weights(self, model):
@@ -49,7 +52,7 @@ class OldWeights(grpo.HFSampler):
 
 def mismatch(steps, sampler, cap, seed):
     """A run with rollouts by another sampler than the policy."""
-    makers = {"same": grpo.make_sampler, "bf16": BrainFloats, "4 steps old": OldWeights}
+    makers = {"same": make_sampler, "bf16": BrainFloats, "4 steps old": OldWeights}
     with mock.patch.object(grpo, "make_sampler", makers[sampler]):
         return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)
 

@@ -40,10 +40,7 @@ FLAGS = (
     "--num_generations 8 --max_completion_length 16 --learning_rate 2e-5 --lr_schedule linear "
     "--compile on --eval_every 10 --save_every 0"
 )
-TITLES = {  # of functions of sample_data/gym.py
-    "sums": "sums of one-digit numbers",
-    "gcd": "greatest common divisors",
-}
+TITLES = dict(sums="sums of one-digit numbers", gcd="greatest common divisors")  # of gym.py
 STEPS, SEEDS = {"sums": 80, "gcd": 20}, {"sums": 3, "gcd": 1}
 SYSTEM = "Answer with a number. It may be negative, such as -2."  # of the sums
 

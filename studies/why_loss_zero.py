@@ -8,7 +8,7 @@ A planted bug, a reward that is always 1, shows for contrast how a true fault lo
 
 import common
 import numpy as np
-import torch
+from torch.nn.utils import parameters_to_vector
 
 import grpo
 
@@ -43,7 +43,7 @@ def run(steps, case, seed):
     starts = []  # the parameters before each step
 
     def before(policy, samples, step):
-        starts.append(flat_parameters(policy))
+        starts.append(parameters_to_vector(policy.parameters()).detach().clone())
         # under a name that the update does not read
         grpo.add_logps("logps_before", policy, samples, cfg)
 
@@ -57,16 +57,12 @@ def run(steps, case, seed):
             lengths = common.lengths_of(samples)
             advantages = [s.advantages[0] for s in samples]
             covariance = np.cov(advantages, lengths, ddof=0)[0, 1] / lengths.mean()
-        moved = (flat_parameters(policy) - starts[0]).norm().item()
+        moved = (parameters_to_vector(policy.parameters()) - starts[0]).norm().item()
         return dict(beta_kl=beta_kl, predicted=beta_kl - covariance, moved=moved)
 
     metrics = common.train(before, after, **options)
     check(case, metrics)
     return metrics
-
-
-def flat_parameters(policy):
-    return torch.nn.utils.parameters_to_vector(policy.parameters()).detach().clone()
 
 
 def check(case, steps):
