@@ -4,7 +4,7 @@
     python studies/gpu.py float32 resume     # some of them
 
 Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
-seen. The exit code is 1 if a point is WRONG. RESULTS.md has those of a card.
+seen. The exit code is 1 if a point is WRONG. RESULTS.md has what an H200 gave.
 """
 
 import argparse
