@@ -854,8 +854,11 @@ BUNDLED = dict(  # "R1 in miniature", if no --model is given; given flags win
 )
 
 
-ONLY_WITH_EXTRAS = """lora_rank environment max_turns system_prompt weight_decay fast compile began
-gradient_checkpointing log_completions report_to""".split()
+ONLY_WITH_EXTRAS = dict(
+    lora_rank=0, environment="", max_turns=8, system_prompt="", weight_decay=0.0
+)
+ONLY_WITH_EXTRAS |= dict(gradient_checkpointing=False, fast=True, compile="auto", began="")
+ONLY_WITH_EXTRAS |= dict(log_completions=64, report_to="none")  # flag: without extras/
 
 
 @extra("flags")
@@ -1215,7 +1218,7 @@ class RunFiles:
         if not (cfg.resume and self.checkpoints()):
             return load_model(cfg.model, cfg, device), {}
         path = self.checkpoints()[-1]
-        saved = torch.load(path / "trainer_state.pt", map_location=device, weights_only=False)
+        saved = torch.load(path / "trainer_state.pt", map_location="cpu", weights_only=False)
         self.history = saved["history"]
         return load_model(str(path), cfg, device), saved
 
@@ -1310,9 +1313,12 @@ class Run:
         self.optimizer = make_optimizer(self.policy, cfg)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # see set_learning_rate
-        for name, p in self.policy.named_parameters():
-            if name in saved.get("moments", {}):
-                self.optimizer.state[p] = saved["moments"][name]
+        if saved:  # Adam's moments have the names of parameters: other ones may learn today
+            moments = saved.pop("moments")
+            names = {p: name for name, p in self.policy.named_parameters()}
+            learning = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+            state = {i: moments[name] for i, name in enumerate(learning) if name in moments}
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=state))
         self.files.open(self)  # last of all: what fails before leaves nothing behind
         self.stop_requested = False
         self.times = {}  # seconds of the phases of a step
@@ -1376,8 +1382,8 @@ def run_loop(run: Run) -> None:
 @extra("runs")
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
-    for name in ONLY_WITH_EXTRAS:
-        if getattr(cfg, name) != getattr(Config, name) and not USE_EXTRAS:
+    for name, value in ONLY_WITH_EXTRAS.items():
+        if getattr(cfg, name) != value and not USE_EXTRAS:
             raise ValueError(f"--{name} needs extras/")
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler

@@ -109,8 +109,8 @@ def around(sampler, run):
         player = Player(load(cfg.environment), sampler, run.tokenizer, prompts, cfg, room)
         cleanup.callback(player.close_objects)
         if ranks.is_first():
-            prompts = grpo.prompts_of_step(run.train_prompts, run.step + 1, cfg)
-            [player.first_prompt] = player.open(prompts[:1], strict=run.step == 0)
+            first = [preflight.first_prompt(run)]
+            [player.first_prompt] = player.open(first, strict=run.step == 0)
     return player
 
 
@@ -331,7 +331,7 @@ class Player:
             if said != self.openings.setdefault(row_id, said):
                 raise ValueError("reset() says two things to one row and seed")
             rest = prompt.row_number, self.tokenizer, self.cfg
-            options = dict(said=said or "", environment=environment)
+            options = dict(_said=said or "", _environment=environment)
             longer = grpo.make_prompt(prompt.row, *rest, **options)
             if len(longer.ids) > self.room:
                 room = f"--max_prompt_length or the model has room for {self.room}"

@@ -37,9 +37,9 @@ def paths_of(data: str) -> list:
 
 def of_code(thing) -> str:
     """Of a function or a class, without comments, docstrings and layout; "": nobody can read it."""
-    if isinstance(thing, type):  # its functions as they are now, also those that a script has set
-        functions = {name: f for name, f in vars(thing).items() if inspect.isfunction(f)}
-        text = str({name: of_code(f) for name, f in sorted(functions.items())})
+    if isinstance(thing, type):  # as it is now, also with what a script has set
+        own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init)", name)}
+        text = str({name: of_code(x) for name, x in sorted(own.items())})
     else:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
@@ -64,6 +64,9 @@ WRITTEN_FOR = dict(
     log_probabilities="7f6bd71a",
     load_reference="780ab9db",
     load_tokenizer="5510918b",
+    make_prompt="91c0f8eb",
+    read_rows="8e84d75b",
+    prompts_of_step="ea195af5",
     samples_of_eval="e670d561",
     rollout="9dada5c1",
 )
@@ -72,7 +75,22 @@ WRITTEN_FOR = dict(
 def changed(*names) -> list[str]:
     """Of these functions and classes of the page those whose code is no longer the known one."""
     page = sys.modules["grpo"]
-    return [name for name in names if of_code(getattr(page, name)) != WRITTEN_FOR[name]]
+    own = {name: getattr(page, name) for name in names}
+    return [n for n, x in own.items() if of_code(x) != WRITTEN_FOR[n] or is_wrapped(x)]
+
+
+def is_marked(function) -> bool:
+    """By the page's @extra. functools.wraps copies the mark's attributes."""
+    code = getattr(function, "__code__", None)
+    return hasattr(function, "extra") and code.co_filename == sys.modules["grpo"].__file__
+
+
+def is_wrapped(thing) -> bool:
+    """By a decorator that is not the page's: getsource looks through it."""
+    if isinstance(thing, type):
+        return any(map(is_wrapped, vars(thing).values()))
+    inner = getattr(thing, "__wrapped__", None)
+    return inner is not None and (not is_marked(thing) or is_wrapped(inner))
 
 
 def of_values(*values):

@@ -13,6 +13,10 @@ TrainingError = grpo.TrainingError  # the run cannot go on: exit code 1
 cleanup = contextlib.ExitStack()  # what the end of a run closes, also that of a failed one
 
 
+# Of code: their line says in which line of grpo.py, which may be yours.
+MISTAKES = NameError, TypeError, AttributeError, LookupError, ImportError, AssertionError
+
+
 class ConfigError(Exception):
     """The user's mistake: exit code 2."""
 
@@ -32,7 +36,7 @@ def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500] or type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, (NameError, TypeError, AttributeError, IndexError, KeyError, ImportError)):
+    if isinstance(error, MISTAKES) or type(error) is RuntimeError:
         places = [f for f in frames if f.filename == grpo.__file__ and f.name != "wrapped"]
         text += "".join(f" ({Path(f.filename).name}:{f.lineno}, {f.name})" for f in places[-1:])
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("extras"):

@@ -227,7 +227,12 @@ def what_is_added(policy) -> list[str]:
     known = vars(grpo.Policy(policy.model, 1.0)).keys()
     hooks = [name for name in known if name.endswith("_hooks") and getattr(policy, name)]
     own = [type(policy).__name__] * (type(policy) is not grpo.Policy)
-    return own + hooks + sorted(vars(policy).keys() - known)
+    inside = {*policy._modules, *policy._parameters, *policy._buffers} - {"model"}
+    for name, x in (("model", policy.model), ("head", policy.model.get_output_embeddings())):
+        called = [getattr(x, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward")]
+        if any(called) or "forward" in vars(x):  # which the forms here would not call
+            hooks.append(f"hooks of the {name}")
+    return own + hooks + sorted(inside | vars(policy).keys() - known)
 
 
 @contextlib.contextmanager

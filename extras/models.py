@@ -99,8 +99,8 @@ def sampled_ones(ids, model) -> list[int]:
 
 
 def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
-    """Without dropout, also where --gradient_checkpointing puts layers into training mode, and
-    without outputs that the config may ask for, as TRL's SFT leaves it in mixtures."""
+    """Without dropout where --gradient_checkpointing puts layers into training mode, and without
+    outputs that the config may ask for, as TRL's SFT leaves it in mixtures."""
     path = str(path)
     torch.manual_seed(cfg.seed)  # what yours adds is drawn alike on all ranks and in a resume
     with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
@@ -116,19 +116,18 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
             model.set_attn_implementation("eager")  # the others leave the cap out
         if cfg.dtype == "float64":
             model.set_experts_implementation("eager")  # the grouped product has no float64
-    began_as = copy.deepcopy(model.config)
-    for name in config.sub_configs:  # transformers notes its dtype there, which no file has
-        getattr(began_as, name).dtype = getattr(config, name).dtype
-    began_as._attn_implementation = "eager"  # else output_attentions is not saved
-    model.began_as = began_as, cfg.model  # for save_model
+    model.file = config, cfg.model  # for save_model
     if not model.training:
         for holder in (model.config, *model.modules()):
-            plain_forward(holder)
+            plain_forward(holder, no_dropout=cfg.gradient_checkpointing)
     if device.type == "cpu":
         # A copy, because transformers leaves the weights in the mapped file: who overwrites it
         # would change the model.
+        copies = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            tensor.data = tensor.data.clone()
+            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+            copies[place] = copies.get(place, tensor.data.clone())  # shared ones stay shared
+            tensor.data = copies[place]
     model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
@@ -160,40 +159,58 @@ def switch_checkpointing(model, _) -> None:
             module.training = torch.is_grad_enabled()
 
 
-def plain_forward(holder) -> None:
-    """A config, with the configs inside, or a module: no dropout, and the usual outputs alone."""
+DROPOUT = "dropout|pdrop|layerdrop"
+OUTPUTS = r"_?output_(router_\w+|hidden_states|attentions)"
+
+
+def plain_forward(holder, no_dropout: bool = True) -> None:
+    """A config, with the configs inside, or a module: the usual outputs alone."""
     for name, value in vars(holder).items():
         if hasattr(value, "to_diff_dict"):
-            plain_forward(value)
-        elif re.search("dropout|pdrop|layerdrop", name) and isinstance(value, float):
+            plain_forward(value, no_dropout)
+        elif no_dropout and re.search(DROPOUT, name) and isinstance(value, float):
             setattr(holder, name, 0.0)
-        elif re.fullmatch(r"_?output_(router_\w+|hidden_states|attentions)", name) and value:
+        elif re.fullmatch(OUTPUTS, name) and value:
             setattr(holder, name, False)
         elif name == "return_dict":
             holder.return_dict = True
-    if isinstance(holder, torch.nn.Dropout):
+    if no_dropout and isinstance(holder, torch.nn.Dropout):
         holder.p = 0.0
 
 
+def put_back(config, of_file) -> None:
+    """What plain_forward has set, and transformers' note of the dtype, as the file has it."""
+    for name, value in vars(of_file).items():
+        if hasattr(value, "to_diff_dict") and hasattr(config, name):
+            put_back(getattr(config, name), value)
+        elif re.search(f"{DROPOUT}|^{OUTPUTS}$|^return_dict$|^dtype$", name):
+            setattr(config, name, value)
+
+
 def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
-    """With the model's own dropouts, the adapters merged, and the files that servers ask for."""
-    weights = without_tied(model.state_dict(), model)
+    """With the config of the file, but for your changes, the adapters merged, and the files that
+    servers ask for."""
+    weights, saved = model.state_dict(), copy.copy(model)
     if any(hasattr(module, "get_delta_weight") for module in model.modules()):  # peft's
         from extras import lora
 
-        merged = lora.Merged(weights, model).items()
+        merged = lora.Merged(without_tied(weights, model), model).items()
         weights = {name: x.cpu() for name, x in merged}  # a GPU holds one of them
+        saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
     # In parts: there may be little memory, as after a pass that had too little.
     parts = (part for x in weights.values() for part in x.flatten().split(2**22))
     if not all(part.isfinite().all() for part in parts):
         raise ValueError("the weights are not finite")
-    saved = copy.copy(model)
-    saved.config, source = getattr(model, "began_as", (model.config, model.name_or_path))
+    of_file, source = getattr(model, "file", (model.config, model.name_or_path))
+    saved.config = copy.deepcopy(model.config)
+    put_back(saved.config, of_file)
+    saved.config._attn_implementation = "eager"  # else output_attentions is not saved
     saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
-    saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
+    blank = saved.generation_config.to_json_string()
     plain(saved, tokenizer, folder, *args, **kwargs)
-    generation = model.generation_config.to_json_string()
-    Path(folder, "generation_config.json").write_text(generation)
+    generation = Path(folder, "generation_config.json")
+    if not generation.exists() or generation.read_text() == blank:  # else it is yours
+        generation.write_text(model.generation_config.to_json_string())
     copy_files(source, folder)
 
 
@@ -283,7 +300,8 @@ def load_reference(plain, run, *args, **kwargs):
 
 def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer:
     optimizer = plain(policy, cfg, *args, **kwargs)
-    if cfg.weight_decay > 0:
+    is_yours = any(group.get("weight_decay") for group in optimizer.param_groups)
+    if cfg.weight_decay > 0 and not is_yours:
         optimizer.register_step_pre_hook(functools.partial(decay, cfg.weight_decay))
     return optimizer
 

@@ -21,6 +21,7 @@ from unicodedata import normalize
 import numpy as np
 
 import grpo
+from extras import digests
 from reward import ADDED, BUILT_IN
 
 LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
@@ -52,6 +53,9 @@ def check_values(cfg):
             raise ValueError(f"--{name}: {value} is no number from {low} on and below {high:g}")
         if typing.get_origin(kind) is typing.Literal and value not in choices:
             raise ValueError(f"--{name}: {value} is none of {', '.join(choices)}")
+    for name in ("about", "added", "first_day"):
+        if hasattr(cfg, name):
+            raise ValueError(f"--{name} is a name that extras/ need: rename it")
     if cfg.plain:
         raise ValueError("--plain: a word of the command line; in Python set grpo.USE_EXTRAS")
     if not cfg.model:
@@ -88,8 +92,8 @@ SERVES = dict(
     make_optimizer="weight_decay",
     load_model="gradient_checkpointing",
     make_sampler="environment max_turns compile",
-    make_prompt="system_prompt began",
-    content_of="system_prompt",
+    make_prompt="environment system_prompt began",
+    content_of="environment system_prompt",
     load_tokenizer="began",
     make_policy="fast",
     make_files="lora_rank report_to log_completions",
@@ -102,9 +106,9 @@ SERVES = dict(
 def check_marks(cfg):
     """A flag that only extras/ serves must not be dropped, because a mark has been taken away."""
     for name, flags in SERVES.items():
-        is_marked = hasattr(getattr(grpo, name), "extra")
+        is_marked = digests.is_marked(getattr(grpo, name))
         for flag in flags.split():
-            if not is_marked and getattr(cfg, flag) != getattr(grpo.Config, flag):
+            if not is_marked and getattr(cfg, flag) != grpo.ONLY_WITH_EXTRAS[flag]:
                 raise ValueError(
                     f"--{flag}: grpo.{name} is yours and has no @extra, which serves it"
                 )
@@ -332,7 +336,8 @@ def check_padding(run, sampler):
     long = max(8, min(run.longest, window + 32) - 4)
     prompt = run.train_prompts[0]
     prompts = [replace(prompt, ids=np.resize(prompt.ids, n)) for n in (1, long)]
-    completions = sampler.generate(prompts, [0, 1], 1.0, [3, 4])  # one stops before the other
+    seeds, limits = [(0, 0), (0, 1)], [3, 4]  # one stops before the other
+    completions = copy.copy(sampler).generate(prompts, seeds, 1.0, limits)
     samples = [grpo.Sample(0, p, **c) for p, c in zip(prompts, completions, strict=True)]
     check_samples_agree(run.policy, samples, 1.0, sampler.cfg)
     sampler.cfg = cfg
@@ -378,3 +383,10 @@ def check_cut_off(samples, rewards_before=()):
         if np.nanmean([s.reward for s in samples]) < max(rewards_before, default=0) / 2:
             return "cut-off completions, and half of the reward is gone: lower --learning_rate"
         return "cut-off completions earn nothing: see --max_completion_length"
+
+
+def first_prompt(run):
+    """Of the next step; of the data, if prompts_of_step is yours and may count its calls."""
+    if digests.changed("prompts_of_step"):
+        return run.train_prompts[0]
+    return grpo.prompts_of_step(run.train_prompts, run.step + 1, run.cfg)[0]

@@ -52,22 +52,26 @@ def bar() -> dict:
 
 
 def rows_of(plain, path: str, *args, **kwargs):
-    """The plain one reads JSON lines. It cannot read the others."""
+    """The plain one reads JSON lines. It cannot read the others, unless it is yours."""
     kind = Path(path).suffix.lower()
     if ".py:" in path:
         return load_function(path)()
-    if kind not in (".json", ".jsonl", ".ndjson"):
-        try:  # yours may know this kind
+    text = ""
+    if kind in (".json", ".jsonl", ".ndjson"):
+        text = Path(path).read_text("utf-8-sig").lstrip()
+    is_plain = text and not text.startswith("[")
+    if digests.changed("read_rows") and not is_plain:
+        try:
             rows = list(plain(path, *args, **kwargs))
             if all(isinstance(row, dict) for row in rows):
                 return rows
-        except (ValueError, OSError):
+        except (json.JSONDecodeError, UnicodeDecodeError, OSError):  # it does not know this kind
             pass
-        return read(path, kind)
-    text = Path(path).read_text("utf-8-sig")
     parse = json.JSONDecoder(object_pairs_hook=preflight.json_object).decode
-    if text.lstrip().startswith("["):
+    if text.startswith("["):
         return parse(text)
+    if kind not in (".json", ".jsonl", ".ndjson"):
+        return read(path, kind)
     for place["row"], line in enumerate(filter(str.strip, text.split("\n")), 1):
         parse(line)
     place["row"] = 0
@@ -199,15 +203,15 @@ def copy_of(cfg):  # copy.copy takes 6 us
 
 
 def make_prompt(
-    plain, row, row_number, tokenizer, cfg, *args, said=None, environment=None, **kwargs
+    plain, row, row_number, tokenizer, cfg, *args, _said=None, _environment=None, **kwargs
 ):
-    """said: what reset() of an environment says to the row, the end of the prompt."""
+    """_said: what reset() of an environment says to the row, the end of the prompt."""
     rewards, own_environment = loaded(cfg.reward, cfg.environment)
-    environment = environment or own_environment
-    if said is None:
+    environment = _environment or own_environment
+    if _said is None:
         preflight.check_row(row, rewards, environment, cfg)
     own = copy_of(cfg)
-    own.opening = said or "", tokenizer, environment  # for content_of
+    own._opening = _said or "", tokenizer, environment  # for content_of
     encoder = encoder_of(tokenizer)
     try:
         prompt = plain(row, row_number, encoder, own, *args, **kwargs)
@@ -221,9 +225,10 @@ def make_prompt(
             why = f"has no column 'prompt' but {', '.join(row)}: name it in --prompt_template"
         raise ValueError(why) from error
     preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
-    if prompt.messages is None and encoder.n_added > 0:
+    is_yours = digests.changed("make_prompt")
+    if prompt.messages is None and encoder.n_added > 0 and not is_yours:
         prompt.ids = without_added_ends(prompt, tokenizer)
-    if row_number == 0 and said is None:
+    if row_number == 0 and _said is None:
         told = preflight.check_tokenizer(tokenizer, prompt)
         if told:
             ranks.say(told)
@@ -253,7 +258,7 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
             raise ValueError(f"begins like a chat, and is no JSON: {chat[:80]!r}") from error
     if isinstance(chat, list):
         row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
-    said, tokenizer, environment = getattr(cfg, "opening", ("", None, None))
+    said, tokenizer, environment = getattr(cfg, "_opening", ("", None, None))
     if template:
         template = format_of(template, row)
     elif environment is not None and environment.classes and "prompt" not in row:
@@ -269,7 +274,10 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         return content
     if cfg.system_prompt:
         content = [dict(role="system", content=with_newlines(cfg.system_prompt)), *content]
-    options = json.loads(cfg.chat_template_kwargs or "{}")
+    options = {}
+    if content[-1]["role"] == "assistant":  # the policy goes on in this turn
+        options = dict(continue_final_message=True, add_generation_prompt=False)
+    options |= json.loads(cfg.chat_template_kwargs or "{}")
     options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
     if environment is not None:
         content, options["tools"] = environment.open_chat(content, row, said, tokenizer)
@@ -278,8 +286,6 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
     if tokenizer is not None and not (tokenizer.chat_template or options.get("chat_template")):
         mend = "leave out --system_prompt and --chat, and let the prompt be a text"
         raise ValueError(f"the tokenizer has no chat template: {mend}")
-    begun = content[-1]["role"] == "assistant"  # the policy goes on in this turn
-    options |= dict(continue_final_message=begun, add_generation_prompt=not begun)
     if tokenizer is not None:
         cfg.chat_template_kwargs = json.dumps(options)  # of this row: make_prompt reads it next
     return content

@@ -75,10 +75,11 @@ def cut_log(path: Path, step: int) -> None:
     with open(path, "ab+") as file:
         file.seek(0)
         for line in file:
-            number = re.match(rb'{"step": (\d+).*\n', line)
-            if number is None or int(number[1]) > step:
-                break
-            length += len(line)
+            with contextlib.suppress(ValueError):  # half of a line
+                if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
+                    length += len(line)
+                    continue
+            break
         file.truncate(length)
 
 
@@ -156,17 +157,17 @@ class StopSignals:
             if number not in IGNORED and signal.getsignal(number) in known:  # else it is yours
                 signal.signal(number, self.handle)
 
-    def handle(self, number: int, _) -> None:
+    def handle(self, number: int, frame) -> None:
         now = time.monotonic()
         if now - self.time > 5 or os.getpid() != self.pid:  # a fork of a reward function
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.time == math.inf:
             self.time = now
-            self.run.request_stop()
+            self.run.request_stop(number, frame)
             os.write(2, b"stopping after this step; a second signal, 5 s later, ends it at once\n")
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # of a reward's time limit
-            self.run.files.save(self.run)
+            self.run.files.save(self.run, as_it_is=False)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 
 
@@ -198,8 +199,8 @@ def make_files(plain, cfg, *args, **kwargs):
     return files
 
 
-class Files(grpo.RunFiles):
-    """Rank 0 writes; all ranks know the history."""
+class Files:
+    """Stands before the page's RunFiles. Rank 0 writes; all ranks know the history."""
 
     def prepare(self, cfg) -> None:
         self.is_unnamed = cfg.out_dir == type(cfg).out_dir and not cfg.resume
@@ -344,18 +345,22 @@ class Files(grpo.RunFiles):
         metrics = without_nan(metrics)
         try:
             super().log(run, metrics, samples)
-            if self.dashboard is not None:
-                self.dashboard.log(metrics)
-        except Exception as error:  # such as no network: it costs no step
+        except OSError as error:  # such as a full disk: it costs no step
             ranks.say(f"step {metrics['step']} is not logged: {one_line(error)}")
+        if self.dashboard is not None:
+            try:
+                self.dashboard.log(metrics)
+            except Exception as error:  # such as no network
+                ranks.say(f"step {metrics['step']} is not on the dashboard: {one_line(error)}")
         self.complete(run)
 
     def rows_of(self, run, samples: list) -> list[dict]:
-        samples = samples[: run.cfg.log_completions]
-        rows = super().rows_of(run, samples)
-        if len(rows) < len(samples):  # yours: nobody knows whose rows they are
+        rows = list(super().rows_of(run, samples))
+        own = [(row.get("group"), row.get("completion")) for row in rows]
+        if own != [(s.group, s.text) for s in samples]:  # yours: nobody knows whose they are
             return rows
-        return more_columns(rows, samples, run.tokenizer)
+        n = run.cfg.log_completions
+        return more_columns(rows[:n], samples[:n], run.tokenizer)
 
     # -- Checkpoints
 
@@ -384,7 +389,10 @@ class Files(grpo.RunFiles):
         if run.step == self.best_step():
             self.save(run)
 
-    def save(self, run) -> None:
+    def save(self, run, as_it_is: bool = True) -> None:
+        """as_it_is: with run.state of now; False: of the last whole step, in the midst of one."""
+        if as_it_is and not self.must_not_save:
+            self.complete(run, is_due=True)
         step, _ = self.completed
         if not ranks.is_first() or step != run.step or step == self.saved or self.must_not_save:
             return
@@ -472,8 +480,9 @@ def run_loop(plain, run, *args, **kwargs) -> None:
         while error is not None:  # what the failed pass holds: a save needs room
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
-        run.files.save(run)
+        run.files.save(run, as_it_is=False)
         raise
+    run.files.complete(run, is_due=True)  # for a save at the end that is the only one
     cleanup.callback(screen.show_end, run, started)
 
 

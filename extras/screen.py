@@ -23,7 +23,7 @@ def show_begin(run) -> None:
         ranks.say(both)
     ranks.say(f"{len(run.train_prompts)} prompts, out_dir {run.files.path}")
     ranks.say(f"begins at step {run.step} of {cfg.max_steps}, first prompt:")
-    [prompt, *_] = grpo.prompts_of_step(run.train_prompts, run.step + 1, cfg)
+    prompt = preflight.first_prompt(run)
     prompt = getattr(run.sampler, "first_prompt", prompt)  # with an environment's words
     ranks.say(repr(run.tokenizer.decode(prompt.ids)))
     if run.step == 0 and run.eval_prompts:  # it may take minutes
@@ -35,8 +35,9 @@ def show(plain, run, metrics: dict, samples: list, *args, **kwargs) -> None:
     """What else is to be said of a step. An error if no step can teach anything."""
     try:
         plain(run, metrics, samples, *args, **kwargs)
-    except (OSError, RuntimeError) as error:  # a closed pipe; a print inside a print; or a mistake
-        if not isinstance(error, OSError) and "reentrant" not in str(error):
+    except (OSError, RuntimeError) as error:
+        is_pipe = isinstance(error, OSError) and error.filename is None  # a closed one
+        if not is_pipe and "reentrant" not in str(error):  # no print inside a print: a mistake
             raise
     if samples:
         show_more(run, metrics, samples)
@@ -49,9 +50,9 @@ def show_more(run, metrics: dict, samples: list) -> None:
     more = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
     if more:
         ranks.say(" ".join(more))
-    if metrics["skipped_steps"] > 0:
+    if metrics.get("skipped_steps", 0) > 0:
         ranks.say("NO OPTIMIZER STEP (the gradient is not finite)")
-    elif metrics["optimizer_steps"] == 0:
+    elif metrics.get("optimizer_steps") == 0:
         ranks.say("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
     show_failures(samples, run.step == 1)
     steps = [m for m in run.files.history if "reward" in m]
@@ -65,7 +66,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
             ranks.say(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
         if all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward: see the lines above")
-    if len(steps) >= 5 and all(m["skipped_steps"] > 0 for m in steps[-5:]):
+    if len(steps) >= 5 and all(m.get("skipped_steps", 0) > 0 for m in steps[-5:]):
         raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
 
 

@@ -363,7 +363,7 @@ def tokenizer_of(path):
 
 def prompt_of(row, tokenizer, cfg=None, number=0):
     """Of a row, with ids."""
-    return grpo.make_prompt(row, number, tokenizer, cfg or Config(), said="")
+    return grpo.make_prompt(row, number, tokenizer, cfg or Config(), _said="")
 
 
 def fake_run(cfg, **parts):
