@@ -1313,12 +1313,10 @@ class Run:
         self.optimizer = make_optimizer(self.policy, cfg)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # see set_learning_rate
-        if saved:  # Adam's moments have the names of parameters: other ones may learn today
-            moments = saved.pop("moments")
-            names = {p: name for name, p in self.policy.named_parameters()}
-            learning = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
-            state = {i: moments[name] for i, name in enumerate(learning) if name in moments}
-            self.optimizer.load_state_dict(self.optimizer.state_dict() | dict(state=state))
+        moments = saved.pop("moments", {})  # by the names of parameters: other ones may learn today
+        for name, p in self.policy.named_parameters():
+            if name in moments:
+                self.optimizer.state[p] = {k: x.to(p.device) for k, x in moments[name].items()}
         self.files.open(self)  # last of all: what fails before leaves nothing behind
         self.stop_requested = False
         self.times = {}  # seconds of the phases of a step

@@ -102,7 +102,8 @@ def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
     global patient
     check_cards(cfg)
     refuse_lone_tasks()
-    if grpo.WORLD_SIZE == 1 and not is_torchruns():  # one of several runs that somebody started
+    is_alone = os.environ.get("WORLD_SIZE") == "1"
+    if is_alone and not is_torchruns():  # one of several runs that somebody started
         os.environ.pop("RANK", None)
     if grpo.WORLD_SIZE > 1 and is_torchruns():
         meet()

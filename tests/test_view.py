@@ -216,7 +216,8 @@ def test_links_lead_somewhere_and_commands_are_valid(name):
         headings = re.findall(r"(?m)^#+ (.*)", path.read_text()) if heading else [""]
         assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
     flags = set(re.findall(r"--([a-z]+_[a-z_]+)", text))  # with an underscore: ours, not pip's
-    others = {"nproc_per_node", "rdzv_backend", "rdzv_endpoint"}
+    others = {"nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}  # torchrun's
+    others |= {"node_rank", "master_addr", "master_port"}
     assert flags <= {f.name for f in dataclasses.fields(grpo.Config)} | others
     for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").split("\n"):
