@@ -2,7 +2,7 @@ r"""GRPO in one file: sample a group of answers to each prompt, score them, and 
 that beat the mean of their group more likely.
 
     python grpo.py                             # the bundled tiny model learns to add, on a CPU
-    torchrun --nproc_per_node=2 grpo.py        # the same run, the same gradient, two processes
+    torchrun --nproc_per_node=2 grpo.py        # the same gradient, in two processes
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout vllm --chat \
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
@@ -17,7 +17,7 @@ A whole step, in ten lines. (test_grpo.py runs them, and compares the gradient w
             logits = model(torch.cat([prompt, answer]))[len(prompt) - 1 : -1]  # [T, V]
             logps = logits.log_softmax(-1)[range(len(answer)), answer]  # [T]
             (-advantage * logps.sum() / n_tokens).backward()
-    optimizer.step()
+    optimizer.step()  # and optimizer.zero_grad() before the next
 
 It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative below the mean of the group. The reward is only a number, and no
@@ -28,7 +28,7 @@ batches.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0, and so, nearly, does
-this file's loss (-A * ratio, below) in the first optimizer step of each step, if the answers are
+the loss (-A * ratio, below) of the weights that sampled, if all samples are in one minibatch and
 equally long and --beta is 0. Its gradient is not 0: the first and last answer become more likely,
 the others less. So watch the reward, not the loss. Had all four the same reward, all A would be 0,
 and the group would teach nothing (although its tokens count in n_tokens).
@@ -41,7 +41,7 @@ from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) 
 the noise, and near the mean reward it lowers it. The mean of the group's other answers is such a b,
 and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). Two divisions are
 outside this argument: by n_tokens, so a step of long answers counts less, and by the standard
-deviation: one right answer of eight is multiplied by 2.8, four by 1.9 (--scale_rewards none).
+deviation: times 2.8 with 1 right answer of 8, 1.9 with 4 (off: --scale_rewards none).
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
 times as likely a token has become since it was sampled; old_logp is a constant. In the first
@@ -170,7 +170,7 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # since the update: log, load_weights, eval, save
+        run.record_time("eval")  # the last turn's log, load_weights, eval, save
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
@@ -207,7 +207,7 @@ def score(samples: list[Sample], run: Run) -> None:
     scored = [s for s in samples if not s.failure]
     for function in run.reward_functions:
         for s in samples:
-            s.rewards[function.name] = 0.0  # stays so where the sampler failed
+            s.rewards[function.name] = 0.0  # stays so where an environment failed
         transformers.set_seed(
             seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
         )  # for those that draw
@@ -286,8 +286,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). extras/ has
-    a faster one, for large models, while the code of this one is unchanged."""
+    entropy [n], how uncertain the model was there (in nats, for the log). extras/ runs
+    a faster one for large models, until you edit this one."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -395,12 +395,12 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
             # No step if the gradient is (a) nan or inf, (b) 0, as with equal rewards in all groups
-            # (Adam would move the weights by its momentum), or (c) all rounding: before the run's
-            # first optimizer step the policy is the reference, so the KL has no gradient (k1 and
-            # k4: on average), and no sample has an advantage. Adam divides by the gradient's size,
-            # so it would make a full step of the rounding.
+            # (Adam would move the weights by its momentum), or (c) rounding: no advantage, and
+            # only the KL to a reference that the policy still is, before the run's first optimizer
+            # step (its gradient is 0; of k1 and k4 on average). Adam divides by the gradient's
+            # size, so it may make a full step of the rounding.
             still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
-            has_signal = any(s.advantages_in_loss.any() for s in samples)
+            has_signal = any(samples[i].advantages_in_loss.any() for i in chosen)
             is_rounding = still_reference and not has_signal
             if 0 < norm < math.inf and not is_rounding:
                 optimizer.step()
@@ -533,14 +533,14 @@ USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a se
 
 
 def extra(file: str):
-    """With extras/, the function of the same name in extras/FILE.py runs around the one below: it
-    gets this as its first argument and calls it. It adds checks, kinds of models and data, and
-    recovery from errors. Without extras/, or with --plain, the one below runs alone.
+    """With extras/, a call goes to the function of the same name in extras/FILE.py, which calls the
+    one below (its first argument) and adds checks, kinds of models and data, and recovery from
+    errors. Without extras/, or with --plain, the one below runs alone.
 
     So all that stands here runs, with extras/ or without, but for two things that the screen names:
-    batches without padding and a faster head stand in for Policy as long as nobody has changed its
-    code, and kinds of models and data that this page cannot take get other forms. Your values win
-    over those of extras/. A flag whose mark you took away ends the run."""
+    until you edit Policy, a faster form of it runs for large models (no padding, another head), and
+    kinds of models and data that this page cannot take get other forms. Your values win over those
+    of extras/. If you delete an @extra, a flag that needs it ends the run."""
 
     def mark(plain):
         @functools.wraps(plain)
@@ -573,7 +573,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     an estimate acts on logp by its derivative: if that is positive, the token becomes less likely.
 
         estimate              derivative
-        k1 = d                1            all tokens alike: no push, as probabilities add up to 1
+        k1 = d                1            where w is 1: no push on average, only noise
         k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
         k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak where d > 0, too strong where d < 0
         k4 = w k1             w (1 + d)    right on average, but the 1 is noise
@@ -583,7 +583,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     has the effect on later ones). k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
     DeepSeek-V3.2's (arXiv 2512.02556).
     """
-    d = (logps.double() - ref_logps).detach()  # in float32 exp(-d) would swallow d from -18 on
+    d = (logps.double() - ref_logps).detach()  # in float32 exp(-d) would swallow d from -20 on
     w = (logps.double() - old_logps).detach().exp()
     k3 = torch.expm1(-d) + d
     values = dict(k1=d, k2=d.square() / 2, k3=k3, k4=w * d, wk3=w * k3)
@@ -606,7 +606,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
-REWARDS = 2  # what reward functions draw from `random` and NumPy; index: the rank
+REWARDS = 2  # reward functions' `random` and NumPy, of the last whole step; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
@@ -617,13 +617,11 @@ def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
     """The next num_prompts, in an order that is shuffled anew in each pass over the data."""
-    data_pass, first = divmod((step - 1) * cfg.num_prompts, len(prompts))
-    order = []  # from the start of this pass on
-    while len(order) < first + cfg.num_prompts:
-        rng = np.random.default_rng((cfg.seed, ORDER, 0, data_pass))
-        order += rng.permutation(len(prompts)).tolist()
-        data_pass += 1
-    return [prompts[i] for i in order[first : first + cfg.num_prompts]]
+    first = (step - 1) * cfg.num_prompts
+    places = [divmod(first + i, len(prompts)) for i in range(cfg.num_prompts)]  # pass, place in it
+    seeds = {k: (cfg.seed, ORDER, 0, k) for k in dict(places)}
+    orders = {k: np.random.default_rng(seeds[k]).permutation(len(prompts)) for k in seeds}
+    return [prompts[orders[k][i]] for k, i in places]
 
 
 # -- Batches
@@ -1039,7 +1037,7 @@ def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
     rounding, the samples are not the policy's, and what is learned from them is wrong. tokens: so
     many were averaged."""
     # In bfloat16 a mean of 0.05 is rounding: SmolLM2-135M with vLLM on a CPU. Of few tokens it may
-    # be more: 1.0 of one, 0.3 of four. A group may have the same few, which then count once.
+    # be more (1.0 of one, 0.3 of four), and those of a group may be alike.
     limit = cfg.max_sampler_gap or dict(bfloat16=0.1).get(cfg.dtype, 1e-4)
     limit *= max(1, 10 * math.sqrt(cfg.num_generations / tokens))
     if not gap <= limit:  # or the gap is nan

@@ -268,6 +268,16 @@ def test_without_a_signal_the_kl_pulls_unless_the_policy_is_the_reference():
     assert steps(policy, random_samples(6, 3), cfg, optimizer=optimizer)[1]
     assert steps(policy, silent, cfg, optimizer=optimizer)[1]  # it has left the reference
 
+    samples = random_samples(6, 3)  # one of two minibatches has the signal
+    set_advantages(samples[1:], 0.0)
+    halves = dataclasses.replace(cfg, num_minibatches=2)
+    for step in range(1, 9):
+        policy = tiny_policy()
+        grpo.add_logps("ref_logps", policy, samples, cfg)
+        order = np.random.default_rng((cfg.seed, grpo.MINIBATCHES, step, 0)).permutation(6)
+        metrics, _ = steps(policy, samples, halves, step)
+        assert metrics["optimizer_steps"] == (2 if 0 in order[:3] else 1)
+
     policy = tiny_policy()
     grpo.add_logps("ref_logps", grpo.Policy(tiny_model(seed=1), 1.0), silent, cfg)  # a teacher
     teacher = dataclasses.replace(cfg, reference="teacher")
