@@ -395,22 +395,26 @@ def ask_for_large_pages(libc) -> None:
 
 
 def tune_for_machine(policy, prompts: list, cfg) -> None:
-    """Compiles the layers by --compile, and fills a GPU if --micro_batch_tokens is 0."""
+    """Compiles the layers by --compile, and fills a GPU if --micro_batch_tokens is 0. config.json
+    has what was found."""
     length = min(512, cfg.max_completion_length)
     samples = dummy_samples(prompts[:1], [length] * (2048 // length), policy.model)
     batch = policy.collate(samples)
     on_cuda = policy.model.device.type == "cuda"
     is_large = policy.model.num_parameters() >= SMALL
+    policy.found = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     if on_cuda or cfg.compile == "on":
         # With adapters, windows and a reference a layer has more forms than 8, torch's limit.
         torch._dynamo.config.recompile_limit = 64
     if cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and is_large and cfg.fast):
         why = compile_layers(policy, samples[: max(2, 512 // length)])
         require(not why or cfg.compile == "auto", "compile", why)
+        if any(module._compiled_call_impl for module in policy.model.modules()):
+            policy.found["compile"] = "on"
     if cfg.micro_batch_tokens == 0 and on_cuda:
         tokens = min(grpo.all_gather([tokens_that_fit(policy, batch)]))  # the same on all ranks
         ranks.say(f"micro-batches of {tokens} tokens")
-        policy.tokens_that_fit = tokens
+        policy.found["micro_batch_tokens"] = tokens
         policy.micro_batches = functools.partial(filled, policy.micro_batches, tokens)
     policy.zero_grad()
     if on_cuda:

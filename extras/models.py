@@ -367,9 +367,13 @@ def has_plain_cache(model) -> bool:
         return False
     with torch.no_grad():
         ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        cache = model(ids, use_cache=True).past_key_values
+        cache = getattr(model(ids, use_cache=True), "past_key_values", None)
     layers = getattr(cache, "layers", [None])
-    return all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers)
+    kinds = (
+        transformers.cache_utils.DynamicLayer,
+        transformers.cache_utils.DynamicSlidingWindowLayer,
+    )
+    return all(type(layer) in kinds for layer in layers)
 
 
 class GenerateSampler(grpo.HFSampler):

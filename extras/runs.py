@@ -316,8 +316,7 @@ class Files:
         added = sorted(written.keys() - vars(run.cfg).keys())  # by your RunFiles
         config = dict(first_day=run.cfg.began or ranks.now(), added=added) | written
         config |= dict(out_dir=str(self.path), began="", about={})
-        found = getattr(run.policy, "tokens_that_fit", 0)  # on a GPU, by extras/fast.py
-        config |= dict(micro_batch_tokens=run.cfg.micro_batch_tokens or found)
+        config |= getattr(run.policy, "found", {})  # by extras/fast.py
         with contextlib.suppress(Exception):  # a run goes on without it
             config["about"], edited = digests.about(run, before)
             if edited:

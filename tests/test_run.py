@@ -738,6 +738,7 @@ def test_a_dashboard_gets_trls_names_and_costs_no_step(name, tmp_path, monkeypat
 def test_what_auto_means_for_a_small_model_on_a_cpu(tmp_path):
     cfg = grpo.resolve_auto(Config(max_completion_length=8), tiny_model())
     assert (cfg.dtype, cfg.rollout, cfg.device) == ("float32", "hf", "cpu")
-    small_run(tmp_path / "run", max_steps=0, device="auto")
+    small_run(tmp_path / "run", max_steps=0, device="auto", micro_batch_tokens=0)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["compile"], config["micro_batch_tokens"]) == ("off", 2048)
     assert (config["dtype"], config["rollout"], config["device"]) == ("float32", "hf", "cpu")
