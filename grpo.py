@@ -1379,7 +1379,7 @@ def run_loop(run: Run) -> None:
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
     for name, value in ONLY_WITH_EXTRAS.items():
-        if getattr(cfg, name) != value and not USE_EXTRAS:
+        if getattr(cfg, name) not in (value, "off") and not USE_EXTRAS:
             raise ValueError(f"--{name} needs extras/")
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler

@@ -108,7 +108,7 @@ def check_marks(cfg):
     for name, flags in SERVES.items():
         is_marked = digests.is_marked(getattr(grpo, name))
         for flag in flags.split():
-            if not is_marked and getattr(cfg, flag) != grpo.ONLY_WITH_EXTRAS[flag]:
+            if not is_marked and getattr(cfg, flag) not in (grpo.ONLY_WITH_EXTRAS[flag], "off"):
                 raise ValueError(
                     f"--{flag}: grpo.{name} is yours and has no @extra, which serves it"
                 )

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -18,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import reward
 from extras import tokens
-from tests.common import metrics_of, run, small_run
+from tests.common import HERE, metrics_of, run, small_run
 
 PREFILLED = "User: hi\nAssistant: <think>\n"
 
@@ -395,9 +397,13 @@ def test_the_functions_of_a_file_can_go_to_child_processes(tmp_path, method):
     (folder := tmp_path / "v1.0").mkdir()
     (folder / "helpers.py").write_text("N = 1\ndef double(text): return 2 * len(text)\n")
     (folder / "some-pools.py").write_text(POOL)
-    [found] = reward.load_rewards(f"{folder}/some-pools.py:pool")
-    given = reward.call_reward(found, ["a", "bb"], [ADDED | dict(method=method)] * 2, 60)
-    assert given[:2] == ([3.0, 6.0], {})
+    call = "reward.call_reward(found, ['a', 'bb'], [json.loads(sys.argv[1])] * 2, 60)"
+    code = f"import json, reward, sys\n[found] = reward.load_rewards('{folder}/some-pools.py:pool')"
+    # In a process of its own: a fork of this one may lack the threads of earlier tests, which hang.
+    command = [sys.executable, "-c", f"{code}\nif __name__ == '__main__': print({call}[:2])"]
+    row = json.dumps(ADDED | dict(method=method))
+    done = subprocess.run([*command, row], cwd=HERE, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "([3.0, 6.0], {})\n", done.stderr[-1000:]
 
 
 # -- Calling
