@@ -346,6 +346,8 @@ def call_reward(reward, completions, rows, seconds):
         try:
             with time_limit(seconds):  # for a generator
                 returned = finish(future) if reward.batched else [finish(future)]
+                if isinstance(returned, dict) or len(returned := [*returned]) != count:
+                    raise ValueError(f"{returned!r:.80} is no list of {count} values")
                 pairs = zip(rows[first : first + count], returned, strict=True)
                 values += [number_of(value, row, reward.batched) for row, value in pairs]
         except FAILURES as error:

@@ -275,6 +275,7 @@ def trl_everything(prompts, completions, trainer_state, log_extra, log_metric, a
 def trl_misbehave(completions, log_extra, **_):
     if "hang" in completions: time.sleep(9)
     if "log" in completions: log_extra("not one text for each", ["a"])
+    if "dict" in completions: return dict.fromkeys(range(len(completions)), 1.0)
     return [1 / 0 if c == "raise" else c == "a" for c in completions if c != "short"]
 def trl_nan(completions, **_): yield from (math.nan if c == "x" else 2 for c in completions)
 def trl_hint(completions, completion_ids=(), **_): return [bool(ids) for ids in completion_ids]
@@ -543,7 +544,7 @@ def test_each_asynchronous_misbehaviour_costs_its_own_sample(call, file):
         reward.finish(reward.begin(5, waits, "hang", {}))
 
 
-@pytest.mark.parametrize("bad", ("raise", "short", "hang", "log"))
+@pytest.mark.parametrize("bad", ("raise", "short", "hang", "log", "dict"))
 def test_a_trl_function_that_fails_costs_the_samples_of_its_call(call, bad):
     values, failures, *_ = call("trl_misbehave", ["a", bad], seconds=0.2)
     assert values == [0.0, 0.0] and list(failures) == [0, 1]
