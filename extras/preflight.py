@@ -207,7 +207,7 @@ def check_chat(messages, text, cfg):
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
         raise ValueError("has a system message, and --system_prompt would be a second one")
     for m in messages:
-        if m["role"] == "user" and "content" not in m:  # or null
+        if m["role"] == "user" and not (m.get("content") or cfg.environment):  # reset() may say all
             raise ValueError("a message of the user has no content")
         if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
             raise ValueError(f"the chat template leaves out the message of {m['role']!r}")

@@ -39,10 +39,12 @@ def text_message(message: dict) -> dict:
     if message.keys() == {"role", "content"} and isinstance(message["content"], str):
         return message  # of a million rows no copy
     message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
+    if "role" not in message:  # ShareGPT has from and value
+        raise ValueError(f"a message has no role but {', '.join(message)}")
     if isinstance(message.get("content"), list):
         for part in message["content"]:
-            if part["type"] != "text":
-                raise ValueError(f"the model would not see a part of type {part['type']}")
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise ValueError(f"the model would not see a part that is no text: {part!r:.80}")
         message["content"] = "".join(part["text"] for part in message["content"])
     for call in message.get("tool_calls", []):
         function = call.get("function", call)

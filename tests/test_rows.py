@@ -104,8 +104,12 @@ def test_a_message_of_the_user_has_content(tmp_path):
     """Parquet has null where OpenAI's rows have none. A template may write an empty turn."""
     options = dict(chat_template_kwargs=JSON(dict(chat_template="1{{ messages[0].content }}=")))
     assert load(MODEL, [dict(prompt=CHAT)], tmp_path, **options)[0].text == "13+4=="
-    with pytest.raises(ConfigError, match="row 1: .*no content"):
-        load(MODEL, [dict(prompt=[dict(role="user", content=None)])], tmp_path, **options)
+    sharegpt = {"from": "human", "value": "Hi"}
+    messages = [(dict(role="user", content=content), "no content") for content in (None, "", [])]
+    messages += [(dict(role="user", content=[part]), "no text") for part in ("Hi", dict(text="Hi"))]
+    for message, why in [*messages, (sharegpt, "no role but from, value")]:
+        with pytest.raises(ConfigError, match=f"row 1: .*{why}"):
+            load(MODEL, [dict(prompt=[message])], tmp_path, **options)
 
 
 @pytest.mark.parametrize("value", [datetime.datetime(2024, 2, 29, 12), datetime.timedelta(1)])
