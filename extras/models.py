@@ -68,6 +68,8 @@ def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
             # transformers 5 goes by the class in the config, and may make another tokenizer of
             # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+        if not is_yours:  # a rest of BERT in other files: rewards would read "x != y" as "x!= y"
+            tokenizer.clean_up_tokenization_spaces = False
     write = datetime.fromisoformat(cfg.began or ranks.now()).strftime
     template = functools.partial(tokenizer.apply_chat_template, strftime_now=write)
     tokenizer.apply_chat_template = template

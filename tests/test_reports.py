@@ -66,6 +66,19 @@ def test_a_tokenizer_is_what_its_file_says(tmp_path):
     assert loaded(text)["input_ids"] == written.encode(text).ids
 
 
+def test_a_reward_reads_the_blanks_that_were_sampled(tmp_path):
+    """transformers takes those before . , ? ! out of what is no BPE, if its config says so."""
+    ids = {letter: i for i, letter in enumerate("x! =y")}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "x"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    names = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    transformers.LlamaConfig(vocab_size=5, **SIZES).save_pretrained(tmp_path)
+    assert tokenizer_of(tmp_path).decode([0, 2, 1, 3, 2, 4]) == "x != y"
+
+
 class DropsBlanks:
     """A tokenizer that was rebuilt wrongly. It also writes blanks beside a special token."""
 
