@@ -67,6 +67,8 @@ def parse_flags(plain, argv=None, *args, **kwargs):
     for name, before in saved.items():
         if name != "out_dir" and getattr(cfg, name) != before:
             ranks.say(f"--{name} was {before!r} and is {getattr(cfg, name)!r}")
+    if cfg.lr_schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
+        ranks.say(f"--lr_schedule {cfg.lr_schedule} has another curve: the learning rate jumps")
     return cfg
 
 

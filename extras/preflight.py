@@ -78,6 +78,17 @@ def check_values(cfg):
         raise ValueError(f"--chat_template_kwargs: no JSON object: {error}") from error
 
 
+# Flags that do nothing without another one.
+NEEDS = dict.fromkeys(("reference", "kl_estimator", "kl_in"), "beta")
+NEEDS |= dict(eval_samples="eval_data", max_turns="environment")
+
+
+def check_used(cfg):
+    given = [name for name in NEEDS if getattr(cfg, name) != getattr(type(cfg), name)]
+    unused = [f"--{name} needs --{NEEDS[name]}" for name in given if not getattr(cfg, NEEDS[name])]
+    return unused and f"without effect: {', '.join(unused)}"
+
+
 def check_flags_once(argv):
     """Of a flag that is given twice only the last would count. --fast and --no_fast are one."""
     names = [word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]

@@ -19,8 +19,8 @@ def show_begin(run) -> None:
     about += f", {grpo.WORLD_SIZE} x {run.device}, {type(run.sampler).__name__}"
     ranks.say(f"{cfg.model}: {about}")
     both = preflight.check_both_data(run.train_prompts, run.eval_prompts)
-    if both:
-        ranks.say(both)
+    for told in filter(None, [both, preflight.check_used(cfg)]):
+        ranks.say(told)
     ranks.say(f"{len(run.train_prompts)} prompts, out_dir {run.files.path}")
     ranks.say(f"begins at step {run.step} of {cfg.max_steps}, first prompt:")
     prompt = preflight.first_prompt(run)

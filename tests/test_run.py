@@ -363,9 +363,9 @@ def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(name, tmp_path, c
 
 def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys):
     out = tmp_path / "run"
-    cfg = small_config(out, max_steps=2, seed=7)
+    cfg = small_config(out, max_steps=2, seed=7, lr_schedule="cosine", max_turns=3)
     train(cfg)
-    capsys.readouterr()
+    assert "--max_turns needs --environment" in capsys.readouterr().out
     resumed = grpo.parse_flags(["--resume", "--out_dir", str(out), "--max_steps", "3"])
     decided = {
         name: getattr(resumed, name)
@@ -376,6 +376,7 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     assert len(train(resumed)) == 3
     said = capsys.readouterr().out
     assert "step 2 of 3" in said and "--max_steps was 2 and is 3" in said and "--seed" not in said
+    assert "the learning rate jumps" in said
     assert len(train(dataclasses.replace(resumed, max_steps=1))) == 3
     assert "step 3 of 1" in capsys.readouterr().out
 
