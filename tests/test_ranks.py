@@ -63,7 +63,8 @@ def differ(what, out):
 def test_ranks_that_differ_are_refused_in_one_line(what, tmp_path):
     done = on_ranks(2, "tests.test_ranks.differ", what, tmp_path / "run")
     assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    # torch may log that the store is gone, if the other rank is still at it.
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("grpo.py: ")]
     assert what in line.partition(" (")[0] and f"rank 1, on {os.uname().nodename}" in line
     assert not (tmp_path / "run").exists()
 
