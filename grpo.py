@@ -616,11 +616,13 @@ def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts, in an order that is shuffled anew in each pass over the data."""
+    """The next num_prompts. Each pass over the data has an order of its own, if --shuffle."""
     first = (step - 1) * cfg.num_prompts
     places = [divmod(first + i, len(prompts)) for i in range(cfg.num_prompts)]  # pass, place in it
     seeds = {k: (cfg.seed, ORDER, 0, k) for k in dict(places)}
     orders = {k: np.random.default_rng(seeds[k]).permutation(len(prompts)) for k in seeds}
+    if not cfg.shuffle:
+        orders = dict.fromkeys(seeds, range(len(prompts)))
     return [prompts[orders[k][i]] for k, i in places]
 
 
@@ -784,6 +786,7 @@ class Config:
     chat: bool = False  # string prompts become a user's turn in the chat template
     chat_template_kwargs: str = ""  # JSON for the chat template: '{"enable_thinking": false}'
     max_prompt_length: int = 512  # tokens; longer prompts are left out
+    shuffle: bool = True  # each pass over the data; false: the rows' own order, as of a curriculum
     # rollout
     num_prompts: int = 32  # prompts per step, over all ranks
     num_generations: int = 8  # completions per prompt: the group, G

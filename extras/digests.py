@@ -66,7 +66,7 @@ WRITTEN_FOR = dict(
     load_tokenizer="5510918b",
     make_prompt="91c0f8eb",
     read_rows="8e84d75b",
-    prompts_of_step="ed4f0505",
+    prompts_of_step="8bfe5595",
     samples_of_eval="e670d561",
     rollout="9dada5c1",
 )

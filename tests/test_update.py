@@ -240,6 +240,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
     assert all(p.grad is None for p in policy.parameters())
 
 
+def test_prompts_come_in_an_order_of_each_pass_or_in_that_of_the_rows():
+    rows = list("abcde")
+    cfg = Config(num_prompts=3, shuffle=False)
+    assert [grpo.prompts_of_step(rows, step, cfg) for step in (1, 2)] == [
+        ["a", "b", "c"],
+        ["d", "e", "a"],
+    ]
+    passes = []
+    for seed in range(4):
+        cfg = Config(num_prompts=3, seed=seed)
+        drawn = [row for step in range(1, 11) for row in grpo.prompts_of_step(rows, step, cfg)]
+        passes += ["".join(drawn[i : i + 5]) for i in range(0, 30, 5)]
+    assert {"".join(sorted(one)) for one in passes} == {"abcde"} and len(set(passes)) > 12
+
+
 def test_no_step_without_a_signal():
     silent = random_samples(6, 3)
     set_advantages(silent, 0.0)
