@@ -229,6 +229,9 @@ class Files:
                 ranks.say(f"--resume: {path} cannot be read ({one_line(error)})")
                 self.unreadable.add(path)
         require(saved or not self.unreadable, "resume", f"no checkpoint in {self.path} can be read")
+        is_old = any(isinstance(key, int) for key in saved.get("moments", {}))
+        why = f"{self.path} is of an earlier version, whose moments have numbers: go on with that"
+        require(not is_old, "resume", why)
         self.saved = saved.get("step", 0)
         names = "identity", "evals", "graders"
         self.notes_before = {name: saved[name] for name in names if name in saved}

@@ -361,6 +361,16 @@ def test_a_broken_newest_checkpoint_is_passed_over_with_a_word(name, tmp_path, c
     same_run(whole_run(), broken)
 
 
+def test_moments_of_an_earlier_version_are_not_lost_without_a_word(tmp_path):
+    out = tmp_path / "run"
+    train(small_config(out, max_steps=1))
+    path = out / "step_000001" / "trainer_state.pt"
+    saved = torch.load(path, weights_only=False)
+    torch.save(saved | dict(moments=dict(enumerate(saved["moments"].values()))), path)
+    with pytest.raises(ConfigError, match="earlier version"):
+        train(small_config(out, max_steps=2, resume=True))
+
+
 def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys):
     out = tmp_path / "run"
     cfg = small_config(out, max_steps=2, seed=7, lr_schedule="cosine", max_turns=3)
