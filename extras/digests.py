@@ -37,19 +37,24 @@ def paths_of(data: str) -> list:
 
 def of_code(thing) -> str:
     """Of a function or a class, without comments, docstrings and layout; "": nobody can read it."""
-    if isinstance(thing, type):  # as it is now, also with what a script has set
-        own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init)", name)}
-        text = str({name: of_code(x) for name, x in sorted(own.items())})
-    else:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
-        except (OSError, TypeError, SyntaxError):  # made by exec
-            return ""
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-                node.body = node.body[1:] or [ast.Pass()]
-        text = ast.unparse(tree)
+    if not isinstance(thing, type):
+        return of_source(getattr(inspect.unwrap(thing), "__code__", None))
+    # As it is now, also with what a script has set.
+    own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init)", name)}
+    text = str({name: of_code(x) for name, x in sorted(own.items())})
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@functools.cache  # a file of a million rows asks for each of them
+def of_source(code) -> str:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):  # made by exec
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
 
 
 # The code of the page for which extras/ has another form, or of which a check knows what it does:

@@ -128,7 +128,8 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
         copies = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             place = tensor.data_ptr(), tensor.shape, tensor.stride()
-            copies[place] = copies.get(place, tensor.data.clone())  # shared ones stay shared
+            if place not in copies:  # shared ones stay shared
+                copies[place] = tensor.data.clone()
             tensor.data = copies[place]
     model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
     if cfg.gradient_checkpointing:

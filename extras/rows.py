@@ -225,9 +225,9 @@ def make_prompt(
             why = f"has no column 'prompt' but {', '.join(row)}: name it in --prompt_template"
         raise ValueError(why) from error
     preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
-    is_yours = digests.changed("make_prompt")
-    if prompt.messages is None and encoder.n_added > 0 and not is_yours:
-        prompt.ids = without_added_ends(prompt, tokenizer)
+    if prompt.messages is None and encoder.n_added > 0:
+        if not digests.changed("make_prompt"):  # else the ends are yours
+            prompt.ids = without_added_ends(prompt, tokenizer)
     if row_number == 0 and _said is None:
         told = preflight.check_tokenizer(tokenizer, prompt)
         if told:
