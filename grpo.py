@@ -87,7 +87,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin on busy cores
 
@@ -107,6 +107,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 # -- Records
+LATER: Any = None  # of a field that the trainer fills in
+
+
 @dataclass
 class Prompt:
     ids: np.ndarray  # [P] token ids
@@ -130,12 +133,12 @@ class Sample:
     # accumulate_gradient takes the logps of the loss, detached.
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
-    sampled: np.ndarray | None = None  # True: the policy wrote it, and not a tool or environment
-    trainable: np.ndarray | None = None  # True: it may be in the loss; assign_advantages decides
-    advantages: np.ndarray | None = None  # by default 0
-    loss_weights: np.ndarray | None = None  # by assign_loss_weights, such as 1 / n_tokens
+    sampled: np.ndarray = LATER  # True: the policy wrote it, and not a tool or environment
+    trainable: np.ndarray = LATER  # True: it may be in the loss; assign_advantages decides
+    advantages: np.ndarray = LATER  # by assign_advantages; until then 0
+    loss_weights: np.ndarray = LATER  # by assign_loss_weights, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
-    text: str | None = None  # without the EOS; a reward function gets it
+    text: str = LATER  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
     failure: str = ""  # why a reward function or the sampler failed
@@ -208,9 +211,8 @@ def score(samples: list[Sample], run: Run) -> None:
     for function in run.reward_functions:
         for s in samples:
             s.rewards[function.name] = 0.0  # stays so where an environment failed
-        transformers.set_seed(
-            seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
-        )  # for those that draw
+        seed = seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
+        transformers.set_seed(seed)  # for a function that draws random numbers
         fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
     for s in samples:
         weighted = [function.weight * s.rewards[function.name] for function in run.reward_functions]
@@ -463,7 +465,8 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
 
     samples = []
     for (group, _), prompt, completion in zip(places, my_prompts, completions, strict=True):
-        s = Sample(**dict(group=group, prompt=prompt) | completion)
+        known: dict = dict(group=group, prompt=prompt)
+        s = Sample(**known | completion)
         ids = s.completion_ids
         if ids[-1] in run.sampler.stop_ids:
             ids = ids[:-1]
@@ -550,7 +553,6 @@ def extra(file: str):
             module = importlib.import_module(f"extras.{file}")
             return getattr(module, plain.__name__)(plain, *args, **kwargs)
 
-        wrapped.extra = file
         return wrapped
 
     return mark
@@ -638,9 +640,8 @@ def micro_batches(samples: list[Sample], cfg: Config) -> list[list[Sample]]:
     because the loss is a sum."""
     samples = sorted(samples, key=lambda s: -s.total_length)  # similar lengths: little padding
     total = sum(s.total_length for s in samples)
-    budget = min(
-        cfg.micro_batch_tokens or 2048, total / WORLD_SIZE
-    )  # for each rank one, if lengths allow
+    budget = cfg.micro_batch_tokens or 2048
+    budget = min(budget, total / WORLD_SIZE)  # for each rank one, if lengths allow
     batches = []
     for s in samples:
         # All rows are as long as the first.
@@ -879,7 +880,8 @@ def parse_flags(argv: list[str] | None = None) -> Config:
 
 @extra("flags")
 def make_parser():
-    return transformers.HfArgumentParser(Config, allow_abbrev=False)
+    flags: Any = Config  # its type hint takes no class
+    return transformers.HfArgumentParser(flags, allow_abbrev=False)
 
 
 @extra("flags")
@@ -922,7 +924,7 @@ def all_gather(items: list) -> list:
     """The items of all ranks, on every rank."""
     if WORLD_SIZE == 1:
         return items
-    lists = [None] * WORLD_SIZE
+    lists: list = [None] * WORLD_SIZE
     dist.all_gather_object(lists, items)
     return [item for one in lists for item in one]
 
@@ -955,7 +957,7 @@ def make_prompt(row: dict, row_number: int, tokenizer, cfg: Config) -> Prompt:
 
 
 @extra("rows")
-def content_of(row: dict, cfg: Config) -> str | list:
+def content_of(row: dict, cfg: Config) -> Any:
     """A text or a list of messages: the column `prompt`, or --prompt_template filled in."""
     content = row.get("prompt")
     if cfg.prompt_template:
@@ -976,8 +978,8 @@ def load_model(path: str, cfg: Config, device: torch.device):
     """A Hugging Face causal language model, in float32 even if the products are in bfloat16: at a
     learning rate of 1e-6 bfloat16 parameters lose 98 % of their updates to rounding."""
     dtype = torch.float64 if cfg.dtype == "float64" else torch.float32
-    options = dict(dtype=dtype, output_loading_info=True)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    kind: Any = transformers.AutoModelForCausalLM
+    model, info = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
     for name in info["missing_keys"]:  # they would be random
         raise ValueError(f"its files have no weights for {name}")
     return model.to(device).eval()  # in eval mode while it learns, too: no dropout
@@ -1012,7 +1014,7 @@ def load_reference(run: Run):
 @extra("models")
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
     """fused: five times as fast."""
-    options = dict(lr=cfg.learning_rate, weight_decay=0.0, fused=True)
+    options: dict = dict(lr=cfg.learning_rate, weight_decay=0.0, fused=True)
     return torch.optim.AdamW(policy.parameters(), **options)
 
 
@@ -1137,16 +1139,17 @@ class VLLMSampler:
     def generate(self, prompts: list[Prompt], seeds, temperature: float, limits=None) -> list[dict]:
         """The same as HFSampler.generate."""
         limits = limits or [self.cfg.max_completion_length] * len(prompts)
-        options = dict(temperature=temperature, stop_token_ids=self.stop_ids, detokenize=False)
-        options |= dict(logprobs=0, flat_logprobs=True)  # 0: of the sampled token only
+        options: dict = dict(temperature=temperature, stop_token_ids=self.stop_ids)
+        options |= dict(detokenize=False, flat_logprobs=True)
+        options["logprobs"] = 0  # of the sampled token only
         params = []
         for seed, limit in zip(seeds, limits, strict=True):
             [seed] = np.random.SeedSequence(seed).generate_state(1)  # 32 bits
             params.append(self.SamplingParams(seed=int(seed), max_tokens=limit, **options))
-        texts = [dict(prompt_token_ids=p.ids.tolist()) for p in prompts]
+        texts: Any = [dict(prompt_token_ids=p.ids.tolist()) for p in prompts]
         completions = []
         for request in self.llm.generate(texts, params, use_tqdm=False):
-            output = request.outputs[0]
+            output: Any = request.outputs[0]
             logps = np.array(output.logprobs.logprobs, np.float32)
             completions.append(dict(completion_ids=np.array(output.token_ids), sampler_logps=logps))
         return completions
@@ -1308,7 +1311,7 @@ class Run:
         if WORLD_SIZE > 1:  # after vLLM, which may switch to another CUDA stream
             # A text may not reach every expert. DDP must not wait for the others.
             has_experts = any(".experts." in name for name, _ in model.named_parameters())
-            options = dict(gradient_as_bucket_view=True, find_unused_parameters=has_experts)
+            options: dict = dict(gradient_as_bucket_view=True, find_unused_parameters=has_experts)
             self.ddp = DistributedDataParallel(self.policy, **options)
             self.ddp.broadcast_buffers = False  # no step changes them
         self.optimizer = make_optimizer(self.policy, cfg)
@@ -1331,7 +1334,7 @@ class Run:
         return self.step >= self.cfg.max_steps or any(all_gather([self.stop_requested]))
 
     def is_due(self, every: int) -> bool:
-        return self.step == self.cfg.max_steps or (every and self.step % every == 0)
+        return self.step == self.cfg.max_steps or (every > 0 and self.step % every == 0)
 
     def record_time(self, phase: str) -> None:
         """Notes the seconds since the last phase ended."""
@@ -1354,8 +1357,8 @@ class Run:
         metrics["tokens_per_s"] = metrics["tokens"] / metrics["step_time"]
         self.log(metrics, samples)
 
-    def log(self, metrics: dict, samples: list[Sample] = ()) -> None:
-        metrics = dict(step=self.step) | metrics
+    def log(self, metrics: dict, samples: list[Sample] | None = None) -> None:
+        metrics, samples = dict(step=self.step) | metrics, samples or []
         self.files.log(self, metrics, samples)
         show(self, metrics, samples)
 
@@ -1393,7 +1396,7 @@ def train(cfg: Config) -> list[dict]:
     run.files.save(run)  # the last step, also after Ctrl-C
     if dist.is_initialized():
         dist.barrier()  # nobody leaves while rank 0 saves
-    run.ddp = None  # before vLLM closes, which ends the process group
+    del run.ddp  # before vLLM closes, which ends the process group
     run.sampler.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from decimal import Decimal
@@ -60,12 +61,13 @@ def math_reward(completion, row):
     gold = as_text(row["answer"])
     if not re.search(r"(?<!\\)\$|\\boxed", gold):  # a dollar is \$
         gold = f"\\boxed{{{gold}}}"
-    golds = parse(gold, parsing_timeout=None)
+    options: dict = dict(parsing_timeout=None)  # the trainer has its own limit
+    golds = parse(gold, **options)
     if not golds:
         raise ValueError(f"math-verify cannot parse {gold!r}")
     formulas = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     answer = parts_of(completion, row)[1]
-    answers = parse(answer, [formulas], extraction_mode="first_match", parsing_timeout=None)
+    answers = parse(answer, [formulas], extraction_mode="first_match", **options)
     return float(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
 
 
@@ -100,9 +102,10 @@ def environment_reward(completion, row):
     return getattr(row["environments"], "get_reward", NoneType)()
 
 
-BUILT_IN = {name[:-7]: f for name, f in [*globals().items()] if name.endswith("_reward")}
-answer_reward.columns = gsm8k_reward.columns = math_reward.columns = ("answer",)
-countdown_reward.columns = ("numbers", "target")  # keys that every data row must have
+BUILT_IN: dict = {name[:-7]: f for name, f in [*globals().items()] if name.endswith("_reward")}
+for name in ("answer", "gsm8k", "math"):  # keys that every data row must have
+    BUILT_IN[name].columns = ("answer",)
+BUILT_IN["countdown"].columns = ("numbers", "target")
 
 # -- How they read a text: its form, not its words. "not 18" says 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
@@ -164,7 +167,7 @@ def final_number(text):
 class RewardFunction(NamedTuple):
     name: str
     weight: float  # a sample's reward is the sum of weight * value over the rewards
-    function: object  # fn(completion, row), or TRL's form
+    function: Callable  # fn(completion, row), or TRL's form
     columns: tuple  # keys that every data row must have
     batched: bool  # TRL's form: fn(completions, **columns)
 
@@ -252,7 +255,7 @@ def row_of(sample, reward, run):
     """What it gets beside the completion: the row of the data, and what the trainer adds."""
     cfg, ids = run.cfg, sample.completion_ids.tolist()
     passes = run.step * cfg.num_prompts / len(run.train_prompts)
-    known = dict(completion_ids=ids, completion_length=int(sample.sampled.sum()))
+    known: dict = dict(completion_ids=ids, completion_length=int(sample.sampled.sum()))
     known |= dict(prompt_text=sample.prompt.text, finish_reason=sample.finish_reason)
     known["prompt_messages"] = copy.deepcopy(sample.prompt.messages)
     known["completion_messages"] = [dict(role="assistant", content=sample.text)]
@@ -360,7 +363,11 @@ def call_reward(reward, completions, rows, seconds):
 def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error if it is neither
     if isinstance(value, list) and not nan_is_none:
         pairs = zip(row["completion_ids"], value, strict=True)
-        return [number_of(part, row, nan_is_none=True) for _, part in pairs]
+        return [one_number(part, nan_is_none=True) for _, part in pairs]
+    return one_number(value, nan_is_none)
+
+
+def one_number(value, nan_is_none):
     if value is None or nan_is_none and value != value:
         return math.nan
     if not math.isfinite(value):
@@ -383,7 +390,7 @@ def call_trl(function, completions, rows, logged, more):  # with the arguments t
     def log_extra(column, values):
         more[column] = [str(value) for _, value in zip(rows, values, strict=True)]
 
-    columns = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
+    columns: dict = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
     columns |= dict(prompts=columns["prompt_text"], completions=completions)
     if rows[0]["prompt_messages"]:  # a chat: as in TRL the first row decides for all
         columns["prompts"] = columns["prompt_messages"]

@@ -29,7 +29,7 @@ from dataclasses import replace
 from os.path import commonprefix
 
 import numpy as np
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 import grpo
 from extras import preflight, ranks
@@ -246,10 +246,11 @@ class Player:
         self.cfg = cfg
         self.room = room
         self.openings = {}  # of each row, what reset() says
+        self.first_prompt = prompts[0]
         self.episodes = []  # that began last
         self.free = defaultdict(list)  # by class, the objects that are in no episode
         self.told = []  # lines of tools that have raised
-        self.options = dict(tokenize=False, add_generation_prompt=True)
+        self.options: dict = dict(tokenize=False, add_generation_prompt=True)
         # A tokenizer may have a template of its own for chats with tools.
         self.options["tools"] = sum(environment.tool_sets.values(), []) or None
         self.options |= json.loads(cfg.chat_template_kwargs or "{}")
@@ -281,7 +282,7 @@ class Player:
         try:
             turn, following = self.around([dict(role=role, name="f", content="2b4c")])
         except Exception:  # templates raise what they like
-            following = ""
+            turn = following = ""
         if "2b4c" not in following:
             raise ValueError(f"the chat template writes no {role} message after the model's turn")
         turn = turn.removeprefix(commonprefix([turn, shown]))  # which may explain <tool_call> tags
@@ -403,7 +404,7 @@ class Player:
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
         episode.turns.append(sample.text)
-        message = dict(role="assistant", content=sample.text)
+        message, tools = dict(role="assistant", content=sample.text), []
         if environment.function is None:
             tools = environment.tools(prompt.row)
             before = np.append(prompt.ids, sample.completion_ids[: episode.turn_start])
@@ -497,7 +498,8 @@ class Player:
         start = text.rindex(MARK) + len(MARK)
         if calls_tool:  # the end of the call stands before the end of the turn
             ends = filter(None, map(self.tokenizer.decode, self.eos_ids))
-            start = re.compile("|".join(map(re.escape, ends))).search(text, start).start()
+            [end, *_] = re.compile("|".join(map(re.escape, ends))).finditer(text, start)
+            start = end.start()
         return text[:start], text[start:]
 
 

@@ -64,7 +64,7 @@ WRITTEN_FOR = dict(
     Policy="53307d1d",
     collate="8d7120a9",
     padded="8b87369e",
-    micro_batches="d3d1c363",
+    micro_batches="7db9597d",
     logps_of="1b0b0a31",
     log_probabilities="7f6bd71a",
     load_reference="780ab9db",
@@ -73,7 +73,7 @@ WRITTEN_FOR = dict(
     read_rows="8e84d75b",
     prompts_of_step="8bfe5595",
     samples_of_eval="e670d561",
-    rollout="9dada5c1",
+    rollout="4ceaf197",
 )
 
 
@@ -85,9 +85,9 @@ def changed(*names) -> list[str]:
 
 
 def is_marked(function) -> bool:
-    """By the page's @extra. functools.wraps copies the mark's attributes."""
-    code = getattr(function, "__code__", None)
-    return hasattr(function, "extra") and code.co_filename == sys.modules["grpo"].__file__
+    """By the page's @extra."""
+    marked = sys.modules["grpo"].extra("")(function)
+    return getattr(function, "__code__", None) is marked.__code__
 
 
 def is_wrapped(thing) -> bool:
@@ -165,7 +165,7 @@ VERSIONS = "torch", "transformers"
 def before_loading(cfg):
     """What all ranks must have the same as soon as they meet, by name."""
     found = Path(cfg.out_dir).expanduser().glob("step_" + "[0-9]" * 6) if cfg.resume else []
-    same = {"the checkpoints that --resume finds in --out_dir": sorted(p.name for p in found)}
+    same: dict = {"the checkpoints that --resume finds in --out_dir": sorted(p.name for p in found)}
     same |= {f"the version of {name}": sys.modules[name].__version__ for name in VERSIONS}
     for name, value in vars(cfg).items():
         if name != "out_dir":  # rank 0 writes
@@ -208,7 +208,7 @@ def behind(functions, files):
 
 
 def code_of(functions, files):
-    return sorted(of_file(path) for path in behind(functions, files).values())
+    return sorted(str(of_file(path)) for path in behind(functions, files).values())
 
 
 def without_folders(functions):

@@ -15,6 +15,7 @@ import mmap
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,33 +50,33 @@ class HeadLogps(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.kept = {}  # first word of a tile: its product
         parts = []  # of each tile [n, 2]: log Z and sum p z
-        of_targets = 0
+        of_targets = []  # of each tile the logits of its targets, else 0, [n, 1]
         with torch.autocast(device, enabled=False):
             for words, _, z in tiles(ctx, hidden, weight):
                 parts.append(fused(sums, temperature, z))
                 column, inside = columns_of(targets, words)  # [n, 1]
-                of_targets += widened(z.gather(-1, column).where(inside, 0))
+                of_targets.append(widened(z.gather(-1, column).where(inside, 0)))
                 if words.stop * len(hidden) <= KEPT[device]:
                     ctx.kept[words.start] = z
         log_zs, means = torch.stack(parts).unbind(-1)  # [tiles, n] both
         log_z = log_zs.logsumexp(0)  # [n]
         p = log_zs.softmax(0)  # [tiles, n], the probability that the word is in the tile
         entropy = log_z - (p * means).sum(0)  # [n]
-        logps = of_targets[:, 0] / temperature - log_z
+        logps = torch.cat(of_targets, 1).sum(1) / temperature - log_z
         ctx.save_for_backward(hidden, weight, targets, log_z, logps)
         ctx.mark_non_differentiable(entropy)
         return logps, entropy
 
     @staticmethod
-    def backward(ctx, grad_logps, _):
+    def backward(ctx, *grads):
+        grad_logps, _ = grads
         hidden, weight, targets, log_z, logps = ctx.saved_tensors
         grad = grad_logps / ctx.temperature  # [n]
         at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
-        grad_weight = None
+        grad_weight, hidden_rows = None, hidden.T  # [V, H], [H, n]
         if ctx.needs_input_grad[1]:  # not with adapters
-            grad_weight = torch.empty_like(weight)  # [V, H]
-            hidden_rows = hidden.T.contiguous()  # [H, n]
+            grad_weight, hidden_rows = torch.empty_like(weight), hidden_rows.contiguous()
         rows = torch.arange(len(targets), device=targets.device)
         for words, tile_weight, z in tiles(ctx, hidden, weight):
             grad_z = fused(gradient, ctx.temperature, z, log_z, grad, out=z)  # [n, v]
@@ -135,10 +136,12 @@ def widened(z):
     return z.to(torch.promote_types(z.dtype, torch.float32))
 
 
-compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
+@functools.cache
+def compiled(function) -> Any:
+    return torch.compile(function, dynamic=True)
 
 
-def fused(function, temperature: float, *tensors, out=None):
+def fused(function, temperature: float, *tensors, out=None) -> Any:
     """function(temperature, *tensors) as if it read the tensors once. On a GPU it is compiled; a
     CPU takes a few rows after the other, and writes into `out` if there is one."""
     z = tensors[0]
@@ -203,7 +206,7 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
     longest = max(prompts, key=lambda p: len(p.ids))
     [longest] = dummy_samples([longest], [cfg.max_completion_length], model)
     beyond = beyond_windows(model.config, longest)
-    expected = [numbers_of(policy, [[s] for s in samples + beyond])]
+    expected: list = [numbers_of(policy, [[s] for s in samples + beyond])]
     with exact(policy):
         expected.append(gradients_of(policy, samples))
     of_packed = packed.PackedPolicy(model, policy.temperature, policy.dtype)
@@ -250,15 +253,17 @@ def exact(policy):
 def dummy_samples(prompts: list, lengths: list[int], model) -> list:
     """For each prompt completions of these lengths, which end with an EOS, all but the first."""
     [end, *_] = np.ravel(model.generation_config.eos_token_id)
-    blank = {f.name: None for f in fields(grpo.Sample) if f.default is f.default_factory}  # needed
+    needed = [f.name for f in fields(grpo.Sample) if f.default is f.default_factory]
+    blank: dict = dict.fromkeys(needed)
     samples = []
     for group, prompt in enumerate(prompts):
         for length in lengths:
             ids = np.resize(prompt.ids, length)
             if length > 1 and end is not None:
                 ids[-1] = end
-            known = dict(group=group, prompt=prompt, completion_ids=ids)
-            samples.append(grpo.Sample(**blank | known | dict(sampler_logps=np.zeros(length))))
+            own: dict = dict(group=group, prompt=prompt, completion_ids=ids)
+            own["sampler_logps"] = np.zeros(length)
+            samples.append(grpo.Sample(**blank | own))
     return samples
 
 
@@ -299,7 +304,7 @@ def gradients_of(policy, samples: list) -> dict:
         if p.grad is not None:
             directions = numbers.to(p.grad.dtype)
             parts = p.grad.flatten().split(directions.shape[1])
-            products = sum(directions[:, : len(part)] @ part for part in parts)
+            products = torch.stack([directions[:, : len(part)] @ part for part in parts]).sum(0)
             described[name] = [p.grad.norm().item(), *products.tolist()]
     policy.zero_grad()
     return described
@@ -359,10 +364,13 @@ class InDtype:
 def experts(layer, hidden, *chosen):
     """transformers' product of all experts, which takes the dtype of their weights. Autocast does
     not know it: two thirds of a mixture's products would stay in float32."""
-    device = hidden.device.type
+    return grouped_mm_experts_forward(in_dtype(layer, hidden.device.type), hidden, *chosen)
+
+
+def in_dtype(layer, device: str) -> Any:
     if torch.is_autocast_enabled(device):
-        layer = InDtype(layer, torch.get_autocast_dtype(device))
-    return grouped_mm_experts_forward(layer, hidden, *chosen)
+        return InDtype(layer, torch.get_autocast_dtype(device))
+    return layer
 
 
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts)

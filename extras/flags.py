@@ -74,7 +74,8 @@ def parse_flags(plain, argv=None, *args, **kwargs):
 
 def main(plain, *args, **kwargs) -> int:
     """An error is a line."""
-    for stream in (sys.stdout, sys.stderr):
+    streams: list = [sys.stdout, sys.stderr]
+    for stream in streams:
         with contextlib.suppress(AttributeError):  # a notebook's has no such method
             stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     code = 1

@@ -115,6 +115,5 @@ def round_at_random(x, seed: int):
     numbers of bfloat16."""
     bits = x.view(torch.int32)
     generator = torch.Generator(bits.device).manual_seed(seed)
-    options = dict(dtype=torch.int32, device=bits.device, generator=generator)
-    noise = torch.randint(2**16, bits.shape, **options)
+    noise = torch.empty_like(bits).random_(2**16, generator=generator)
     return (bits + noise).bitwise_and(-(2**16)).view(torch.float32).bfloat16()

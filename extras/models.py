@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from transformers.utils.hub import cached_file
 
 import grpo
 from extras import digests, fast, preflight, ranks
@@ -217,7 +218,7 @@ def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
     copy_files(source, folder)
 
 
-def tensors_of(plain, model, cfg, *args, **kwargs) -> dict:
+def tensors_of(plain, model, cfg, *args, **kwargs):
     """And the buffers, without the copy of a tied head; adapters merged into their layers."""
     parameters = dict(model.named_parameters())
     buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
@@ -248,7 +249,7 @@ def copy_files(model: str, folder: Path) -> None:
     options = {f"_raise_exceptions_for_{what}": False for what in may_miss}
     for name in f"{PROCESSORS} {TOKENIZERS}".split():
         options["local_files_only"] = name in TOKENIZERS
-        path = transformers.utils.cached_file(model, name, **options)
+        path = cached_file(model, name, **options)
         if path is not None and not Path(folder, name).exists():
             shutil.copy(path, folder)
 
@@ -314,8 +315,9 @@ def decay(weight_decay: float, optimizer, *_) -> None:
     """As AdamW does it, but matrices alone. (Another order of the parameters would be that of no
     other checkpoint.)"""
     for group in optimizer.param_groups:
-        matrices = [p for p in group["params"] if p.grad is not None and p.dim() >= 2]
-        torch._foreach_mul_(matrices, 1 - group["lr"] * weight_decay)
+        for p in group["params"]:
+            if p.grad is not None and p.dim() >= 2:
+                p.mul_(1 - group["lr"] * weight_decay)
 
 
 # -- Samplers
@@ -328,31 +330,11 @@ def make_sampler(plain, run, *args, **kwargs):
     model.generation_config.eos_token_id = stop_ids = stop_ids_of(model, run.tokenizer)
     start = functools.partial(plain, run, *args, **kwargs)
     if cfg.rollout == "hf":
-        with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
-            sampler = start()
-            if type(sampler) is grpo.HFSampler and not has_plain_cache(model):
-                name = type(model).__name__
-                ranks.say(f"sample_batch cannot use the cache of {name}, so its generate samples")
-                sampler = GenerateSampler(model, stop_ids, cfg)
-            preflight.check_padding(run, sampler)
-        # The cache grows: every length would be compiled.
-        sampler.generate = torch.compiler.set_stance("force_eager")(sampler.generate)
-    if cfg.lora_rank > 0 and cfg.dtype == "bfloat16":
-        from extras import lora
-
-        lora.halve_frozen(model)
-    fast.tune_for_machine(run.policy, run.train_prompts, cfg)
-    if cfg.rollout == "vllm":
-        require(0.01 <= cfg.temperature <= 2, "temperature", "vLLM takes 0.01 to 2; hf takes any")
-        ranks.say("vLLM starts, which takes a minute or more")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
-            os.environ["TRITON_F32_DEFAULT"] = "ieee"
-        with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
-            sampler = start()
-        sampler.load_weights = nan_in_new_memory()(sampler.load_weights)
-        for module in model.modules():  # vLLM's import has made its classes look for this
-            module.do_not_compile = True
+        sampler = start_hf(run, start, stop_ids)
+        tune(run)
+    else:
+        tune(run)
+        sampler = start_vllm(run, start)
     sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
     sampler.close = functools.cache(sampler.close)  # once: here if the run fails, else by `train`
     cleanup.callback(sampler.close)
@@ -360,6 +342,43 @@ def make_sampler(plain, run, *args, **kwargs):
         from extras import agents
 
         sampler = agents.around(sampler, run)
+    return sampler
+
+
+def start_hf(run, start, stop_ids: list[int]):
+    cfg, model = run.cfg, run.policy.model
+    with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
+        sampler = start()
+        if type(sampler) is grpo.HFSampler and not has_plain_cache(model):
+            name = type(model).__name__
+            ranks.say(f"sample_batch cannot use the cache of {name}, so its generate samples")
+            sampler = GenerateSampler(model, stop_ids, cfg)
+        preflight.check_padding(run, sampler)
+    # The cache grows: every length would be compiled.
+    sampler.generate = torch.compiler.set_stance("force_eager")(sampler.generate)
+    return sampler
+
+
+def tune(run) -> None:
+    if run.cfg.lora_rank > 0 and run.cfg.dtype == "bfloat16":
+        from extras import lora
+
+        lora.halve_frozen(run.policy.model)
+    fast.tune_for_machine(run.policy, run.train_prompts, run.cfg)
+
+
+def start_vllm(run, start):
+    cfg = run.cfg
+    require(0.01 <= cfg.temperature <= 2, "temperature", "vLLM takes 0.01 to 2; hf takes any")
+    ranks.say("vLLM starts, which takes a minute or more")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
+        sampler = start()
+    sampler.load_weights = nan_in_new_memory()(sampler.load_weights)
+    for module in run.policy.model.modules():  # vLLM's import has made its classes look for this
+        module.do_not_compile = True
     return sampler
 
 
@@ -397,11 +416,11 @@ class GenerateSampler(grpo.HFSampler):
         device = model.device
         randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
         randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T]
-        logps = []
+        columns = []  # of log-probabilities, [N, 1] each
 
         def choose(_, logits):  # [N, V]. All others get -inf, so that generate takes the token
-            token, logp = grpo.sample_token(logits, temperature, randoms[:, len(logps), None])
-            logps.append(logp)
+            token, logp = grpo.sample_token(logits, temperature, randoms[:, len(columns), None])
+            columns.append(logp)
             return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
 
         own = model.generation_config  # which may hold top-p, and the ids of its end
@@ -416,8 +435,8 @@ class GenerateSampler(grpo.HFSampler):
                 pad_token_id=stop_ids[0],
             )
         model.generation_config = own
-        ids = ids[:, -len(logps) :].cpu().numpy()  # [N, T], until all have stopped
-        logps = torch.cat(logps, 1).cpu().numpy()
+        ids = ids[:, -len(columns) :].cpu().numpy()  # [N, T], until all have stopped
+        logps = torch.cat(columns, 1).cpu().numpy()
         completions = []
         for row, limit in enumerate(limits):
             stops = np.flatnonzero(np.isin(ids[row, :limit], stop_ids))
@@ -433,8 +452,8 @@ def vllm_options(plain, model, longest: int, cfg, *args, **kwargs) -> dict:
         type(current_platform).simple_compile_backend = "eager"  # compiling takes 10 s
     # transformers ties no head that differs from the embeddings, whatever the config says.
     overrides = dict(tie_word_embeddings=len(model.all_tied_weights_keys) > 0)
-    longest = preflight.longest_text(model, longest, cfg)
-    return dict(hf_overrides=overrides) | plain(model, longest, cfg, *args, **kwargs)
+    possible = preflight.longest_text(model, longest, cfg)
+    return dict(hf_overrides=overrides) | plain(model, possible, cfg, *args, **kwargs)
 
 
 def repack(plain, engine_model, *args, **kwargs) -> None:

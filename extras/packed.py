@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,7 +125,8 @@ class Gathered(torch.autograd.Function):
         return rows[places]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
+        [grad] = grads
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         total = wide.new_zeros(ctx.length, *grad.shape[1:])
         return total.index_add_(0, ctx.saved_tensors[0], wide).to(grad.dtype), None
@@ -153,12 +155,13 @@ def packed_attention(
     if is_flash:
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
     key, value = (Gathered.apply(x, sequences.seen) for x in (key, value))
-    options = dict(scale=scaling, enable_gqa=True)
+    options: dict = dict(scale=scaling, enable_gqa=True)
     window = 0 if attention_mask is None else attention_mask.shape[-1]  # see mask_of_layers
     if is_flash:
         options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
         options["window_size"] = (window - 1, 0)  # -1: all before the token
-        return varlen_attn(query, key, value, *sequences.ends, **options)[None], None
+        out: Any = varlen_attn(query, key, value, *sequences.ends, **options)
+        return out[None], None
     queries = query.split(sequences.lengths)
     keys = key.split(sequences.seen_lengths)
     values = value.split(sequences.seen_lengths)

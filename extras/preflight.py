@@ -24,10 +24,10 @@ import grpo
 from extras import digests
 from reward import ADDED, BUILT_IN
 
-LOWEST = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
+LOWEST: dict = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
-HIGHEST = dict.fromkeys(("num_prompts", "num_generations", "max_completion_length"), 1e8)
+HIGHEST: dict = dict.fromkeys(("num_prompts", "num_generations", "max_completion_length"), 1e8)
 
 
 # -- Flags
@@ -79,14 +79,14 @@ def check_values(cfg):
 
 
 # Flags that do nothing without another one.
-NEEDS = dict.fromkeys(("reference", "kl_estimator", "kl_in"), "beta")
+NEEDS: dict = dict.fromkeys(("reference", "kl_estimator", "kl_in"), "beta")
 NEEDS |= dict(eval_samples="eval_data", max_turns="environment")
 
 
 def check_used(cfg):
     given = [name for name in NEEDS if getattr(cfg, name) != getattr(type(cfg), name)]
     unused = [f"--{name} needs --{NEEDS[name]}" for name in given if not getattr(cfg, NEEDS[name])]
-    return unused and f"without effect: {', '.join(unused)}"
+    return f"without effect: {', '.join(unused)}" if unused else ""
 
 
 def check_flags_once(argv):
@@ -189,7 +189,7 @@ def schemas_of(row):
     return without_nulls(tools) if are_known else []
 
 
-def without_nulls(value):  # parquet has them where another schema has a key
+def without_nulls(value) -> typing.Any:  # parquet has them where another schema has a key
     if isinstance(value, dict):
         return {key: without_nulls(x) for key, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value

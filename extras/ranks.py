@@ -14,6 +14,7 @@ import traceback
 import uuid
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ HOST = os.uname().nodename
 NODE = os.environ.get("GROUP_RANK", HOST)  # whose ranks share a screen
 hosts = []  # of all ranks
 silent = []  # ranks without a sign of life. Rank 0 looks at all others, and they look at it
-patient = None  # a group without a time limit, to wait in
+patient: Any = None  # a group without a time limit, to wait in
 gathers = itertools.count(1)
 saving = threading.Lock()  # while it is held, nothing here ends the process
 told = threading.Lock()  # why the run ends is said once
@@ -71,7 +72,8 @@ def store():
 
 @functools.cache
 def connect(address: str, port: int):
-    return dist.TCPStore(address, port, is_master=False)
+    c10d: Any = dist
+    return c10d.TCPStore(address, port, is_master=False)
 
 
 def remember(name: str, value: str) -> None:
@@ -221,7 +223,7 @@ def all_gather(plain, items: list, *args, **kwargs) -> list:
 def wait_for_ranks() -> None:
     meeting = next(gathers)
     store().set(f"gathers of rank {grpo.RANK}", str(meeting))
-    arrived = dist.barrier(group=patient, async_op=True)
+    arrived: Any = dist.barrier(group=patient, async_op=True)
     started, patience = time.monotonic(), PATIENCE
     while not arrived.is_completed():  # a blocking wait would let no signal in: see runs.py
         time.sleep(0.001)

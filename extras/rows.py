@@ -11,12 +11,14 @@ lines, and takes messages as they are. Parquet's types become:
 
 import csv
 import functools
+import importlib
 import io
 import json
 import os
 import re
 from datetime import date, datetime, time
 from pathlib import Path
+from typing import Any
 
 import transformers
 from tqdm import tqdm
@@ -28,7 +30,8 @@ from reward import load_function, load_rewards
 
 ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
 END = object()  # of the rows; null, None, may be a row
-place = dict(file="", row=0, rows=0)  # what was read last: its file, its row from 1; all so far
+# What was read last: its file, its row from 1; and all rows so far.
+place: dict = dict(file="", row=0, rows=0)
 
 
 # -- A file -> rows
@@ -88,10 +91,9 @@ def read(path: str, kind: str):
         raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
     if path.startswith((".", "/")) and not os.path.exists(path):
         raise FileNotFoundError("no such file or folder")
-    from datasets import load_dataset
-
+    datasets = importlib.import_module("datasets")
     name, config, split = f"{path}::".split(":", 2)
-    rows = load_dataset(name, config or None, split=split.rstrip(":") or "train")
+    rows = datasets.load_dataset(name, config or None, split=split.rstrip(":") or "train")
     return map(plain_value, rows)
 
 
@@ -121,7 +123,7 @@ def refuse_twice(names):
         raise ValueError("two columns have the same name")
 
 
-def plain_value(value, kind=None):
+def plain_value(value, kind: Any = None):
     """The value as a JSON line has it. kind: its type in parquet, or None."""
     if isinstance(value, dict):
         item = getattr(kind, "item_type", None)  # of a map: the type of all its values

@@ -18,7 +18,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def config_to_resume(given, unnamed: str) -> str:
     return paths[-1] if paths else ""
 
 
-def holds_something(folder: str) -> bool:
+def holds_something(folder: str | Path) -> bool:
     """A run that was stopped before it began leaves at most an empty log."""
     return any(os.path.getsize(path) for path in Path(folder).glob("*"))
 
@@ -91,10 +91,10 @@ def without_nan(metrics: dict) -> dict:
 def more_columns(rows: list[dict], samples: list, tokenizer) -> list[dict]:
     """Of completions.jsonl. A group's first has the row of the data, and the two groups with the
     largest advantages have their tokens."""
-    sizes = Counter()
+    sizes = defaultdict(float)
     for s in samples:
         sizes[s.group] += mean_abs(s.advantages_in_loss)
-    detailed = dict(sizes.most_common(2))
+    detailed = sorted(sizes, key=lambda group: -sizes[group])[:2]
     shown = []
     for row, s in zip(rows, samples, strict=True):
         own = dict(row)
@@ -199,7 +199,7 @@ def make_files(plain, cfg, *args, **kwargs):
     return files
 
 
-class Files:
+class Files(grpo.RunFiles):
     """Stands before the page's RunFiles. Rank 0 writes; all ranks know the history."""
 
     def prepare(self, cfg) -> None:
@@ -375,7 +375,7 @@ class Files:
     def best_step(self) -> int:
         """The step with the highest eval accuracy so far; 0: none."""
         evals = {m["step"]: m["eval_accuracy"] for m in self.history if "eval_accuracy" in m}
-        return max(evals, key=evals.get, default=0)
+        return max(evals, key=lambda step: evals[step], default=0)
 
     def complete(self, run, is_due: bool = False) -> None:
         """From here on a checkpoint holds this step, with this state. is_due: the loop says so."""
