@@ -23,15 +23,15 @@ It is fine-tuning on the model's own answers: the cross-entropy of each answer, 
 advantage, which is negative below the mean of the group. The reward is only a number, and no
 gradient goes through it. n_tokens counts the tokens of all answers of the optimizer step, so each
 token has the same weight. With a mean over each answer, tokens of short answers would weigh more.
-With a mean over each batch (a usual mistake of gradient accumulation), so would those of small
+With a mean over each batch (a usual mistake of gradient accumulation), so would tokens of small
 batches.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0, and so, nearly, does
-the loss (-A * ratio, below) of the weights that sampled, if all samples are in one minibatch and
-equally long and --beta is 0. Its gradient is not 0: the first and last answer become more likely,
-the others less. So watch the reward, not the loss. Had all four the same reward, all A would be 0,
-and the group would teach nothing (although its tokens count in n_tokens).
+0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. So the first loss
+(-A * ratio, below) is nearly 0, too, if all samples are in one minibatch and equally long and
+--beta is 0. Its gradient is not 0: the first and last answer become more likely, the others less.
+So watch the reward, not the loss. Had all four the same reward, all A would be 0, and the group
+would teach nothing (although its tokens count in n_tokens).
 
 Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
 product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
@@ -40,12 +40,12 @@ grad log p over sampled answers. A number b that does not depend on the answer m
 from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. It changes only
 the noise, and near the mean reward it lowers it. The mean of the group's other answers is such a b,
 and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). Two divisions are
-outside this argument: by n_tokens, so a step of long answers counts less, and by the standard
-deviation: times 2.8 with 1 right answer of 8, 1.9 with 4 (off: --scale_rewards none).
+not part of this argument: by n_tokens (a step of long answers counts less), and by the standard
+deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
 times as likely a token has become since it was sampled; old_logp is a constant. In the first
-optimizer step the ratio is 1, and its gradient is that of logp. In a second step on the same
+optimizer step the ratio is 1, and its gradient is the one of logp. In a second step on the same
 answers (by default there is none) a ratio of 1.2 means that new answers would have this token 1.2
 times as often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
 A > 0) or below 0.8 (if A < 0) it gets no further push: its loss is clipped to a constant.
@@ -57,7 +57,7 @@ the model in micro-batches, whose gradients add up. A rank is one of the process
 starts. The reference is a frozen model, by default the first policy; --beta adds a penalty, the KL
 divergence, that keeps the policy near it.
 
-The ten lines, and where they stand with batches, ranks and options:
+Where this file has the ten lines, with batches, ranks and options:
 
     groups                     rollout, sample_batch (just before PLUMBING; or VLLMSampler)
     n_tokens                   assign_loss_weights
@@ -116,7 +116,7 @@ class Prompt:
     text: str
     row: dict  # the row of the data file
     messages: list | None = None  # the chat; None: the prompt is a plain text
-    row_number: int = 0  # of the row in the data file, from 0
+    row_number: int = 0  # in the data file, from 0
 
 
 @dataclass(eq=False)  # == on arrays gives no single bool
@@ -125,16 +125,16 @@ class Sample:
 
     group: int  # index of the prompt in the step
     prompt: Prompt
-    completion_ids: np.ndarray  # with the EOS, unless cut off: to stop is learned, too
+    completion_ids: np.ndarray  # with the EOS, unless cut off: the policy learns to stop
     # Log-probabilities of these tokens. The first two are of the same weights, but the sampler
     # computes differently (a cache of keys and values, vLLM), so they differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     # By the policy, before the first optimizer step. None if the step has no second one: then
-    # accumulate_gradient takes the logps of the loss, detached.
+    # accumulate_gradient uses the logps of the loss, detached.
     old_logps: np.ndarray | None = None
-    ref_logps: np.ndarray | None = None  # by the reference; None: no KL term
-    sampled: np.ndarray = LATER  # True: the policy wrote it, and not a tool or environment
-    trainable: np.ndarray = LATER  # True: it may be in the loss; assign_advantages decides
+    ref_logps: np.ndarray | None = None  # by the reference; None without a KL term
+    sampled: np.ndarray = LATER  # True: by the policy; False: by a tool or an environment
+    trainable: np.ndarray = LATER  # False: not in the loss; assign_advantages decides
     advantages: np.ndarray = LATER  # by assign_advantages; until then 0
     loss_weights: np.ndarray = LATER  # by assign_loss_weights, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
@@ -142,7 +142,7 @@ class Sample:
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum; nan: no reward function applies
     failure: str = ""  # why a reward function or the sampler failed
-    info: dict = field(default_factory=dict)  # what else reward functions and extras/ note
+    info: dict = field(default_factory=dict)  # further notes of reward functions and extras/
 
     def __post_init__(self):
         T = len(self.completion_ids)
@@ -173,18 +173,18 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # the last turn's log, load_weights, eval, save
+        run.record_time("eval")  # since the last step: load_weights, eval, save
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
         prompts = prompts_of_step(run.train_prompts, step, cfg)
-        stream = SAMPLING  # which random numbers to draw; an eval has others
+        stream = SAMPLING  # of random numbers; an eval has another
         samples = rollout(run, prompts, stream, step, G, cfg.temperature)
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
 
-        # What the loss compares the policy with: itself before the first optimizer step, and the
-        # reference. If there is only one optimizer step, the loss computes the former anyway.
+        # The loss compares the policy with itself before the first optimizer step, and with the
+        # reference. If there is only one optimizer step, it computes the former anyway.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:  # --beta > 0
@@ -205,12 +205,12 @@ def training_loop(run: Run) -> None:
 # -- How good is a sample? Its reward, its advantage
 def score(samples: list[Sample], run: Run) -> None:
     """Fills in `rewards`, a value for each reward function, and `reward`, their weighted sum. A
-    function gets the text and the row of the data (see reward.py). A call that fails gives 0; nan:
-    the function does not apply."""
+    function gets the text and the row of the data (see reward.py). A failed call gives 0; nan means
+    that the function does not apply."""
     scored = [s for s in samples if not s.failure]
     for function in run.reward_functions:
         for s in samples:
-            s.rewards[function.name] = 0.0  # stays so where an environment failed
+            s.rewards[function.name] = 0.0  # kept if the environment failed
         seed = seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
         transformers.set_seed(seed)  # for a function that draws random numbers
         fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
@@ -227,8 +227,8 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     -> [N]. Equal rewards give exactly 0. A nan is ignored; its advantage is 0.
 
     scale: what r - mean is divided by. "group": the standard deviation of the group, so that
-    rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": that
-    of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
+    rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": the
+    one of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     mean = grouped.nanmean(1, keepdim=True)  # [N / G, 1]
@@ -249,26 +249,26 @@ def assign_advantages(samples: list[Sample], cfg: Config, state: dict | None = N
     advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
     for s, advantage in zip(samples, advantages.tolist(), strict=True):
         s.advantages[:] = advantage  # the same for all tokens
-        # --mask_truncated: a completion that is cut off counts in the mean, and is not trained on.
+        # --mask_truncated: a cut-off completion counts in the group's mean, but not in the loss.
         leave_out = cfg.mask_truncated and s.finish_reason == "length"
         if leave_out or math.isnan(s.reward):
             s.trainable[:] = False
 
 
 # -- A batch, its log-probabilities
-# What the loss gets of a Sample. For another field add the name here, and pass it to grpo_loss.
+# Fields of a Sample that the loss gets. To add one, put its name here, and pass it to grpo_loss.
 IN_BATCH = ["advantages", "loss_weights", "sampler_logps", "old_logps", "ref_logps"]
 
 
 def collate(samples: list[Sample], device: torch.device) -> dict:
     """The tensors of a micro-batch. Each row is a prompt and its completion, padded on the right.
-    (No mask: a token sees those on its left only, and so no padding.) Say a b c has the completion
-    x y . and d e has w . (with the EOS .):
+    (No attention mask: a token attends only to its left, so never to padding.) If a b c has the
+    completion x y . and d e has w . (with the EOS .):
         ids          a b c x y .  d e w . 0 0     [N, L], 2 rows of 6
         targets            x y .      w .         [n], the sampled tokens
-        logit_index      2 3 4      7 8           [n], places whose logits predict the targets
+        logit_index      2 3 4      7 8           [n], index of the logits that predict them
 
-    What the loss needs is [n], too, sample after sample.
+    The fields of IN_BATCH are [n], too, sample after sample.
     """
     lengths = [int(s.sampled.sum()) for s in samples]  # how many of the n each sample has
     ids = padded([np.append(s.prompt.ids, s.completion_ids) for s in samples])  # [N, L]
@@ -278,7 +278,7 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
         first = i * ids.shape[1] + len(s.prompt.ids) - 1
         lists["logit_index"].append(first + np.flatnonzero(s.sampled))
     for name in IN_BATCH:
-        if any(getattr(s, name) is not None for s in samples):  # all have it, or none
+        if any(getattr(s, name) is not None for s in samples):  # it is set in all, or in none
             lists[name] = [getattr(s, name)[s.sampled] for s in samples]
     batch = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in lists.items()}  # [n]
     batch["ids"] = ids
@@ -288,8 +288,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). extras/ runs
-    a faster one for large models, until you edit this one."""
+    entropy [n], how uncertain the model was there (in nats, for the log). extras/ runs a
+    faster one for large models, until you edit this one."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -325,7 +325,7 @@ def grpo_loss(
     advantages,
     loss_weights,  # such as 1 / n_tokens: see assign_loss_weights
     cfg: Config,
-    lengths: list[int],  # how many of the n each sample has, for two of the options
+    lengths: list[int],  # each sample's share of n, for --ratio_level sequence
 ):
     """The loss of one micro-batch, and sums for the log. With the default flags:
 
@@ -333,9 +333,9 @@ def grpo_loss(
         losses = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.28))  # A is the advantage
         loss = (losses * loss_weights).sum()  # a weight is 1 / n_tokens
 
-    Not shown: each token's factor of about 1 (TIS), the KL term of --beta, and options. The loss is
-    a SUM with the n_tokens of the WHOLE optimizer step: the losses of all micro-batches and ranks
-    add up to that of the step.
+    Not shown: each token's factor of about 1 (TIS), the KL term of --beta, and other flags. The
+    loss is a SUM with the n_tokens of the WHOLE optimizer step: the losses of all micro-batches and
+    ranks add up to the loss of the step.
     """
     ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # one ratio for the whole completion (GSPO)
@@ -343,15 +343,15 @@ def grpo_loss(
     if ref_logps is not None and cfg.kl_in == "reward":
         advantages = advantages - cfg.beta * kl_from_here_on(old_logps, ref_logps, lengths)
     losses = -advantages * ratio  # [n]
-    # The clip (PPO, arXiv 1707.06347, eq. 7). Say A is 1 and the ratio 1.5: the loss is -1.5, the
-    # clipped one -1.28. The maximum is -1.28, a constant: no further push. At 0.5 it is -0.5, and
-    # the push goes on. With A = -1 the push ends only below 0.8.
+    # The clip (PPO, arXiv 1707.06347, eq. 7). If A is 1 and the ratio 1.5, the loss is -1.5 and the
+    # clipped loss -1.28. The maximum, -1.28, is a constant: its gradient is 0. At a ratio of 0.5 it
+    # is -0.5, and the gradient stays. If A is -1, the gradient is 0 only below 0.8.
     clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # [n]
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Truncated importance sampling (TIS) by p_policy / p_sampler: a token that the sampler, which
-    # computes a little differently, draws too often counts less, and one too seldom more.
+    # Truncated importance sampling (TIS) by p_policy / p_sampler. The sampler computes a little
+    # differently. A token that it draws too often counts less, one that it draws too seldom more.
     if sampler_logps is not None and cfg.tis_cap > 0:
         losses = losses * (old_logps - sampler_logps).exp().clamp(max=cfg.tis_cap)
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta > 0, as in the bundled task
@@ -397,10 +397,10 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
             # No step if the gradient is (a) nan or inf, (b) 0, as with equal rewards in all groups
-            # (Adam would move the weights by its momentum), or (c) rounding: no advantage, and
-            # only the KL to a reference that the policy still is, before the run's first optimizer
-            # step (its gradient is 0; of k1 and k4 on average). Adam divides by the gradient's
-            # size, so it may make a full step of the rounding.
+            # (Adam would move the weights by its momentum), or (c) rounding: before the run's first
+            # optimizer step the policy still is the reference, so the KL's gradient is 0 (of k1 and
+            # k4 on average), and there is no advantage. Adam divides by the gradient's size, so it
+            # may make a full step of the rounding.
             still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
             has_signal = any(samples[i].advantages_in_loss.any() for i in chosen)
             is_rounding = still_reference and not has_signal
@@ -415,10 +415,10 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
 
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Counter:
-    """The gradient of one optimizer step: a backward for each micro-batch, which add up. Returns
-    sums over all ranks, for the log."""
+    """The gradient of one optimizer step, a sum over its micro-batches. Returns sums over all
+    ranks, for the log."""
     assign_loss_weights(minibatch, cfg)  # a minibatch has the samples of all ranks
-    # An advantage of 0 has no gradient, if there is no KL.
+    # Without a KL, a sample whose advantages are 0 has no gradient.
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
     batches = policy.micro_batches(needed or minibatch[:1], cfg)
     sums = []
@@ -426,8 +426,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
         if start + RANK < len(batches):
             samples = batches[start + RANK]  # each rank takes one
         else:
-            # None is left for this rank, but DDP waits for its backward: the last batch once more,
-            # without targets (n is 0), so that its loss and its gradient are 0.
+            # No batch is left for this rank, but DDP waits for its backward. It repeats the last
+            # batch without targets (n is 0), so its loss and its gradient are 0.
             samples = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
         # DDP all-reduces in the last backward; before that, each rank only adds up (no_sync).
         is_last = start + WORLD_SIZE >= len(batches)
@@ -436,13 +436,13 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
         with sync:
             logps, entropy = ddp(batch)  # [n] both
             # With one optimizer step old_logps are these logps, detached: the ratio is 1, and its
-            # gradient is that of logps.
+            # gradient is the one of logps.
             old_logps = batch.get("old_logps", logps.detach())
             ref_logps, sampler_logps = batch.get("ref_logps"), batch["sampler_logps"]
             rest = batch["advantages"], batch["loss_weights"], cfg, batch["lengths"]
             loss, stats = grpo_loss(logps, old_logps, ref_logps, sampler_logps, *rest)
-            # DDP takes the mean of the ranks' gradients, and we want the sum: the weights count
-            # the tokens of all ranks.
+            # DDP takes the mean of the ranks' gradients, and we need their sum, because the weights
+            # count the tokens of all ranks.
             (loss * WORLD_SIZE).backward()
         entropy = entropy * (batch["loss_weights"] > 0)  # [n]
         sums.append(stats | dict(loss=loss.detach(), entropy=entropy.sum()))
@@ -454,11 +454,11 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples.
 
-    stream: which random numbers to draw, SAMPLING or EVAL. first: for an eval, which comes here in
-    pieces, the index of prompts[0] in its data.
+    stream: of random numbers, SAMPLING or EVAL. first: the index of prompts[0] in the eval data, as
+    an eval calls this in pieces.
     """
     places = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
-    # A seed for each sample: what is drawn depends on no other sample, nor on the ranks.
+    # A seed for each sample: its tokens depend on no other sample, and not on the ranks.
     seeds = [(seed_of(run.cfg, stream, step, first + group), i) for group, i in places]
     my_prompts = [prompts[group] for group, _ in places]
     completions = run.sampler.generate(my_prompts, seeds, temperature)  # fields of a Sample each
@@ -477,16 +477,16 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
         samples.append(s)
     score(samples, run)
     samples = sorted(all_gather(samples), key=lambda s: s.group)
-    # nan: a broken sampler. Here, because samples of advantage 0 may never reach the update.
+    # nan: a broken sampler. A check here, because samples of advantage 0 may not be in the update.
     if not all(np.isfinite(s.sampler_logps).all() for s in samples):
-        check_gap(math.nan, run.cfg)  # raises TrainingError, and says why
+        check_gap(math.nan, run.cfg)  # raises TrainingError
     return samples
 
 
 @torch.no_grad()
 def sample_batch(model, prompts, seeds, temperature: float, limits, stop_ids, cfg) -> list[dict]:
-    """A completion of each prompt: completion_ids and sampler_logps, [T] both. limits: the most
-    tokens of each. VLLMSampler is faster, but this needs nothing else."""
+    """A completion of each prompt: completion_ids and sampler_logps, [T] both. limits: the
+    maximal length of each. VLLMSampler is faster, but this needs no other package."""
     randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
     randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T], in [0, 1)
     ids = padded([p.ids for p in prompts], side="left").to(model.device)  # [N, P]
@@ -508,11 +508,11 @@ def sample_batch(model, prompts, seeds, temperature: float, limits, stop_ids, cf
             goes_on = ~np.isin(tokens, stop_ids) & (t + 1 < np.array(limits)[running])
             if not goes_on.any():
                 break
-            # Next the new token alone goes in: the cache has the others.
+            # The next pass gets the new token alone: the cache has the others.
             cache = out.past_key_values
             positions = positions[:, -1:] + 1
             mask = nn.functional.pad(mask, (0, 1), value=1)
-            if not goes_on.all():  # what has stopped leaves the batch
+            if not goes_on.all():  # stopped completions leave the batch
                 rows = torch.from_numpy(np.flatnonzero(goes_on)).to(model.device)
                 running = running[goes_on]
                 ids, mask, positions = ids[rows], mask[rows], positions[rows]
@@ -521,16 +521,16 @@ def sample_batch(model, prompts, seeds, temperature: float, limits, stop_ids, cf
 
 
 # ------------------------------------------------------------------------------------------------
-# PLUMBING. The options of the loss, then what the functions above call, then the program.
+# PLUMBING. The options of the loss, then the functions that are called above, then the program.
 # ------------------------------------------------------------------------------------------------
 
 
 # -- Extras: nothing above this line is marked @extra
-# extras/ does `import grpo`: let that be this file, also if it runs as a script or as my_grpo.py.
+# extras/ imports grpo. That must be this file, even if it runs as a script or as my_grpo.py.
 is_first = sys.modules.setdefault("grpo", sys.modules[__name__]) is sys.modules[__name__]
 try:
     from extras import WRAP_GRPO
-except ImportError:  # they are not there, or another package has their name
+except ImportError:  # it is not there, or another package has its name
     WRAP_GRPO = False
 USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a second copy
 
@@ -540,10 +540,10 @@ def extra(file: str):
     one below (its first argument) and adds checks, kinds of models and data, and recovery from
     errors. Without extras/, or with --plain, the one below runs alone.
 
-    So all that stands here runs, with extras/ or without, but for two things that the screen names:
-    until you edit Policy, a faster form of it runs for large models (no padding, another head), and
-    kinds of models and data that this page cannot take get other forms. Your values win over those
-    of extras/. If you delete an @extra, a flag that needs it ends the run."""
+    So all code of this file runs, with extras/ or without, with two exceptions, which the screen
+    names. Until you edit Policy, a faster form of it runs for large models (no padding, another
+    head). And models and data that this file does not support get other forms. Your values win over
+    those of extras/. If you delete an @extra, a flag that needs it ends the run."""
 
     def mark(plain):
         @functools.wraps(plain)
@@ -564,8 +564,8 @@ def sequence_ratio(logps, old_logps, lengths: list[int]):
     the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     of_samples = (logps - old_logps).split(lengths)  # [T] each
     mean = torch.cat([d.mean().expand_as(d) for d in of_samples])  # [n]
-    # The value of the mean, and for each token the gradient of its own logp, so that each token may
-    # have an advantage and a mask of its own:
+    # Its value is the mean. Its gradient is the one of each token's own logp, so that tokens may
+    # have advantages and masks of their own (GSPO-token):
     return (mean.detach() + logps - logps.detach()).exp()
 
 
@@ -590,7 +590,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k3 = torch.expm1(-d) + d
     values = dict(k1=d, k2=d.square() / 2, k3=k3, k4=w * d, wk3=w * k3)
     derivatives = dict(k1=d**0, k2=d, k3=-torch.expm1(-d), k4=w * (1 + d), wk3=w * d)
-    # As the table has it. Autograd would find some as a difference of large terms, all rounding.
+    # By the table: autograd would compute some as a difference of large terms, which is rounding.
     derivative = derivatives[estimator].clamp(-1e30, 1e30)
     return values[estimator] + derivative * (logps - logps.detach())
 
@@ -603,12 +603,12 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 
 
 # -- Random streams, the order of the data
-# Each generator is seeded with (--seed, stream, step, index). So what is drawn does not depend on
-# the number of ranks, but in reward functions, and a resume has no generator to restore. Streams:
+# Each generator is seeded with (--seed, stream, step, index). So draws do not depend on the number
+# of ranks (except in reward functions), and a resume has no generator to restore. Streams:
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
-REWARDS = 2  # reward functions' `random` and NumPy, of the last whole step; index: the rank
+REWARDS = 2  # reward functions, after the last whole step; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
@@ -641,7 +641,7 @@ def micro_batches(samples: list[Sample], cfg: Config) -> list[list[Sample]]:
     samples = sorted(samples, key=lambda s: -s.total_length)  # similar lengths: little padding
     total = sum(s.total_length for s in samples)
     budget = cfg.micro_batch_tokens or 2048
-    budget = min(budget, total / WORLD_SIZE)  # for each rank one, if lengths allow
+    budget = min(budget, total / WORLD_SIZE)  # one for each rank, if lengths allow
     batches = []
     for s in samples:
         # All rows are as long as the first.
@@ -659,7 +659,7 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     for samples_of_batch in batches[RANK::WORLD_SIZE]:
         batch = policy.collate(samples_of_batch)
         computed.append((policy(batch)[0], batch["lengths"]))  # logps [n]
-    # The GPU has all of its work by now.
+    # All forward passes are queued. The copies wait for them.
     parts = [part.numpy() for logps, lengths in computed for part in logps.cpu().split(lengths)]
     in_order = [s for rank in range(WORLD_SIZE) for b in batches[rank::WORLD_SIZE] for s in b]
     for s, part in zip(in_order, all_gather(parts), strict=True):
@@ -686,7 +686,7 @@ def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps)
 
 
 def nanstd(x):
-    """[R, C] -> [R, 1]: the standard deviation (n - 1) of what is not nan; 0 for less than two."""
+    """[R, C] -> [R, 1]: the standard deviation (n - 1) of values that are not nan, or 0."""
     count = (~x.isnan()).sum(1, keepdim=True)
     squares = (x - x.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -698,7 +698,7 @@ def mean_and_std(values) -> tuple:
 
 
 def sum_over_ranks(of_batches: list[dict]) -> Counter:
-    """The sums of all micro-batches of all ranks, and the largest of what ends in _max."""
+    """Sums over the micro-batches of all ranks. Of a name that ends in _max, the largest value."""
     rows = [torch.stack([x.double() for x in sums.values()]) for sums in of_batches]
     rows = all_gather(torch.stack(rows).tolist())  # one copy from the GPU for all of them
     totals = Counter()
@@ -756,7 +756,7 @@ def evaluate(run: Run) -> dict:
 
 
 def first_rewards(run: Run, samples: list[Sample], k: int) -> np.ndarray:
-    """[prompts, k], of the prompts to which the first reward applies. A call that fails is 0."""
+    """[prompts, k], of the prompts to which the first reward applies. A failed call counts 0."""
     name = run.reward_functions[0].name
     values = np.array([s.rewards[name] for s in samples]).reshape(-1, k)
     return values[~np.isnan(values).any(1)]
@@ -764,7 +764,7 @@ def first_rewards(run: Run, samples: list[Sample], k: int) -> np.ndarray:
 
 @extra("screen")
 def samples_of_eval(run: Run, k: int, temperature: float) -> list[Sample]:
-    """k of each eval prompt; at most as many at once as in a step."""
+    """k samples of each eval prompt, at most as many at once as in a step."""
     at_once = max(1, run.cfg.num_prompts * run.cfg.num_generations // k)
     samples = []
     for first in range(0, len(run.eval_prompts), at_once):
@@ -778,34 +778,34 @@ def samples_of_eval(run: Run, k: int, temperature: float) -> list[Sample]:
 class Config:
     # model and data
     model: str = ""  # policy: directory or hub name; empty: the bundled task
-    reference: str = ""  # what the KL is measured from; empty: the model as it starts
+    reference: str = ""  # model from which the KL is measured; empty: the policy as it starts
     train_data: str = ""  # JSON lines; extras/ reads JSON, CSV, parquet, the hub, functions, too
     eval_data: str = ""  # held-out rows, same formats; empty: no eval
     reward: str = "answer"  # name[:weight],... or file.py:function; the first is the eval accuracy
     call_timeout: float = 10.0  # seconds for one call of a reward function
-    prompt_template: str = ""  # made of columns: '{question} Think first.'; empty: column prompt
+    prompt_template: str = ""  # text with columns: '{question} Think first.'; empty: column prompt
     chat: bool = False  # string prompts become a user's turn in the chat template
     chat_template_kwargs: str = ""  # JSON for the chat template: '{"enable_thinking": false}'
     max_prompt_length: int = 512  # tokens; longer prompts are left out
-    shuffle: bool = True  # each pass over the data; false: the rows' own order, as of a curriculum
+    shuffle: bool = True  # the rows, in each pass; false: keep their order, as for a curriculum
     # rollout
     num_prompts: int = 32  # prompts per step, over all ranks
     num_generations: int = 8  # completions per prompt: the group, G
     max_completion_length: int = 512  # tokens; a completion that reaches this is cut off
     temperature: float = 1.0  # for sampling, and for all log-probabilities
-    rollout: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vLLM, or the policy's own model
+    rollout: Literal["auto", "vllm", "hf"] = "auto"  # sampler: vLLM, or the policy's model
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU for vLLM while it samples
     tis_cap: float = 2.0  # cap on a token's weight p_trainer / p_sampler (TIS); 0: no weights
-    max_sampler_gap: float = 0.0  # nats; a larger gap to the sampler ends the run; 0: by dtype
+    max_sampler_gap: float = 0.0  # nats; a larger gap sampler - policy ends the run; 0: by dtype
     # objective
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides advantages
     loss_reduction: Literal["token", "sequence", "constant"] = "token"  # how losses are averaged
     kl_estimator: Literal["k1", "k2", "k3", "k4", "wk3"] = "wk3"  # KL term of the loss
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL goes; in the reward: k1 only
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL is added; to the reward: k1 only
     beta: float = 0.0  # KL coefficient; 0: no reference model
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # the ratio is clipped above 1 + clip_high
-    ratio_level: Literal["token", "sequence"] = "token"  # ratio of each token, or sequence (GSPO)
+    ratio_level: Literal["token", "sequence"] = "token"  # a ratio per token, or sequence (GSPO)
     mask_truncated: bool = False  # leave cut-off completions out of the loss
     non_stop_reward: float | None = None  # reward of a cut-off completion; None: as scored
     # update
@@ -818,7 +818,7 @@ class Config:
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; 0: off
     max_steps: int = 100  # steps, each a rollout and its update
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # for matrix products
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda, else cpu
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
     seed: int = 0  # every random number is a function of the seed and the step
     # output
     out_dir: str = "out"  # directory of the run
@@ -827,17 +827,17 @@ class Config:
     save_every: int = 10  # steps between checkpoints; 0: only the last
     keep: int = 2  # newest checkpoints kept; 0: all
     resume: bool = False  # continue the run in --out_dir
-    plain: bool = False  # this file alone, as if extras/ were not there
+    plain: bool = False  # run this file without extras/
     # only with extras/: see ONLY_WITH_EXTRAS
     lora_rank: int = 0  # adapters' rank; 0: all weights learn. Adapters want 10 x learning_rate
-    environment: str = ""  # file.py:name, plays turns with the policy (extras/agents.py)
+    environment: str = ""  # file.py:name that plays turns with the policy (extras/agents.py)
     max_turns: int = 8  # turns of the policy in an episode with --environment
     system_prompt: str = ""  # message before every prompt; implies --chat
     weight_decay: float = 0.0  # for matrices, not for norms and biases
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # packed sequences and other forms of the policy, where they are faster
     compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda
-    began: str = ""  # the day that chat templates write, 2026-01-31; empty: that of the first start
+    began: str = ""  # date in chat templates, 2026-01-31; empty: day of the first start
     log_completions: int = 64  # samples per step in completions.jsonl
     report_to: Literal["none", "wandb", "trackio"] = "none"  # dashboard
 
@@ -865,9 +865,9 @@ ONLY_WITH_EXTRAS |= dict(log_completions=64, report_to="none")  # flag: without 
 
 @extra("flags")
 def parse_flags(argv: list[str] | None = None) -> Config:
-    """Given flags win over those of the run that goes on, and over BUNDLED."""
+    """Given flags win over those of a resumed run, and over BUNDLED."""
     parser = make_parser()
-    given = parser.parse_args(argv)  # a first look, which says what the defaults are
+    given = parser.parse_args(argv)  # a first pass, which decides the defaults
     saved = saved_flags(given)
     if saved:
         parser.set_defaults(**saved)
@@ -886,17 +886,17 @@ def make_parser():
 
 @extra("flags")
 def saved_flags(given) -> dict:
-    """Those of the run that goes on; {}: a run begins."""
+    """The flags of the run that --resume continues; {} for a new run."""
     path = Path(given.out_dir, "config.json")
     if not (given.resume and path.exists()):
         return {}
-    saved = json.loads(path.read_text())  # has more than flags, if extras/ wrote it
+    saved = json.loads(path.read_text())  # with more than flags, if extras/ wrote it
     return {name: saved[name] for name in vars(Config()) if name in saved}
 
 
 @extra("models")
 def resolve_auto(cfg: Config, model) -> Config:
-    """With what the machine decides in place of `auto`."""
+    """Replaces `auto` by the machine's value."""
     dtype = dict(cpu="float32", cuda="bfloat16")[model.device.type]
     auto = dict(device=model.device.type, dtype=dtype, rollout="hf")
     return replace(cfg, **{k: value for k, value in auto.items() if getattr(cfg, k) == "auto"})
@@ -908,7 +908,7 @@ class TrainingError(RuntimeError): ...  # the run cannot go on
 # -- Ranks
 @extra("ranks")
 def join_ranks(cfg: Config) -> torch.device:
-    """Meets the processes that torchrun has started. Returns the device of this rank."""
+    """Connects the processes that torchrun has started. Returns the device of this rank."""
     device, backend = torch.device("cpu"), "gloo"
     if cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available()):
         device = torch.device("cuda", LOCAL_RANK)
@@ -939,7 +939,7 @@ def load_prompts(path: str, tokenizer, cfg: Config) -> list[Prompt]:
 
 @extra("rows")
 def read_rows(path: str):
-    with open(path, encoding="utf-8-sig") as lines:  # some editors put a mark before the first
+    with open(path, encoding="utf-8-sig") as lines:  # some editors write a byte order mark
         yield from map(json.loads, filter(str.strip, lines))
 
 
@@ -987,13 +987,13 @@ def load_model(path: str, cfg: Config, device: torch.device):
 
 @extra("models")
 def save_model(model, tokenizer, folder: Path) -> None:
-    """from_pretrained loads it."""
+    """from_pretrained can load the folder."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def autocast(device, dtype: str, keep_weights: bool = False):
-    """keep_weights: in bfloat16 until the block ends. The sampler uses them often."""
+    """keep_weights: cache the bfloat16 weights until the block ends, for the sampler."""
     return torch.autocast(device.type, torch.bfloat16, dtype == "bfloat16", keep_weights)
 
 
@@ -1004,7 +1004,7 @@ def make_policy(model, prompts: list[Prompt], cfg: Config):  # prompts: for the 
 
 @extra("models")
 def load_reference(run: Run):
-    """What the KL is measured from; None: nothing."""
+    """The reference policy; None without a KL."""
     if run.cfg.beta == 0:
         return None
     model = load_model(run.cfg.reference or run.cfg.model, run.cfg, run.device)
@@ -1020,12 +1020,12 @@ def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
 
 @extra("models")
 def tensors_of(model, cfg: Config) -> dict:
-    """What vLLM gets, by name."""
+    """The tensors that vLLM gets, by name."""
     return dict(model.named_parameters())
 
 
 def set_learning_rate(optimizer, index: int, cfg: Config) -> None:
-    """index: of the optimizer step, counted from the start of the run, from 0."""
+    """index: the number of the optimizer step in the run, from 0."""
     total = cfg.max_steps * cfg.num_minibatches * cfg.num_epochs
     progress = (index - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
     factors = dict(constant=1, linear=1 - progress, cosine=(1 + math.cos(math.pi * progress)) / 2)
@@ -1039,14 +1039,14 @@ def set_learning_rate(optimizer, index: int, cfg: Config) -> None:
 # -- Samplers
 def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
-    rounding, the samples are not the policy's, and what is learned from them is wrong. tokens: so
-    many were averaged."""
+    rounding, the samples are not the policy's, and training on them is wrong. tokens: how many were
+    averaged."""
     # In bfloat16 a mean of 0.05 is rounding: SmolLM2-135M with vLLM on a CPU. Of few tokens it may
     # be more (1.0 of one, 0.3 of four), and those of a group may be alike.
     limit = cfg.max_sampler_gap or dict(bfloat16=0.1).get(cfg.dtype, 1e-4)
     limit *= max(1, 10 * math.sqrt(cfg.num_generations / tokens))
     if not gap <= limit:  # or the gap is nan
-        why = "vLLM has other weights, or the model computes otherwise with padding or a cache"
+        why = "vLLM has other weights, or the model computes differently with padding or a cache"
         off = f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:.2g}"
         raise TrainingError(f"{off}: {why}")
 
@@ -1112,9 +1112,9 @@ class VLLMSampler:
         self.SamplingParams = vllm.SamplingParams
 
     def load_weights(self, model) -> None:
-        """Sends the policy's weights. All are nan before, so that one which is forgotten ends the
-        run (check_gap)."""
-        if self.asleep:  # since the update: weights first, then the cache, not both peaks at once
+        """Sends the policy's weights. First it sets all to nan, so that a weight that is not sent
+        ends the run (check_gap)."""
+        if self.asleep:  # first the weights, then the cache: one peak of memory at a time
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         self.llm.apply_model(fill_with_nan)
@@ -1162,7 +1162,7 @@ def vllm_options(model, longest: int, cfg: Config) -> dict:
         dtype=cfg.dtype,
         max_model_len=longest,  # prompt and completion
         skip_tokenizer_init=True,
-        generation_config="vllm",  # not the model's own, which may hold top-p
+        generation_config="vllm",  # not the model's own, which may have top-p
         logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
         load_format="dummy",  # load_weights brings them
     )
@@ -1186,14 +1186,14 @@ def fill_with_nan(engine_model) -> None:
 
 @extra("models")
 def repack(engine_model) -> None:
-    """vLLM's CPU build computes a head that is tied to the embeddings from a copy of its own."""
+    """vLLM's CPU build has its own copy of a head that is tied to the embeddings."""
     head = engine_model.lm_head
     head.quant_method.process_weights_after_loading(head)
 
 
 @extra("models")
 def make_sampler(run: Run):
-    """Its generate gives the fields of a Sample for each prompt. A sampler around another one may
+    """Its generate returns fields of a Sample for each prompt. A sampler around another one may
     play an environment: it adds turns, with `sampled` False where the policy did not write."""
     model = run.policy.model
     ends = [run.tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)]
@@ -1218,7 +1218,7 @@ class RunFiles:
         self.history = []  # the lines of metrics.jsonl
 
     def load_model(self, cfg: Config, device: torch.device) -> tuple:
-        """The policy's model, and what else the newest checkpoint has; {}: the run begins."""
+        """The policy's model, and the rest of the newest checkpoint; {} for a new run."""
         if not (cfg.resume and self.checkpoints()):
             return load_model(cfg.model, cfg, device), {}
         path = self.checkpoints()[-1]
@@ -1233,7 +1233,7 @@ class RunFiles:
             self.write("metrics.jsonl", json_lines(self.history))
 
     def make_directory(self, cfg: Config) -> None:
-        self.path.mkdir(parents=True, exist_ok=cfg.resume)  # a new run's must be new
+        self.path.mkdir(parents=True, exist_ok=cfg.resume)  # a new run needs a new one
 
     def log(self, run: Run, metrics: dict, samples: list[Sample]) -> None:
         self.history.append(metrics)
@@ -1242,7 +1242,7 @@ class RunFiles:
             self.write("completions.jsonl", json_lines(self.rows_of(run, samples)), "a")
 
     def rows_of(self, run: Run, samples: list[Sample]) -> list[dict]:
-        """Of completions.jsonl."""
+        """The rows of completions.jsonl."""
         rows = []
         for s in samples:
             texts = dict(prompt=s.prompt.text, completion=s.text)
@@ -1261,7 +1261,7 @@ class RunFiles:
             self.save(run)
 
     def save(self, run: Run) -> None:
-        """Writes a directory that from_pretrained loads. It gets its name once it is complete."""
+        """Writes a directory that from_pretrained can load. It is renamed once it is complete."""
         path = self.path / f"step_{run.step:06d}"
         if RANK > 0 or path.exists():
             return
@@ -1270,7 +1270,7 @@ class RunFiles:
         save_model(run.policy.model, run.tokenizer, partial)
         torch.save(self.trainer_state(run), partial / "trainer_state.pt")
         partial.rename(path)
-        for old in self.checkpoints()[: -run.cfg.keep]:  # with 0 none
+        for old in self.checkpoints()[: -run.cfg.keep]:  # --keep 0 removes none
             self.remove(old)
 
     def trainer_state(self, run: Run) -> dict:
@@ -1288,7 +1288,7 @@ def json_lines(rows: list[dict]) -> str:
 
 
 class Run:
-    """All that a run holds. It is loaded on all ranks before anything is written."""
+    """The parts of a run. All are loaded, on all ranks, before anything is written."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -1309,7 +1309,7 @@ class Run:
         self.sampler = make_sampler(self)
         self.ddp = self.policy  # what backward needs: DDP takes the mean of all ranks' gradients
         if WORLD_SIZE > 1:  # after vLLM, which may switch to another CUDA stream
-            # A text may not reach every expert. DDP must not wait for the others.
+            # Some experts may get no tokens. DDP must not wait for their gradients.
             has_experts = any(".experts." in name for name, _ in model.named_parameters())
             options: dict = dict(gradient_as_bucket_view=True, find_unused_parameters=has_experts)
             self.ddp = DistributedDataParallel(self.policy, **options)
@@ -1317,11 +1317,11 @@ class Run:
         self.optimizer = make_optimizer(self.policy, cfg)
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # see set_learning_rate
-        moments = saved.pop("moments", {})  # by the names of parameters: other ones may learn today
+        moments = saved.pop("moments", {})  # by names, as other parameters may learn now
         for name, p in self.policy.named_parameters():
             if name in moments:
                 self.optimizer.state[p] = {k: x.to(p.device) for k, x in moments[name].items()}
-        self.files.open(self)  # last of all: what fails before leaves nothing behind
+        self.files.open(self)  # last, so that a failed start leaves nothing behind
         self.stop_requested = False
         self.times = {}  # seconds of the phases of a step
         self.phase_started = time.perf_counter()
@@ -1339,7 +1339,7 @@ class Run:
     def record_time(self, phase: str) -> None:
         """Notes the seconds since the last phase ended."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # until the GPU has done what it was given
+            torch.cuda.synchronize()  # wait for the GPU
         now = time.perf_counter()
         self.times[f"time_{phase}"] = now - self.phase_started
         self.phase_started = now
@@ -1388,7 +1388,7 @@ def train(cfg: Config) -> list[dict]:
         if getattr(cfg, name) not in (value, "off") and not USE_EXTRAS:
             raise ValueError(f"--{name} needs extras/")
     transformers.logging.disable_progress_bar()
-    torch.set_float32_matmul_precision("highest")  # rounded products look like a wrong sampler
+    torch.set_float32_matmul_precision("highest")  # TF32 would look like a wrong sampler
     run = Run(cfg)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, run.request_stop)

@@ -73,7 +73,7 @@ WRITTEN_FOR = dict(
     read_rows="8e84d75b",
     prompts_of_step="8bfe5595",
     samples_of_eval="e670d561",
-    rollout="4ceaf197",
+    rollout="ed783471",
 )
 
 
