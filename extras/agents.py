@@ -1,21 +1,21 @@
-"""Agents: an environment answers the policy between its turns, in the same completion.
+"""Agents: an environment replies to the policy between its turns, within one completion.
 
-grpo.py takes this file for --environment file.py:name. The name stands for one of three kinds:
+grpo.py uses this file for --environment file.py:name. It names one of three kinds of object:
 
-    text    fn(turns, row) -> str | None: what it says after the policy's turns, None at the end.
+    text    fn(turns, row) -> str | None: the reply to the policy's turns; None ends the episode.
             fn.stop, a tuple of texts: tokens that end a turn, besides EOS
     tools   a list of functions that the policy may call, as TRL's tools=[...]
-    class   a class with reset(**row), or whatever returns such an object, as TRL's
-            environment_factory: its other public methods are tools. Or a dict of them: the column
-            `environment` names that of a row
+    class   a class with reset(**row), or a callable that returns such an object, as TRL's
+            environment_factory: its other public methods are tools. Or a dict of these: the row's
+            column `environment` is the key
 
-What the policy sampled is never encoded again. What the environment says is context: the policy
-reads it, and no loss has it. As in TRL, the user's code runs in the trainer's process, and the
-policy is told what a tool raises. Other errors, and too long a call, end their own episode. What
-the code draws from `random` and NumPy is a function of the seed, the row and the turn.
+Tokens that the policy sampled are never encoded again. Text of the environment is context: the
+policy reads it, but it is not in the loss. As in TRL, the user's code runs in the trainer's
+process, and the policy is told the errors of tools. Other errors, and calls that take too long,
+end their own episode. Random draws of the code depend only on the seed, the row and the turn.
 
-Of a class there are as many objects as episodes at once, as in TRL: an object may be a client of a
-server that has so many places. What an object remembers beyond reset() no resume can know.
+As in TRL, a class has one object for each concurrent episode: an object may be a session on a
+server of limited capacity. --resume does not restore state that an object keeps across reset().
 """
 
 import copy
@@ -46,29 +46,29 @@ from reward import (
     your_lines,
 )
 
-QUESTION = dict(role="user", content="-")  # for chats that show what the template writes
-MARK = "b8e24d60f1"  # behind this word
+QUESTION = dict(role="user", content="-")  # for dummy chats, which show the template's text
+MARK = "b8e24d60f1"  # a placeholder in these chats
 CALL = {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True}
 CALL |= {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
-HERMES = {  # how Hermes, Qwen and SmolLM call tools. A tokenizer's own response_template goes first
-    "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end by opening the thinking
+HERMES = {  # tool calls of Hermes, Qwen and SmolLM, for tokenizers without a response_template
+    "start_anchor_pattern": r"\A.*?(?=(<think>\s*)?\Z)",  # a prompt may end with <think>
     "fields": {"reasoning_content": THOUGHT, "tool_calls": CALL, "content": {}},
 }
 
 
 def load(name: str):
-    """The environment file.py:name."""
+    """Loads the environment file.py:name."""
     with mistakes_in(f"--environment {name}"):
         return Environment(load_function(name))
 
 
 class Environment:
-    """What --environment names: a function, classes, or tools. ValueError: none of them."""
+    """The object that --environment names: a function, classes or tools; else ValueError."""
 
     def __init__(self, target):
         self.function, self.classes, self.tool_sets = None, {}, {None: []}
-        self.column = "environment" if isinstance(target, dict) else None  # None: no row has that
+        self.column = "environment" if isinstance(target, dict) else None  # row.get(None) is None
         classes = target if isinstance(target, dict) else {None: target}
         if isinstance(target, (list, tuple)):
             self.tool_sets = {None: list(target)}
@@ -81,19 +81,19 @@ class Environment:
             if len({tool.__name__ for tool in tools}) < len(tools):
                 raise ValueError("two of its tools have the same name")
             for tool in tools:
-                schema = get_json_schema(tool)["function"]  # needs types and a docstring
-                inspect.signature(tool).bind(**schema["parameters"]["properties"])  # no f(a, /)
+                schema = get_json_schema(tool)["function"]  # needs type hints and a docstring
+                inspect.signature(tool).bind(**schema["parameters"]["properties"])  # not f(a, /)
 
     def tools(self, row: dict) -> list:
-        """The functions that the chat template describes to the policy. ValueError"""
+        """The row's tools, for the chat template. ValueError if its `environment` is unknown."""
         name = row.get(self.column)
         if name not in self.tool_sets:
             raise ValueError(f"column 'environment' must be one of {list(self.tool_sets)}")
         return self.tool_sets[name]
 
     def open_chat(self, messages: list, row: dict, said, tokenizer) -> tuple:
-        """The messages, which end with what reset() said, a text or parts, made harmless; and what
-        the chat template describes of the functions, or None. ValueError"""
+        """Adds `said`, the text or parts of reset(), to the last message, its control tokens broken
+        up. Returns the messages, and the tools' schemas or None. May raise ValueError."""
         said = text_message(dict(role="user", content=said))["content"]
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
         schemas = [get_json_schema(tool) for tool in self.tools(row)]
@@ -101,7 +101,7 @@ class Environment:
 
 
 def around(sampler, run):
-    """A sampler that plays an environment with another one. ConfigError: no episode can begin."""
+    """Wraps a sampler so that it plays episodes. ConfigError if an episode cannot begin."""
     cfg = run.cfg
     prompts = run.train_prompts + run.eval_prompts
     room = preflight.longest_text(run.policy.model, run.longest, cfg) - cfg.max_completion_length
@@ -115,17 +115,17 @@ def around(sampler, run):
 
 
 def methods_made_by(make) -> list:
-    """The tools of what it returns. An object that is only made for this look is closed again."""
+    """The tools of the object that make() returns. The object is made only for this, and closed."""
     seconds = grpo.Config.call_timeout
     try:
         inspect.signature(make).bind()  # without arguments, as TRL calls it
     except (TypeError, ValueError) as error:
         what = (
-            "is no fn(turns, row), list of functions, class with reset() or what makes its objects"
+            "is no fn(turns, row), list of functions, class with reset() or factory of such objects"
         )
         raise ValueError(f"{what}: {error}") from error
     if isinstance(make, type) and make.__new__ is object.__new__:
-        made = object.__new__(make)  # nothing is called, so that it needs no server
+        made = object.__new__(make)  # without __init__, which may need a server
     else:
         with torch_kept(), time_limit(seconds):
             made = make()
@@ -144,7 +144,7 @@ def methods_of(instance):
 # -- Calling the user's code
 
 
-def seed_random(*numbers):  # what the user's code draws is a function of seed, row and turn
+def seed_random(*numbers):  # draws of the user's code depend on seed, row and turn only
     random.seed(str(numbers))
     np.random.seed(random.getrandbits(32))
 
@@ -156,7 +156,7 @@ async def seeded(coroutine, seed):
 
 @torch_kept()
 def at_once(generators, seconds):
-    """What each returns, or its error. The coroutines that they yield run at the same time."""
+    """Returns each generator's result or error. Coroutines that they yield run concurrently."""
     futures = dict.fromkeys(generators)
     ended = {**futures}
     while futures:
@@ -174,11 +174,11 @@ def at_once(generators, seconds):
 
 
 def call(seconds, function, /, *arguments, **named):
-    """The result of the user's code, for at_once: a coroutine is yielded, and its Future sent."""
+    """Calls the user's code. A coroutine is yielded to at_once, which sends its Future back."""
     with time_limit(seconds):
         result = function(*arguments, **named)
     if inspect.iscoroutine(result):
-        seed = random.random()  # for what it draws, and for what this episode draws after it
+        seed = random.random()  # for its draws, and for this episode's draws after it
         result = finish((yield result, seed))
         seed_random(seed, 1)
     return result
@@ -190,24 +190,24 @@ def call(seconds, function, /, *arguments, **named):
 class Episode:
     def __init__(self):
         self.seed = ()  # for the policy's turns
-        self.name = self.object = None  # of a class of the environment, and what it made
+        self.name = self.object = None  # the key of its environment class, and the object
         self.turns = []  # the policy's texts
-        self.replies = []  # after each turn: a text, or messages of tools
-        self.messages = []  # both as a chat, in TRL's form
+        self.replies = []  # to each turn: a text, or the messages of tools
+        self.messages = []  # turns and replies as a chat, in TRL's form
         self.turn_start = 0  # index of the last turn's first token in the completion
         self.calls_tools = False
         self.calls = self.failed_calls = 0
         self.failure = ""
 
-    def __getstate__(self):  # ranks send each other episodes, and cannot send such objects
+    def __getstate__(self):  # ranks exchange episodes, but cannot send such objects
         return self.__dict__ | dict(object=None)
 
     def log_columns(self):
-        """What completions.jsonl has of an episode."""
+        """The columns of an episode in completions.jsonl."""
         return dict(turns=self.turns, replies=self.replies)
 
     def reward_columns(self):
-        """What reward functions get of it. environments: the object of a class."""
+        """The columns for reward functions. environments: the object, if there is a class."""
         columns = copy.deepcopy(self.log_columns() | dict(completion_messages=self.messages))
         if self.object is not None:
             columns["environments"] = self.object
@@ -215,7 +215,7 @@ class Episode:
 
 
 def append(sample, ids, logps, sampled: bool):
-    """Adds a turn of the policy, or (sampled: False) what the environment wrote."""
+    """Adds a turn of the policy (sampled: True) or a text of the environment (False)."""
     sample.completion_ids = np.append(sample.completion_ids, ids)
     sample.sampler_logps = np.append(sample.sampler_logps, logps)
     sample.sampled = np.append(sample.sampled, np.full(len(ids), sampled))
@@ -224,7 +224,7 @@ def append(sample, ids, logps, sampled: bool):
 
 
 def harmless(tokenizer, words: str) -> str:
-    """Makes mere text of the control tokens in an environment's words: < |im_end|>."""
+    """Breaks up control tokens in an environment's text: <|im_end|> becomes < |im_end|>."""
     for token in map(str.strip, tokenizer.get_added_vocab()):
         while len(token) > 1 and token in words:
             words = words.replace(token, f"{token[0]} {token[1:]}")
@@ -232,9 +232,9 @@ def harmless(tokenizer, words: str) -> str:
 
 
 class Player:
-    """A sampler of episodes, whose turns another sampler draws: this one plays the environment's
-    side. ValueError if one of these prompts cannot be played. stop_ids end a turn: EOS, and the
-    tokens of a text function's `stop`. room: the most tokens of a prompt and reset()'s words."""
+    """A sampler of episodes: `sampler` draws the policy's turns, and this runs the environment.
+    ValueError if prompts, chat template or tools do not allow it. stop_ids end a turn: EOS, and
+    the tokens of a text function's `stop`. room: maximal tokens of a prompt with reset()'s text."""
 
     def __init__(self, environment, sampler, tokenizer, prompts, cfg, room):
         self.environment = environment
@@ -245,13 +245,13 @@ class Player:
         self.eos_ids = eos_ids = sampler.stop_ids
         self.cfg = cfg
         self.room = room
-        self.openings = {}  # of each row, what reset() says
+        self.openings = {}  # by row, the text that reset() returned
         self.first_prompt = prompts[0]
-        self.episodes = []  # that began last
-        self.free = defaultdict(list)  # by class, the objects that are in no episode
-        self.told = []  # lines of tools that have raised
+        self.episodes = []  # begun by the last call of open()
+        self.free = defaultdict(list)  # by class, the objects that no episode uses
+        self.told = []  # lines of tools whose errors were printed
         self.options: dict = dict(tokenize=False, add_generation_prompt=True)
-        # A tokenizer may have a template of its own for chats with tools.
+        # A tokenizer may have another template for chats with tools.
         self.options["tools"] = sum(environment.tool_sets.values(), []) or None
         self.options |= json.loads(cfg.chat_template_kwargs or "{}")
         self.schema = getattr(tokenizer, "response_template", None) or HERMES
@@ -263,8 +263,8 @@ class Player:
                 raise ValueError(f"its stop must be a tuple of tokens; {text!r} is not one token")
             self.stop_ids += ids
         sampler.stop_ids = self.stop_ids
-        if cfg.max_turns == 1 and not environment.classes:  # a class may only open and reward
-            raise ValueError("with --max_turns 1 it never answers")
+        if cfg.max_turns == 1 and not environment.classes:  # a class may do without replies
+            raise ValueError("with --max_turns 1 the environment never replies")
         are_chats = [prompt.messages is not None for prompt in prompts]
         if all(are_chats):
             self.check_template()
@@ -272,7 +272,7 @@ class Player:
             raise ValueError("tools need a chat: a list of messages, or --chat")
 
     def check_template(self):
-        # The policy has to see its tools and the replies, and its calls have to be read.
+        # The template must show tools and replies to the policy, and its calls must be parsable.
         tools = self.options["tools"]
         options = self.options | dict(add_generation_prompt=False)
         shown = self.tokenizer.apply_chat_template([QUESTION], **options)
@@ -281,25 +281,25 @@ class Player:
         role = "tool" if tools else "user"
         try:
             turn, following = self.around([dict(role=role, name="f", content="2b4c")])
-        except Exception:  # templates raise what they like
+        except Exception:  # a template may raise anything
             turn = following = ""
         if "2b4c" not in following:
             raise ValueError(f"the chat template writes no {role} message after the model's turn")
-        turn = turn.removeprefix(commonprefix([turn, shown]))  # which may explain <tool_call> tags
+        turn = turn.removeprefix(commonprefix([turn, shown]))  # the prefix may explain <tool_call>
         calls = self.read(turn, "", tools).get("tool_calls")
         if tools and self.schema is HERMES and str({MARK: MARK}) not in str(calls):
             form = "the chat template writes calls in a form that only a tokenizer with a"
-            raise ValueError(f"{form} response_template can read; this one has none")
+            raise ValueError(f"{form} response_template can parse; this one has none")
 
-    # -- Objects of classes, and what their reset() says
+    # -- Objects of classes, and the texts of their reset()
 
     def open(self, prompts: list, strict: bool = False) -> list:
-        """Begins an episode of each prompt, for play(). Returns the prompts, which end with what a
-        class's reset() says. The objects of the episodes before are used again, so their rewards
-        must be known. Those that failed are closed. strict: ValueError if an episode cannot
-        begin."""
+        """Begins an episode of each prompt, for play(). Returns the prompts, with the text of a
+        class's reset() at the end. Objects of the previous episodes are used again, so the rewards
+        of these must be known. Objects of failed episodes are closed. strict: ValueError if an
+        episode cannot begin."""
         if strict:
-            self.open(prompts)  # an object must also begin a second time, and say the same
+            self.open(prompts)  # a second reset() must work, too, and return the same text
         before = self.episodes
         self.episodes = [Episode() for _ in prompts]
         for episode in self.episodes:
@@ -318,25 +318,25 @@ class Player:
 
     def start(self, episode, prompt):
         seconds, environment = self.cfg.call_timeout, self.environment
-        row = copy.deepcopy(prompt.row)  # which the class may change
-        episode.name = row.pop(environment.column, None)  # no column of reset's
+        row = copy.deepcopy(prompt.row)  # the class may change it
+        episode.name = row.pop(environment.column, None)  # no argument of reset()
         try:
             if self.free[episode.name]:
                 episode.object = self.free[episode.name].pop(0)
             else:
-                seed_random(self.cfg.seed)  # so that all objects are the same
+                seed_random(self.cfg.seed)  # all objects begin with the same draws
                 episode.object = yield from call(seconds, environment.classes[episode.name])
             seed_random(self.cfg.seed, prompt.row_number, 0)
             said = yield from call(seconds, episode.object.reset, **row)
             row_id = hash((prompt.row_number, str(prompt.row)))
             if said != self.openings.setdefault(row_id, said):
-                raise ValueError("reset() says two things to one row and seed")
+                raise ValueError("reset() returns two different texts for one row and seed")
             rest = prompt.row_number, self.tokenizer, self.cfg
             options = dict(_said=said or "", _environment=environment)
             longer = grpo.make_prompt(prompt.row, *rest, **options)
             if len(longer.ids) > self.room:
-                room = f"--max_prompt_length or the model has room for {self.room}"
-                raise ValueError(f"with what reset() says {len(longer.ids)} tokens; {room}")
+                room = f"--max_prompt_length or the model allows {self.room}"
+                raise ValueError(f"prompt and reset() have {len(longer.ids)} tokens; {room}")
             return longer
         except FAILURES as error:
             episode.failure = self.why(error)
@@ -349,18 +349,18 @@ class Player:
         seconds = self.cfg.call_timeout
         ends = at_once([call(seconds, o.close) for o in objects if hasattr(o, "close")], seconds)
         errors = [end for end in ends if isinstance(end, FAILURES)]
-        if errors:  # a server may keep its places
+        if errors:  # a server may keep the session
             print(f"close() of {self.why(errors[0])}", flush=True)
 
     def close_objects(self):
-        """Calls close() of all objects, where there is one."""
-        self.open([])  # from here on all are free
+        """Calls close() of all objects that have it."""
+        self.open([])  # moves all objects to self.free
         self.end(sum(self.free.values(), []))
 
     # -- Turns and replies
 
     def generate(self, prompts, seeds, temperature, limits=None) -> list[dict]:
-        """Like that of other samplers: the fields of a Sample. seeds: a tuple for each."""
+        """Returns fields of a Sample for each prompt, as all samplers do. seeds: a tuple each."""
         samples = []
         begun = self.open(prompts)
         limits = limits or [self.cfg.max_completion_length] * len(begun)
@@ -376,7 +376,7 @@ class Player:
         return "stop" if turn["completion_ids"][-1] in self.stop_ids else "length"
 
     def play(self, samples, seeds, temperature):
-        """All turns after the first, which change the samples."""
+        """Plays all turns after the first, and appends them to the samples."""
         for sample, episode, seed in zip(samples, self.episodes, seeds, strict=True):
             sample.info["episode"] = episode
             episode.seed = seed
@@ -399,7 +399,7 @@ class Player:
                 append(sample, turn["completion_ids"], turn["sampler_logps"], sampled=True)
                 sample.finish_reason = self.reason(turn)
 
-    def answer(self, sample):  # None, or why the episode is over
+    def answer(self, sample):  # returns None to go on, else the reason for the end
         environment, episode, prompt = self.environment, sample.info["episode"], sample.prompt
         turn = sample.completion_ids[episode.turn_start :]
         sample.text = self.tokenizer.decode(turn[~np.isin(turn, self.eos_ids)])
@@ -412,15 +412,15 @@ class Player:
             message = self.read(words, before, tools)
         episode.messages.append(message)
         if episode.failure or sample.finish_reason == "length":
-            return "it did not begin, or is cut off"
+            return "the episode did not begin, or the turn is cut off"
         seed_random(self.cfg.seed, prompt.row_number, len(episode.turns))
         if environment.function:
-            row = copy.deepcopy(prompt.row)  # which the function may change
+            row = copy.deepcopy(prompt.row)  # the function may change it
             arguments = [*episode.turns], row
             reply = yield from call(self.cfg.call_timeout, environment.function, *arguments)
             messages = [dict(role="user", content=reply)]
             if reply is None:
-                return "it said nothing"
+                return "the function returned None"
         else:
             reply = messages = yield from self.run_tools(message, episode, tools)
             if not messages:
@@ -428,14 +428,14 @@ class Player:
         added = self.reply_ids(sample, messages)
         room = self.cfg.max_completion_length - len(sample.completion_ids) - len(added)
         if room < 1 or len(episode.turns) == self.cfg.max_turns:
-            sample.finish_reason = "length"  # a reply without room is left out whole
+            sample.finish_reason = "length"  # a reply that does not fit is left out whole
             return "no room"
         episode.replies.append(reply)
         episode.messages += messages
         append(sample, np.array(added, int), np.zeros(len(added), np.float32), sampled=False)
 
     def run_tools(self, message, episode, tools):
-        # Returns a message for each call. What is raised is told in TRL's words.
+        # Returns a message for each call. Errors are reported in TRL's words.
         tools = {tool.__name__: tool for tool in methods_of(episode.object) or tools}
         messages = []
         for written in message.get("tool_calls", []):
@@ -452,27 +452,27 @@ class Player:
                 content = str({"error": str(error)})
                 episode.failed_calls += 1
                 line = your_lines(error)[-1:]
-                if line and line not in self.told:  # it may be meant
+                if line and line not in self.told:  # only once: it may be intended
                     self.told.append(line)
-                    print(f"tool {name} of {self.why(error)}, as the policy is told", flush=True)
+                    print(f"tool {name} of {self.why(error)} (the policy is told)", flush=True)
             messages.append(dict(role="tool", name=str(name), content=content))
         return messages
 
-    # -- The words of a turn and of a reply, and their tokens
+    # -- The texts of turns and replies, and their tokens
 
     def read(self, words, before, tools):
-        """A turn as a message in TRL's form. A malformed call makes a mere text of all of it."""
+        """A turn as a message in TRL's form. If a call is malformed, the whole turn is content."""
         try:
             calls = []
             message = self.tokenizer.parse_response(words, self.schema, prefix=before, tools=tools)
             for call in message.pop("tool_calls", []):
                 written = call["function"]
-                for f in written if isinstance(written, list) else [written]:  # SmolLM: a list
+                for f in written if isinstance(written, list) else [written]:  # a list in SmolLM
                     function = dict(name=f["name"], arguments=f.get("arguments", {}))
                     calls.append(dict(type="function", function=function))
             if calls:
                 message["tool_calls"] = calls
-        except Exception:  # the policy writes what it likes, and parsers raise what they like
+        except Exception:  # the policy may write anything, and a parser may raise anything
             message = dict(content=words)
         content = message.get("content", "").removesuffix(self.tokenizer.eos_token)
         return message | dict(role="assistant", content=content)
@@ -481,14 +481,14 @@ class Player:
         plain = [{key: harmless(self.tokenizer, m[key]) for key in m} for m in messages]
         before, text = "", plain[0]["content"]
         if sample.prompt.messages is not None:
-            # Behind the token that ended the turn: sentencepiece puts a blank before a text.
+            # Encoded after the turn's last token: sentencepiece starts a text with a blank.
             before = self.tokenizer.decode(sample.completion_ids[-1:])
             text = self.around(plain)[1].removeprefix(before)
         first = self.tokenizer.encode(before, add_special_tokens=False)
         return self.tokenizer.encode(before + text, add_special_tokens=False)[len(first) :]
 
     def around(self, messages):
-        # A made-up chat in two texts: up to the end of a turn, and from there to the next turn.
+        # A dummy chat in two texts: up to the end of a turn, and from there to the next turn.
         calls_tool = messages[0]["role"] == "tool"
         turn = dict(role="assistant", content=MARK)
         if calls_tool:
@@ -496,7 +496,7 @@ class Player:
             turn |= dict(content="", tool_calls=[dict(type="function", function=function)])
         text = self.tokenizer.apply_chat_template([QUESTION, turn, *messages], **self.options)
         start = text.rindex(MARK) + len(MARK)
-        if calls_tool:  # the end of the call stands before the end of the turn
+        if calls_tool:  # the end of the call comes before the end of the turn
             ends = filter(None, map(self.tokenizer.decode, self.eos_ids))
             [end, *_] = re.compile("|".join(map(re.escape, ends))).finditer(text, start)
             start = end.start()
@@ -504,7 +504,7 @@ class Player:
 
 
 def metrics(samples) -> dict:
-    """Turns and tool calls of a sample, the share of calls that raised, the failed episodes."""
+    """Turns and tool calls per sample, share of calls that failed, number of failed episodes."""
     episodes = [sample.info["episode"] for sample in samples]
     counts = [(len(e.turns), e.calls, e.failed_calls, bool(e.failure)) for e in episodes]
     turns, calls, failed_calls, failed = np.sum(counts, 0).tolist()

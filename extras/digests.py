@@ -1,6 +1,6 @@
-"""What a run had read when it began. A resume must have it again, and all ranks must have the same.
-The trainer writes it into config.json, too: tools/compare.py sees by it whether a file was edited
-since, and which metrics of two runs are the same quantity."""
+"""Fingerprints of the code, data and weights that a run starts with. They must match on a resume
+and on all ranks. config.json has them, too: tools/compare.py checks with them whether a file was
+edited since, and which metrics of two runs are the same quantity."""
 
 import ast
 import contextlib
@@ -18,34 +18,34 @@ from pathlib import Path
 
 STARTED = time.time() - time.process_time()  # of this process
 
-# Another torch is another installation, and torch writes modules of its own into a cache.
+# Paths without a fingerprint: installed packages, and modules that torch writes into a cache.
 INSTALLED = r"/lib\w*/python\d|-packages/|/\.cache/|/torchinductor_"
 
 
 def of_file(path):
-    """None: there is no such file."""
+    """The fingerprint of a file; None if there is no such file."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
 
 
 def paths_of(data: str) -> list:
-    """Of a list with commas, in its order, and of patterns such as data/*.jsonl."""
+    """The files of a list with commas, in its order. Patterns such as data/*.jsonl are expanded."""
     if os.path.exists(data):
         return [data]
     return [path for item in data.split(",") for path in sorted(glob.glob(item)) or [item]]
 
 
 def of_code(thing) -> str:
-    """Of a function or a class, without comments, docstrings and layout; "": nobody can read it."""
+    """Fingerprint of code without comments, docstrings and layout; "" if the source is missing."""
     if not isinstance(thing, type):
         return of_source(getattr(inspect.unwrap(thing), "__code__", None))
-    # As it is now, also with what a script has set.
+    # The class as it is now, with attributes that a script has set.
     own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init)", name)}
     text = str({name: of_code(x) for name, x in sorted(own.items())})
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-@functools.cache  # a file of a million rows asks for each of them
+@functools.cache  # it is called for each row of the data
 def of_source(code) -> str:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
@@ -57,9 +57,8 @@ def of_source(code) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]
 
 
-# The code of the page for which extras/ has another form, or of which a check knows what it does:
-# these are taken while it is unchanged.
-# `python -m extras.digests` renews the table.
+# Code of grpo.py that extras/ replaces, or that a check relies on, as long as it has these
+# fingerprints. `python -m extras.digests` renews the table.
 WRITTEN_FOR = dict(
     Policy="53307d1d",
     collate="8d7120a9",
@@ -78,20 +77,20 @@ WRITTEN_FOR = dict(
 
 
 def changed(*names) -> list[str]:
-    """Of these functions and classes of the page those whose code is no longer the known one."""
+    """Those of these functions and classes of grpo.py whose code differs from WRITTEN_FOR."""
     page = sys.modules["grpo"]
     own = {name: getattr(page, name) for name in names}
     return [n for n, x in own.items() if of_code(x) != WRITTEN_FOR[n] or is_wrapped(x)]
 
 
 def is_marked(function) -> bool:
-    """By the page's @extra."""
+    """True if grpo.py's @extra wraps the function."""
     marked = sys.modules["grpo"].extra("")(function)
     return getattr(function, "__code__", None) is marked.__code__
 
 
 def is_wrapped(thing) -> bool:
-    """By a decorator that is not the page's: getsource looks through it."""
+    """True if another decorator than @extra wraps it, which inspect.getsource ignores."""
     if isinstance(thing, type):
         return any(map(is_wrapped, vars(thing).values()))
     inner = getattr(thing, "__wrapped__", None)
@@ -99,13 +98,13 @@ def is_wrapped(thing) -> bool:
 
 
 def of_values(*values):
-    """A prompt counts by its row."""
+    """Fingerprint of the values. A prompt is represented by its row."""
     text = json.dumps(values, default=lambda x: getattr(x, "row", type(x).__name__))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def of_many(values):
-    """Of their JSON as a list, one after the other, because that of a million rows is large."""
+    """SHA-256 of the values as a JSON list, one at a time: the JSON of a million rows is large."""
     sha = hashlib.sha256(b"[")
     comma = ""
     for value in values:
@@ -124,24 +123,24 @@ def of_ids(prompts):
 
 
 def of_weights(model):
-    """Sums of bits: the same on every device."""
-    import torch  # compare.py, which only reads digests, needs none
+    """The sum of each parameter's bits, the same on every device."""
+    import torch  # here, because tools/compare.py does not need it
 
     bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
     return [int(x.sum(dtype=torch.int64)) for x in bits]
 
 
 def compare(run, checkpoint):
-    """checkpoint: what it has of run.files.notes. A ValueError if a resume has another identity.
-    Evals so far get another name if they measured something else. Returns what all ranks must have
-    the same, by name."""
-    identity = run.files.notes["identity"]  # what a resume must have; of --model: see runs.py
+    """checkpoint: its copy of run.files.notes. ValueError if a resume has another identity. Metrics
+    of earlier evals are renamed if they measured something else. Returns {name: value} that must
+    match on all ranks."""
+    identity = run.files.notes["identity"]  # must match on a resume; runs.py adds --model
     cfg = run.cfg
     identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
     identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in run.train_prompts)
     if run.cfg.reference and run.reference is not None:
         identity["reference"] = of_weights(run.reference.model)
-    began_with = checkpoint.get("identity") or identity  # {}: it began without this file
+    began_with = checkpoint.get("identity") or identity  # {} if it began without extras/
     changed = [name for name in identity if began_with.get(name) != identity[name]]
     if changed:
         raise ValueError(f"this run began with another {' and '.join(changed)}")
@@ -150,25 +149,25 @@ def compare(run, checkpoint):
     graders = of_values(code_of(first_reward(cfg), loaded_files()))
     now = dict(evals=evals, graders=graders)
     if any(checkpoint.get(name, now[name]) != now[name] for name in now):
-        lines = run.files.history  # keys begin with "eval_", in lines of their own
+        lines = run.files.history  # evals have lines of their own
         run.files.history = [{re.sub("^eval_", "earlier_", k): m[k] for k in m} for m in lines]
     run.files.notes |= now
-    rows = {"the rows of --train_data": identity["train_data"], "those of --eval_data": evals}
+    rows = {"the rows of --train_data": identity["train_data"], "the rows of --eval_data": evals}
     reference = {"the weights of --reference": of_values(identity.get("reference"))}
     return before_loading(cfg) | rows | reference | dict(step=run.step)
 
 
-PATHS = "model reference train_data eval_data reward environment".split()  # may lie elsewhere
+PATHS = "model reference train_data eval_data reward environment".split()  # folders may differ
 VERSIONS = "torch", "transformers"
 
 
 def before_loading(cfg):
-    """What all ranks must have the same as soon as they meet, by name."""
+    """{name: value} that must match on all ranks as soon as they connect."""
     found = Path(cfg.out_dir).expanduser().glob("step_" + "[0-9]" * 6) if cfg.resume else []
     same: dict = {"the checkpoints that --resume finds in --out_dir": sorted(p.name for p in found)}
     same |= {f"the version of {name}": sys.modules[name].__version__ for name in VERSIONS}
     for name, value in vars(cfg).items():
-        if name != "out_dir":  # rank 0 writes
+        if name != "out_dir":  # only rank 0 writes
             same[f"--{name}"] = os.path.basename(value) if name in PATHS else str(value)
     for name, path in loaded_files().items():
         name = Path(path).stem if name.startswith("__") else name.replace(".", "/")
@@ -177,8 +176,8 @@ def before_loading(cfg):
 
 
 def loaded_files():
-    """{module: its file}, without what is installed."""
-    # pip install --target has made such a folder, whatever its name is.
+    """{module: its file}, without installed packages."""
+    # Folders of pip install --target, whatever their names.
     folders = {str(path.parent) for top in sys.path for path in Path(top).glob("*.dist-info")}
     files = {}
     for name, module in list(sys.modules.items()):
@@ -189,13 +188,13 @@ def loaded_files():
     return files
 
 
-# Of the first run in this process. A later run finds, too, what the earlier ones loaded on the way.
+# Cached in the first run of a process: later runs would also find modules loaded since.
 first_loaded_files = functools.cache(loaded_files)
 
 
 def behind(functions, files):
-    """Of the loaded modules those in these names of functions, reward.py, what they import, and so
-    on: {module: its file}."""
+    """{module: its file} of reward.py, the modules that `functions` names, and their imports, also
+    indirect ones, as far as `files` has them."""
     words, found = {"reward", *re.findall(r"([^,/\s]+)\.py:", functions)}, {}
     while more := {name for name in files if name.split(".")[-1] in words} - found.keys():
         for name in more:
@@ -216,14 +215,14 @@ def without_folders(functions):
 
 
 def first_reward(cfg):
-    """Whose mean is the eval accuracy."""
+    """The reward function whose mean is the eval accuracy."""
     first = without_folders(cfg.reward.split(",")[0])
     return re.sub("^environment", without_folders(cfg.environment), first)
 
 
 def about(run, before, started=STARTED):
-    """What config.json gets, and the files that were edited since the run began. before: what it
-    had when the run last went on; {}: it begins, or had no extras/."""
+    """Returns `about` of config.json, and the files that were edited since the run began. before:
+    `about` of the last start; {} for a new run, or one without extras/."""
     cfg = run.cfg
     functions = without_folders(f"{cfg.reward},{cfg.environment}")
     code = first_loaded_files() | behind(f"{functions},{cfg.train_data}", loaded_files())
@@ -232,7 +231,7 @@ def about(run, before, started=STARTED):
     before = dict(files={}, flags={}) | before
     for path, digest in files.items():
         if os.path.getmtime(path) > started or before["files"].get(path, digest) != digest:
-            files[path] += " edited"  # while it ran: who knows which version it had
+            files[path] += " edited"  # during the run: its version is unknown
 
     def code_read(functions):
         return sorted(files[path] for path in behind(functions, code).values())
@@ -248,7 +247,7 @@ def about(run, before, started=STARTED):
         weights_of_reference=of_values(identity.get("reference")),
         prompts=identity.get("train_data"),  # as tokens
         files=files,
-        flags=before["flags"] | {str(run.step): vars(cfg)},  # from each step on
+        flags=before["flags"] | {str(run.step): vars(cfg)},  # by their first step
     )
     edited = [path for path, said in files.items() if "edited" in said and run.step > 0]
     return about, edited

@@ -1,11 +1,11 @@
-"""What is there for speed alone: packed sequences, a head for large vocabularies, compiled layers,
-micro-batches that fill a GPU. Packing and head stand in for grpo.py's Policy from 10 M parameters
-on, while nobody has changed its code, if their numbers are the same.
+"""Speed-ups: packed sequences, a head for large vocabularies, compiled layers, micro-batches that
+fill a GPU. From 10 M parameters on, packing and the head replace grpo.py's Policy if its code is
+unchanged and their numbers are the same.
 
-The head makes the logits of some words at a time (a tile), and keeps or makes them again for
-backward.
+The head computes the logits of a part of the vocabulary at a time (a tile). For backward it keeps
+them or computes them again.
 
-Shapes: n sampled tokens, H hidden units, V words in the vocabulary, v words of a tile.
+Shapes: n sampled tokens, H hidden units, V words (tokens) in the vocabulary, v words in a tile.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ import grpo
 from extras import digests, packed, preflight, ranks
 from extras.errors import mistakes_in, one_line, require
 
-TILE = 2**22  # logits on a CPU, where they should fit in the cache
-KEPT = dict(cpu=2**26, cuda=0)  # logits that forward keeps, so that backward need not make them
-WORDS = 2**14  # of a tile on a GPU
+TILE = 2**22  # logits of a tile on a CPU; they should fit in its cache
+KEPT = dict(cpu=2**26, cuda=0)  # logits kept for backward, which computes the others again
+WORDS = 2**14  # words of a tile on a GPU
 SMALL = 10e6  # parameters; below, threads, bfloat16, vLLM and this head cost more than they save
-BLOCK = 2**17  # logits of a tile on a CPU that stay in its cache from one operation to the next
+BLOCK = 2**17  # logits of a tile that stay in a CPU's cache from one operation to the next
 
 
 class HeadLogps(torch.autograd.Function):
@@ -39,18 +39,18 @@ class HeadLogps(torch.autograd.Function):
 
     With the logits z, their probabilities p, and log Z = log sum exp z over the vocabulary:
     log p(target) = z(target) - log Z, and the entropy is log Z - sum p z. The gradient of
-    log p(target) by z is 1 - p at the target and -p elsewhere."""
+    log p(target) with respect to z is 1 - p at the target and -p elsewhere."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature: float):
         device = hidden.device.type
-        # Backward runs outside of autocast, so the dtype of its products, too, is decided here.
+        # Backward runs outside autocast, so this decides the dtype of its products, too.
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         ctx.temperature = temperature
-        ctx.kept = {}  # first word of a tile: its product
-        parts = []  # of each tile [n, 2]: log Z and sum p z
-        of_targets = []  # of each tile the logits of its targets, else 0, [n, 1]
+        ctx.kept = {}  # first word of a tile: its z
+        parts = []  # for each tile log Z and sum p z, [n, 2]
+        of_targets = []  # for each tile the logits of targets in it, else 0, [n, 1]
         with torch.autocast(device, enabled=False):
             for words, _, z in tiles(ctx, hidden, weight):
                 parts.append(fused(sums, temperature, z))
@@ -75,7 +75,7 @@ class HeadLogps(torch.autograd.Function):
         at_target = (-grad * logps.expm1()).to(hidden.dtype)  # grad * (1 - p), [n]
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)  # [n, H]
         grad_weight, hidden_rows = None, hidden.T  # [V, H], [H, n]
-        if ctx.needs_input_grad[1]:  # not with adapters
+        if ctx.needs_input_grad[1]:  # False with adapters
             grad_weight, hidden_rows = torch.empty_like(weight), hidden_rows.contiguous()
         rows = torch.arange(len(targets), device=targets.device)
         for words, tile_weight, z in tiles(ctx, hidden, weight):
@@ -90,8 +90,8 @@ class HeadLogps(torch.autograd.Function):
 
 
 def tiles(ctx, hidden, weight):
-    """The words of each tile, their weights [v, H], and hidden times these [n, v]: the logits
-    before the temperature. v is a multiple of 64, so that rows stay aligned."""
+    """Yields for each tile its words, their weights [v, H], and hidden @ weights.T [n, v], the
+    logits before the temperature. v is a multiple of 64, so that rows stay aligned."""
     width = WORDS
     if hidden.device.type == "cpu":
         width = 64 * (1 + TILE // (64 * (1 + len(hidden))))
@@ -105,7 +105,7 @@ def tiles(ctx, hidden, weight):
 
 
 def columns_of(targets, words: slice):
-    """The column of each target in the tile, and whether the tile has it: [n, 1] each."""
+    """The column of each target in the tile, and whether it is in the tile, [n, 1] both."""
     column = targets[:, None] - words.start
     nearest = column.clamp(0, words.stop - words.start - 1)
     return nearest, nearest == column
@@ -121,13 +121,13 @@ def sums(temperature: float, z):
 
 
 def gradient(temperature: float, z, log_z, grad):
-    """By z, except at the target."""
+    """The gradient with respect to z, except at the target, [n, v]."""
     p = (scaled(z, temperature) - log_z[:, None]).exp_()
     return p.mul_(-grad[:, None]).to(z.dtype)
 
 
 def scaled(z, temperature: float):
-    """The logits after the temperature, at least in float32. At 1, z itself if it is float32."""
+    """z / temperature, at least in float32. It is z itself if z is float32 and temperature is 1."""
     z = widened(z)
     return z if temperature == 1 else z / temperature
 
@@ -142,8 +142,8 @@ def compiled(function) -> Any:
 
 
 def fused(function, temperature: float, *tensors, out=None) -> Any:
-    """function(temperature, *tensors) as if it read the tensors once. On a GPU it is compiled; a
-    CPU takes a few rows after the other, and writes into `out` if there is one."""
+    """function(temperature, *tensors), which reads the tensors from memory only once: compiled on a
+    GPU, a few rows at a time on a CPU, which writes into `out` if there is one."""
     z = tensors[0]
     if z.is_cuda:
         torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
@@ -159,7 +159,7 @@ def fused(function, temperature: float, *tensors, out=None) -> Any:
 
 
 class FastPolicy(nn.Module):
-    """A policy, plain or packed, with this head."""
+    """A policy, plain or packed, with the head of this file."""
 
     def __init__(self, policy):
         super().__init__()
@@ -185,8 +185,8 @@ OF_POLICY = "Policy collate padded micro_batches logps_of log_probabilities".spl
 
 
 def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
-    """For a large model the first of these with the numbers of the plain one: sequences packed or
-    padded, with this head or the model's."""
+    """For a large model, the first of four policies whose numbers match the plain one: packed, then
+    padded sequences, each with this head, then with the model's."""
     with mistakes_in(f"--{preflight.flag_of(model.name_or_path, cfg)}", (ValueError,)):
         preflight.check_room(preflight.positions_of(model), prompts, cfg)
         preflight.check_ids(model, prompts)
@@ -195,13 +195,13 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
         return policy
     mine = digests.changed(*OF_POLICY) or what_is_added(policy)
     if mine:
-        ranks.say(f"{', '.join(mine)} changed: so it runs, padded, and extras/fast.py is not used")
+        ranks.say(f"{', '.join(mine)} changed: your policy runs, padded, instead of a faster one")
         return policy
     attention = model.config._attn_implementation
-    if packed.packs(model):  # from an earlier policy
+    if packed.packs(model):  # set by an earlier policy
         attention = "sdpa"
         model.set_attn_implementation(attention)
-    shortest = sorted(prompts, key=lambda p: len(p.ids))[:2]  # a gradient in float32 is large
+    shortest = sorted(prompts, key=lambda p: len(p.ids))[:2]  # float32 gradients need memory
     samples = dummy_samples(shortest, [1, 5, min(32, cfg.max_completion_length)], model)
     longest = max(prompts, key=lambda p: len(p.ids))
     [longest] = dummy_samples([longest], [cfg.max_completion_length], model)
@@ -219,28 +219,28 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
                 why = mismatch(form, samples, beyond, expected)
             if why == "":
                 name = " with ".join(dict.fromkeys([type(inner).__name__, type(form).__name__]))
-                ranks.say(f"{model.name_or_path}: {name} stands in for Policy")
+                ranks.say(f"{model.name_or_path}: the policy is {name}")
                 return form
             name = f"{type(inner).__name__}, {type(form).__name__}"
-            ranks.say(f"{model.name_or_path}: no {name}: {why}")
+            ranks.say(f"{model.name_or_path}: {name} is not used: {why}")
 
 
 def what_is_added(policy) -> list[str]:
-    """To this object, by a subclass, a hook or an attribute."""
+    """Additions to this policy: a subclass, hooks, attributes."""
     known = vars(grpo.Policy(policy.model, 1.0)).keys()
     hooks = [name for name in known if name.endswith("_hooks") and getattr(policy, name)]
     own = [type(policy).__name__] * (type(policy) is not grpo.Policy)
     inside = {*policy._modules, *policy._parameters, *policy._buffers} - {"model"}
     for name, x in (("model", policy.model), ("head", policy.model.get_output_embeddings())):
         called = [getattr(x, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward")]
-        if any(called) or "forward" in vars(x):  # which the forms here would not call
+        if any(called) or "forward" in vars(x):  # FastPolicy would not call them
             hooks.append(f"hooks of the {name}")
     return own + hooks + sorted(inside | vars(policy).keys() - known)
 
 
 @contextlib.contextmanager
 def exact(policy):
-    """The policy without bfloat16, for a while."""
+    """The policy in float32 instead of bfloat16 until the block ends."""
     dtype = policy.dtype
     if dtype == "bfloat16":
         policy.dtype = "float32"
@@ -251,7 +251,7 @@ def exact(policy):
 
 
 def dummy_samples(prompts: list, lengths: list[int], model) -> list:
-    """For each prompt completions of these lengths, which end with an EOS, all but the first."""
+    """For each prompt, completions of these lengths. Those longer than 1 end with an EOS."""
     [end, *_] = np.ravel(model.generation_config.eos_token_id)
     needed = [f.name for f in fields(grpo.Sample) if f.default is f.default_factory]
     blank: dict = dict.fromkeys(needed)
@@ -268,14 +268,14 @@ def dummy_samples(prompts: list, lengths: list[int], model) -> list:
 
 
 def beyond_windows(config, s) -> list:
-    """A part of s, a dummy sample as long as any, that no window of the model holds; [] if each
-    window does. Only its last 8 tokens are compared."""
+    """A list with a part of the dummy sample s, longer than each attention window that s exceeds;
+    [] if s exceeds none. Only its last 8 tokens are compared."""
     window = preflight.largest_window(config, s.total_length)
     if window == 0:
         return []
     length = max(8, window + 32 - len(s.prompt.ids))
     ids = np.random.default_rng(0).permutation(s.completion_ids[:length])  # hard to predict
-    own = dict.fromkeys(("sampled", "trainable", "advantages"))  # None: made anew
+    own = dict.fromkeys(("sampled", "trainable", "advantages"))  # None: replace fills them in
     made = replace(s, completion_ids=ids, sampler_logps=s.sampler_logps[:length], **own)
     made.sampled[:-8] = False
     return [made]
@@ -283,22 +283,22 @@ def beyond_windows(config, s) -> list:
 
 @torch.no_grad()
 def numbers_of(policy, batches: list) -> list:
-    """Log-probabilities and entropy [n] in float32, and what else it returns."""
+    """The policy's outputs in float32: log-probabilities [n], entropy [n], perhaps others."""
     with exact(policy):
         outputs = [policy(policy.collate(samples)) for samples in batches]
     return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
 
 def gradients_of(policy, samples: list) -> dict:
-    """Of each parameter the gradient, as its norm and its products with two directions: to keep the
-    gradients of a large model would take the memory of another one. Tokens have other shares."""
+    """For each parameter the gradient's norm and products with two directions: whole gradients of a
+    large model would need the memory of another one. Tokens are weighted differently."""
     logps, _ = policy(policy.collate(samples))
     shares = torch.linspace(-1, 1, len(logps), dtype=logps.dtype, device=logps.device)
-    if logps.requires_grad:  # else it is a reference
+    if logps.requires_grad:  # False for a reference
         (logps * shares.cos()).sum().backward()
-    # Each direction repeats these numbers, as many as a prime: so they fit no shape.
+    # A direction repeats these numbers. Their count is prime, so the repeats fit no shape.
     numbers = torch.randn(2, 1_000_003, generator=torch.Generator().manual_seed(0))
-    numbers = numbers.to(logps.device)  # drawn on a CPU: the same on all devices
+    numbers = numbers.to(logps.device)  # drawn on a CPU, so the same on all devices
     described = {}
     for name, p in policy.named_parameters():
         if p.grad is not None:
@@ -311,20 +311,20 @@ def gradients_of(policy, samples: list) -> dict:
 
 
 def same_gradient(gradients: dict, expected: dict, rtol: float) -> bool:
-    """What is small beside the largest of the expected ones may be all rounding."""
+    """Compares them up to rounding. Gradients much smaller than the largest may be all rounding."""
     if gradients.keys() != expected.keys():
         return False
     largest = max((norm for norm, *_ in expected.values()), default=0.0)
     for name, values in expected.items():
-        near = rtol * values[0] + 1e-3 * largest  # the norm
+        near = rtol * values[0] + 1e-3 * largest  # values[0] is the norm
         if not np.allclose(gradients[name], values, rtol=0.0, atol=near):
             return False
     return True
 
 
 def mismatch(policy, samples: list, beyond: list, expected: list) -> str:
-    """Why a policy is wrong; empty if its numbers are those expected, of one sample at a time in
-    float32, up to rounding."""
+    """Why a policy is wrong; empty if its numbers are the expected ones (computed one sample at a
+    time in float32) up to rounding."""
     why = ""
     numbers, gradients = expected
     try:
@@ -333,22 +333,22 @@ def mismatch(policy, samples: list, beyond: list, expected: list) -> str:
         both = zip(numbers_of(policy, [samples + beyond]), rounded, numbers, strict=True)
         for name, (x, y, z) in zip(("log-probability", "entropy"), both, strict=True):
             largest, mean = (x - z).abs().max().item(), (y - z).abs().mean().item()
-            # In a model that knows nothing yet they vary little. Neither holds if one is nan.
+            # Relative, as logps of an untrained model vary little. A nan fails both comparisons.
             if not (largest <= 1e-4 * numbers[0].std().item() and mean <= 0.1):
-                why = why or f"its {name} is {max(largest, mean):.1g} off"
+                why = why or f"its {name} is off by {max(largest, mean):.1g}"
         with exact(policy):
             own = gradients_of(policy, samples)
         if not same_gradient(own, gradients, rtol=0.0):
-            why = why or "its gradient is another one"
+            why = why or "its gradient differs"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model raises that cannot do this
+    except Exception as error:  # a model that cannot do this may raise anything
         why = one_line(error)
     return max(grpo.all_gather([why]))  # the same on all ranks
 
 
 class InDtype:
-    """A layer of experts that reads its weights in another dtype."""
+    """Wraps a layer of experts so that its weights are cast when they are read."""
 
     def __init__(self, layer, dtype):
         self.layer = layer
@@ -362,8 +362,8 @@ class InDtype:
 
 
 def experts(layer, hidden, *chosen):
-    """transformers' product of all experts, which takes the dtype of their weights. Autocast does
-    not know it: two thirds of a mixture's products would stay in float32."""
+    """transformers' matrix product of all experts, which uses their weights' dtype. Autocast does
+    not cast these: two thirds of a mixture's products would stay in float32."""
     return grouped_mm_experts_forward(in_dtype(layer, hidden.device.type), hidden, *chosen)
 
 
@@ -377,34 +377,34 @@ ALL_EXPERTS_FUNCTIONS.register("grouped_mm", experts)
 
 
 def tune_memory() -> None:
-    """On a CPU, for what is allocated from here on. glibc would return the memory of large tensors
-    to the kernel, which clears it before it gives it out again: 10 % of an update of 135 M
-    parameters, and more of a smaller model's."""
+    """On a CPU, keeps freed memory for later tensors. glibc would return large blocks to the
+    kernel, which clears them before the next use: 10 % of the time of an update of 135 M
+    parameters, and more for smaller models."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep what is freed
-        with contextlib.suppress(OSError):  # a sandbox that shows no /proc: without large pages
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: keep freed memory
+        with contextlib.suppress(OSError):  # no large pages if there is no /proc, as in a sandbox
             if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2":
                 ask_for_large_pages(libc)
 
 
 def ask_for_large_pages(libc) -> None:
-    """A tensor that has left the cache is read 1.3 to 1.9 times as fast from pages of 2 MB as from
-    those of 4 KB: an update of 135 M parameters takes .97 of the time, .84 to .90 while others load
-    the memory. Many kernels give them only to those who ask (madvise). So addresses for half of the
-    machine's memory are taken and given back to the heap, where tensors will stand. This takes no
-    memory, except from a kernel that promises no more than it has (overcommit 2)."""
+    """A tensor outside the cache is read 1.3 to 1.9 times as fast from pages of 2 MB as from pages
+    of 4 KB: an update of 135 M parameters takes .97 of the time, .84 to .90 if other processes load
+    the memory. Many kernels give large pages on request only (madvise). So this takes addresses for
+    half of the machine's memory and frees them into the heap of later tensors. It uses no memory,
+    except where the kernel promises no more than it has (overcommit 2)."""
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     libc.aligned_alloc.restype = ctypes.c_void_p
     start = ctypes.c_void_p(libc.aligned_alloc(ctypes.c_size_t(2**21), ctypes.c_size_t(half)))
-    libc.madvise(start, ctypes.c_size_t(half), mmap.MADV_HUGEPAGE)  # start None: does nothing
+    libc.madvise(start, ctypes.c_size_t(half), mmap.MADV_HUGEPAGE)  # no effect if start is None
     libc.free(start)
 
 
 def tune_for_machine(policy, prompts: list, cfg) -> None:
-    """Compiles the layers by --compile, and fills a GPU if --micro_batch_tokens is 0. config.json
-    has what was found."""
+    """Compiles the layers as --compile asks. If --micro_batch_tokens is 0, finds a value that fills
+    the GPU. config.json gets both results."""
     length = min(512, cfg.max_completion_length)
     samples = dummy_samples(prompts[:1], [length] * (2048 // length), policy.model)
     batch = policy.collate(samples)
@@ -412,7 +412,7 @@ def tune_for_machine(policy, prompts: list, cfg) -> None:
     is_large = policy.model.num_parameters() >= SMALL
     policy.found = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
     if on_cuda or cfg.compile == "on":
-        # With adapters, windows and a reference a layer has more forms than 8, torch's limit.
+        # With adapters, windows and a reference, a layer has more than 8 forms, torch's limit.
         torch._dynamo.config.recompile_limit = 64
     if cfg.compile == "on" or (cfg.compile == "auto" and on_cuda and is_large and cfg.fast):
         why = compile_layers(policy, samples[: max(2, 512 // length)])
@@ -434,17 +434,17 @@ def filled(micro_batches, tokens: int, samples: list, cfg) -> list[list]:
 
 
 def compile_layers(policy, samples: list) -> str:
-    """Where that works. Returns why not, if the gradient would be another one."""
+    """Compiles the layers if that works. Returns an error text if their gradient would be wrong."""
     layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
     expected = gradients_of(policy, samples)
     for layer in layers:
         layer.compile(dynamic=True)
-    rtol = dict(bfloat16=0.2).get(policy.dtype, 1e-3)  # it rounds at other places
+    rtol = dict(bfloat16=0.2).get(policy.dtype, 1e-3)  # compiled code rounds elsewhere
     wrong = why = ""
     try:
         if not same_gradient(gradients_of(policy, samples), expected, rtol):
             wrong = why = "the gradient of compiled layers is wrong on this machine"
-    except Exception as error:  # no C compiler, or code that torch cannot take
+    except Exception as error:  # no C compiler, or code that torch cannot compile
         why = one_line(error)
     wrong, why = max(grpo.all_gather([(wrong, why)]))  # the same on all ranks
     if why:
@@ -455,8 +455,8 @@ def compile_layers(policy, samples: list) -> str:
 
 
 def tokens_that_fit(policy, batch: dict) -> int:
-    """In a micro-batch on this GPU, by the peak of a small one."""
-    make_gradient(policy, batch)  # from here on the gradients have their memory
+    """How many tokens of a micro-batch fit on this GPU, estimated from the peak of a small one."""
+    make_gradient(policy, batch)  # allocates the gradients
     taken = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     make_gradient(policy, batch)

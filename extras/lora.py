@@ -1,7 +1,7 @@
-"""Adapters (LoRA, Hu et al., arXiv 2106.09685), by peft. grpo.py takes this file for --lora_rank.
+"""Adapters (LoRA, Hu et al., arXiv 2106.09685), by peft. grpo.py uses this file for --lora_rank.
 
-The model is frozen, and trained products stand beside its linear layers but the head. Where
-transformers keeps all experts in one tensor, they stand beside those of the attention only.
+The model is frozen. Adapters are added to all its linear layers but the head. If transformers keeps
+all experts in one tensor, adapters are added to the attention only.
 """
 
 import re
@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
-    """Those of the checkpoint, or fresh ones, which change nothing yet."""
+    """Adds the adapters of the checkpoint, or new ones, which do not change the output yet."""
     has_experts = any(".experts." in name for name, _ in model.named_parameters())
-    # The model reads only the weight of some layers. Adapters there would have no gradient.
+    # Some layers are never called: the model reads their weight. Adapters there get no gradient.
     called = set()
 
     def note(module, _):  # a subclass, such as Llama 4's router, may do more than multiply
@@ -32,9 +32,9 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     products = [name for name, module in model.named_modules() if module in called]
     if has_experts:
         products = [name for name in products if not re.search(r"\.(mlp|router|gate)\b", name)]
-    # peft reads in model.config which names are those of experts, and would take others for them.
+    # peft finds the names of experts in model.config, and would mistake other layers for them.
     holder = nn.ModuleList([model]) if has_experts else model
-    torch.manual_seed(cfg.seed)  # every rank draws the same
+    torch.manual_seed(cfg.seed)  # the same draws on all ranks
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=products)
     inject_adapter_in_model(config, holder)
     adapters = checkpoint.get("adapters", {})
@@ -44,11 +44,11 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
         raise ValueError(f"the checkpoint has no {lost[0]}")
     used = getattr(model, "_weight_conversions", None)
     if not (used or get_model_conversion_mapping(model, add_legacy=False)):
-        model._weight_conversions = None  # else transformers would read all, to rename none
+        model._weight_conversions = None  # else transformers would read all and rename none
 
 
 def halve_frozen(model) -> None:
-    """Casts frozen linear layers and experts to bfloat16, as every pass would: half the memory."""
+    """Casts frozen linear layers and experts to bfloat16, as each pass would, to save memory."""
     tied = model.get_input_embeddings().weight
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -59,7 +59,7 @@ def halve_frozen(model) -> None:
 
 
 class AdaptersOff:
-    """The policy without its adapters: the reference of the KL, at no memory."""
+    """The policy without its adapters, as the KL's reference. It takes no memory."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -79,15 +79,15 @@ class AdaptersOff:
 
 
 class Merged(Mapping):
-    """Of these tensors of a model, by name, those without adapters, which are merged into the
-    weights beside which they stand, these in bfloat16 if `rounded`: for a sampler. A tensor is
-    merged when it is read: all of them would be a second model in memory."""
+    """A model's tensors by name, with the adapters merged into the weights of their layers. Merged
+    weights are bfloat16 if `rounded`, as for a sampler. Each is merged when it is read: all of
+    them would be a second model in memory."""
 
     def __init__(self, tensors: dict, model, rounded: bool = False):
         names = [name for name in tensors if ".lora_" not in name]
         self.tensors = {name.replace(".base_layer", ""): tensors[name] for name in names}
         self.rounded = rounded
-        self.layers = {}  # with adapters
+        self.layers = {}  # by the weight's name, the layers that have adapters
         for number, (name, module) in enumerate(model.named_modules()):
             if hasattr(module, "get_delta_weight"):
                 self.layers[f"{name}.weight"] = number, module
@@ -110,9 +110,9 @@ class Merged(Mapping):
 
 
 def round_at_random(x, seed: int):
-    """float32 to bfloat16 by stochastic rounding: up or down, right on average. Rounded to the
-    nearest, a small adapter's share would vanish: it is less than half the distance between two
-    numbers of bfloat16."""
+    """Rounds float32 to bfloat16 stochastically: up or down, correct on average. Rounding to the
+    nearest would erase a small adapter: its share is less than half the distance between two
+    bfloat16 numbers."""
     bits = x.view(torch.int32)
     generator = torch.Generator(bits.device).manual_seed(seed)
     noise = torch.empty_like(bits).random_(2**16, generator=generator)

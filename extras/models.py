@@ -1,5 +1,5 @@
-"""Models, tokenizers and chat templates of all kinds: what the library leaves out, makes wrong or
-cannot save, and what is refused. grpo.py alone loads a model as from_pretrained does."""
+"""Models, tokenizers and chat templates of all kinds: checks, and fixes where transformers leaves
+parts out, gets them wrong or cannot save them. grpo.py alone only calls from_pretrained."""
 
 import contextlib
 import copy
@@ -27,8 +27,8 @@ from reward import load_rewards
 
 
 def checked(cfg):
-    """Before anything is loaded: refuses impossible flags, and fixes the folder of the model,
-    because a reward may change the directory."""
+    """Before anything is loaded, refuses impossible flags, and makes the model's path absolute,
+    because a reward may change the working directory."""
     ranks.now.cache_clear()
     with mistakes_in("flags", (ValueError,)):
         preflight.check_values(cfg)
@@ -57,19 +57,19 @@ def config_of(path: str):
 
 
 def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
-    """Its chat template writes the day on which the run began."""
+    """Loads a tokenizer whose chat template writes the date of the run's first start."""
     with mistakes_in("flags", (ValueError,)):
-        preflight.check_marks(cfg)  # once more, if it is train's mark that is gone
+        preflight.check_marks(cfg)  # here, too, as train's own @extra may be gone
     with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
-        config_of(path)  # refuses foreign code
+        config_of(path)  # refuses code from the folder
         tokenizer = plain(path, cfg, *args, **kwargs)
         text = "a b\n\n  c"
         is_yours = digests.changed("load_tokenizer")
         if not is_yours and text not in tokenizer.decode(tokenizer(text)["input_ids"]):
-            # transformers 5 goes by the class in the config, and may make another tokenizer of
-            # tokenizer.json than that file says. PreTrainedTokenizerFast takes the file as it is.
+            # transformers 5 follows the class in the config, and may build another tokenizer than
+            # tokenizer.json describes. PreTrainedTokenizerFast uses the file as it is.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-        if not is_yours:  # a rest of BERT in other files: rewards would read "x != y" as "x!= y"
+        if not is_yours:  # BERT's cleanup, set in others: rewards would get "x!= y" for "x != y"
             tokenizer.clean_up_tokenization_spaces = False
     write = datetime.fromisoformat(cfg.began or ranks.now()).strftime
     template = functools.partial(tokenizer.apply_chat_template, strftime_now=write)
@@ -81,7 +81,7 @@ def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
 
 def stop_ids_of(model, tokenizer) -> list[int]:
     """All tokens that end a turn and that the model can sample: the end tokens of the model and the
-    tokenizer, and the token that the chat template writes after the assistant's words."""
+    tokenizer, and the token that the chat template writes after the assistant's text."""
     ends = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)}
     with contextlib.suppress(Exception):  # no template, or one that refuses such a chat
         chat = [dict(role="user", content="?"), dict(role="assistant", content="b8e24d60f1")]
@@ -102,21 +102,21 @@ def sampled_ones(ids, model) -> list[int]:
 
 
 def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
-    """Without dropout where --gradient_checkpointing puts layers into training mode, and without
-    outputs that the config may ask for, as TRL's SFT leaves it in mixtures."""
+    """Loads a model without dropout if --gradient_checkpointing puts layers into training mode, and
+    without the extra outputs that a config may ask for, as after TRL's SFT of mixtures."""
     path = str(path)
-    torch.manual_seed(cfg.seed)  # what yours adds is drawn alike on all ranks and in a resume
+    torch.manual_seed(cfg.seed)  # weights that you add are the same on all ranks and in a resume
     with mistakes_in(f"--{preflight.flag_of(path, cfg)} {path}"):
         config = config_of(path)
         preflight.check_config(config)
         text = config.get_text_config()
         if text is config:
             model = plain(path, cfg, device, *args, **kwargs)
-        else:  # it sees or hears, and AutoModelForCausalLM knows none of these
+        else:  # a multimodal model, which AutoModelForCausalLM does not load
             model = load_multimodal(path, cfg).to(device).eval()
         say(preflight.check_weights(model))
         if getattr(text, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # the others leave the cap out
+            model.set_attn_implementation("eager")  # the others leave out the cap
         if cfg.dtype == "float64":
             model.set_experts_implementation("eager")  # the grouped product has no float64
     model.file = config, cfg.model  # for save_model
@@ -124,15 +124,15 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
         for holder in (model.config, *model.modules()):
             plain_forward(holder, no_dropout=cfg.gradient_checkpointing)
     if device.type == "cpu":
-        # A copy, because transformers leaves the weights in the mapped file: who overwrites it
-        # would change the model.
+        # Copies the weights, because transformers maps their file into memory: overwriting the
+        # file would change the model.
         copies = {}
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             place = tensor.data_ptr(), tensor.shape, tensor.stride()
-            if place not in copies:  # shared ones stay shared
+            if place not in copies:  # shared tensors stay shared
                 copies[place] = tensor.data.clone()
             tensor.data = copies[place]
-    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which learns, too
+    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which must learn, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
             old = model.gradient_checkpointing_enable  # before transformers 5.24
@@ -147,7 +147,7 @@ def load_multimodal(path: str, cfg):
     model, info = transformers.AutoModelForMultimodalLM.from_pretrained(path, **options)
     if info["missing_keys"]:
         raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
-    # It keeps the other parts, which no text reaches: they do not even decay.
+    # Freezes the other parts, such as vision: text does not reach them, and they must not decay.
     model.requires_grad_(False)
     model.get_decoder().requires_grad_(True)
     model.get_output_embeddings().requires_grad_(True)
@@ -155,8 +155,8 @@ def load_multimodal(path: str, cfg):
 
 
 def switch_checkpointing(model, _) -> None:
-    """The model is in eval mode while it learns, too: no dropout, no jitter. But layers that are
-    computed again in backward must be in training mode: only the layer's own flag, so that the
+    """The model learns in eval mode, without dropout and jitter. But transformers computes a layer
+    again in backward only if its `training` is True. This sets it for the layer alone, so that the
     dropout inside stays off."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -168,7 +168,7 @@ OUTPUTS = r"_?output_(router_\w+|hidden_states|attentions)"
 
 
 def plain_forward(holder, no_dropout: bool = True) -> None:
-    """A config, with the configs inside, or a module: the usual outputs alone."""
+    """Sets a config, with its inner configs, or a module to the usual outputs and no dropout."""
     for name, value in vars(holder).items():
         if hasattr(value, "to_diff_dict"):
             plain_forward(value, no_dropout)
@@ -183,7 +183,7 @@ def plain_forward(holder, no_dropout: bool = True) -> None:
 
 
 def put_back(config, of_file) -> None:
-    """What plain_forward has set, and transformers' note of the dtype, as the file has it."""
+    """Restores the file's values of settings that plain_forward changes, and of the dtype."""
     for name, value in vars(of_file).items():
         if hasattr(value, "to_diff_dict") and hasattr(config, name):
             put_back(getattr(config, name), value)
@@ -192,16 +192,16 @@ def put_back(config, of_file) -> None:
 
 
 def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
-    """With the config of the file, but for your changes, the adapters merged, and the files that
-    servers ask for."""
+    """Saves the model with the config of its file plus your changes, with merged adapters and the
+    files that servers need. ValueError if the weights are not finite."""
     weights, saved = model.state_dict(), copy.copy(model)
-    if any(hasattr(module, "get_delta_weight") for module in model.modules()):  # peft's
+    if any(hasattr(module, "get_delta_weight") for module in model.modules()):  # of peft
         from extras import lora
 
         merged = lora.Merged(without_tied(weights, model), model).items()
-        weights = {name: x.cpu() for name, x in merged}  # a GPU holds one of them
+        weights = {name: x.cpu() for name, x in merged}  # one at a time on a GPU
         saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
-    # In parts: there may be little memory, as after a pass that had too little.
+    # In parts, as there may be little memory, such as after an out-of-memory error.
     parts = (part for x in weights.values() for part in x.flatten().split(2**22))
     if not all(part.isfinite().all() for part in parts):
         raise ValueError("the weights are not finite")
@@ -209,21 +209,21 @@ def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
     saved.config = copy.deepcopy(model.config)
     put_back(saved.config, of_file)
     saved.config._attn_implementation = "eager"  # else output_attentions is not saved
-    saved.generation_config = transformers.GenerationConfig()  # some are loaded, but not saved
+    saved.generation_config = transformers.GenerationConfig()  # some can be loaded, but not saved
     blank = saved.generation_config.to_json_string()
     plain(saved, tokenizer, folder, *args, **kwargs)
     generation = Path(folder, "generation_config.json")
-    if not generation.exists() or generation.read_text() == blank:  # else it is yours
+    if not generation.exists() or generation.read_text() == blank:  # else you wrote it
         generation.write_text(model.generation_config.to_json_string())
     copy_files(source, folder)
 
 
 def tensors_of(plain, model, cfg, *args, **kwargs):
-    """And the buffers, without the copy of a tied head; adapters merged into their layers."""
+    """Adds buffers, leaves out the copy of a tied head, and merges adapters into their layers."""
     parameters = dict(model.named_parameters())
     buffers = {name: x for name, x in model.state_dict().items() if name not in parameters}
     tensors = without_tied(buffers | plain(model, cfg, *args, **kwargs), model)
-    # transformers renames and merges some tensors as it loads them, such as experts.
+    # transformers renames and merges some tensors when it loads them, such as experts.
     tensors = transformers.core_model_loading.revert_weight_conversion(model, tensors)
     if cfg.lora_rank > 0:
         from extras import lora
@@ -237,14 +237,14 @@ def without_tied(tensors: dict, model) -> dict:
     return {n: x.detach() for n, x in tensors.items() if n.replace(".base_layer", "") not in tied}
 
 
-# What servers ask for of models that also see or hear, and converters (llama.cpp's) of tokenizers.
+# Files of multimodal models that servers need, and of tokenizers that converters (llama.cpp) need.
 PROCESSORS = "preprocessor_config.json processor_config.json video_preprocessor_config.json"
 TOKENIZERS = """tokenizer.model tokenizer.model.v3 tekken.json tiktoken.model spiece.model
 sentencepiece.bpe.model vocab.json merges.txt vocab.txt added_tokens.json special_tokens_map.json"""
 
 
 def copy_files(model: str, folder: Path) -> None:
-    """That save_pretrained leaves out. Of a model on the hub those of the tokenizer are here."""
+    """Copies files that save_pretrained leaves out. A hub model's tokenizer files are cached."""
     may_miss = ("missing_entries", "connection_errors")
     options = {f"_raise_exceptions_for_{what}": False for what in may_miss}
     for name in f"{PROCESSORS} {TOKENIZERS}".split():
@@ -254,15 +254,15 @@ def copy_files(model: str, folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-# -- What a run needs of its models
+# -- Parts of a run that depend on its models
 
 
 def resolve_auto(plain, cfg, model, *args, **kwargs):
-    """By what the model and the machine are good at; config.json says what was decided. What is
-    left as `auto` is the plain one's."""
+    """Replaces `auto` by the best values for the model and the machine; config.json has them. The
+    plain function decides the others."""
     is_small = model.num_parameters() < fast.SMALL
     theirs = plain(cfg, model, *args, **kwargs)
-    of_page = dict(cpu="float32", cuda="bfloat16")[model.device.type]  # what an unchanged one says
+    of_page = dict(cpu="float32", cuda="bfloat16")[model.device.type]  # grpo.py's own choice
     dtype = theirs.dtype
     if cfg.dtype == "auto" and dtype == of_page:
         is_fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -271,13 +271,13 @@ def resolve_auto(plain, cfg, model, *args, **kwargs):
         dtype = "bfloat16" if is_fast and not is_small else "float32"
     rollout = cfg.rollout
     has_vllm = importlib.util.find_spec("vllm") is not None
-    # vLLM for GPUs would run on one: with --device cpu, too.
+    # vLLM's GPU build would use the GPU, even with --device cpu.
     has_vllm = has_vllm and (model.device.type == "cuda" or not torch.cuda.is_available())
     if rollout == "auto" and has_vllm and not is_small and dtype != "float64":
         rollout = "vllm"
     if rollout == "auto" or theirs.rollout != "hf":
         rollout = theirs.rollout
-    # vLLM will do so on a GPU, and then torch would compile all layers once more.
+    # On a GPU vLLM sets one thread later, and then torch would compile all layers once more.
     as_vllm = rollout == "vllm" and model.device.type == "cuda"
     if is_small or (as_vllm and "OMP_NUM_THREADS" not in os.environ):
         torch.set_num_threads(1)
@@ -285,8 +285,8 @@ def resolve_auto(plain, cfg, model, *args, **kwargs):
 
 
 def load_reference(plain, run, *args, **kwargs):
-    """The policy without its adapters, if it has some: the plain one, unless it is yours, would
-    load the model once more."""
+    """The policy without its adapters, if it has any, because the plain function would load the
+    model once more. If you have changed load_reference, it runs in any case."""
     cfg, policy = run.cfg, run.policy
     needs_none = cfg.beta > 0 and cfg.lora_rank > 0 and not cfg.reference
     if needs_none and not digests.changed("load_reference"):
@@ -312,8 +312,8 @@ def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer
 
 @torch.no_grad()
 def decay(weight_decay: float, optimizer, *_) -> None:
-    """As AdamW does it, but matrices alone. (Another order of the parameters would be that of no
-    other checkpoint.)"""
+    """Decays weights as AdamW does, but only matrices. (A parameter group for these would reorder
+    the parameters, and no other checkpoint would fit.)"""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and p.dim() >= 2:
@@ -324,9 +324,9 @@ def decay(weight_decay: float, optimizer, *_) -> None:
 
 
 def make_sampler(plain, run, *args, **kwargs):
-    """With a look at what it needs, and around it the environment, if there is one."""
+    """Makes and checks the sampler, and wraps the environment around it, if there is one."""
     cfg, model = run.cfg, run.policy.model
-    # So that servers stop there, too; and the plain one finds them there.
+    # Saved with the model, so that servers stop there, too. The plain function reads them here.
     model.generation_config.eos_token_id = stop_ids = stop_ids_of(model, run.tokenizer)
     start = functools.partial(plain, run, *args, **kwargs)
     if cfg.rollout == "hf":
@@ -336,7 +336,7 @@ def make_sampler(plain, run, *args, **kwargs):
         tune(run)
         sampler = start_vllm(run, start)
     sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
-    sampler.close = functools.cache(sampler.close)  # once: here if the run fails, else by `train`
+    sampler.close = functools.cache(sampler.close)  # once: by cleanup at a failure, else by train
     cleanup.callback(sampler.close)
     if cfg.environment:
         from extras import agents
@@ -351,10 +351,10 @@ def start_hf(run, start, stop_ids: list[int]):
         sampler = start()
         if type(sampler) is grpo.HFSampler and not has_plain_cache(model):
             name = type(model).__name__
-            ranks.say(f"sample_batch cannot use the cache of {name}, so its generate samples")
+            ranks.say(f"sample_batch cannot use the cache of {name}, so its generate() samples")
             sampler = GenerateSampler(model, stop_ids, cfg)
         preflight.check_padding(run, sampler)
-    # The cache grows: every length would be compiled.
+    # The cache grows, and each length would be compiled.
     sampler.generate = torch.compiler.set_stance("force_eager")(sampler.generate)
     return sampler
 
@@ -369,21 +369,21 @@ def tune(run) -> None:
 
 def start_vllm(run, start):
     cfg = run.cfg
-    require(0.01 <= cfg.temperature <= 2, "temperature", "vLLM takes 0.01 to 2; hf takes any")
-    ranks.say("vLLM starts, which takes a minute or more")
+    require(0.01 <= cfg.temperature <= 2, "temperature", "vLLM allows 0.01 to 2; hf allows any")
+    ranks.say("starting vLLM, which takes a minute or more")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if cfg.dtype == "float32":  # else its attention multiplies in TF32: a gap of 1e-3
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    with mistakes_in(f"--rollout {cfg.rollout}: vllm did not start (hf needs none)"):
+    with mistakes_in(f"--rollout {cfg.rollout}: vLLM did not start (hf works without it)"):
         sampler = start()
     sampler.load_weights = nan_in_new_memory()(sampler.load_weights)
-    for module in run.policy.model.modules():  # vLLM's import has made its classes look for this
+    for module in run.policy.model.modules():  # since vLLM's import, their classes read this
         module.do_not_compile = True
     return sampler
 
 
 def has_plain_cache(model) -> bool:
-    """A cache of keys and values alone, and a forward pass that takes the places of its tokens."""
+    """True if the cache has only keys and values, and forward takes the positions of the tokens."""
     names = inspect.signature(model.forward).parameters
     if not {"past_key_values", "position_ids", "logits_to_keep"} <= names.keys():
         return False
@@ -399,8 +399,8 @@ def has_plain_cache(model) -> bool:
 
 
 class GenerateSampler(grpo.HFSampler):
-    """For models with other caches, which grpo.py's sample_batch cannot use: their `generate` knows
-    them. It computes all rows until the last one stops."""
+    """For models with other caches, which grpo.py's sample_batch cannot use, but their `generate`
+    can. It computes all rows until the last one stops."""
 
     def generate(self, prompts, seeds, temperature, limits=None) -> list[dict]:
         limits = limits or [self.cfg.max_completion_length] * len(prompts)
@@ -418,12 +418,12 @@ class GenerateSampler(grpo.HFSampler):
         randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T]
         columns = []  # of log-probabilities, [N, 1] each
 
-        def choose(_, logits):  # [N, V]. All others get -inf, so that generate takes the token
+        def choose(_, logits):  # [N, V]. Other tokens get -inf, so that generate must take this one
             token, logp = grpo.sample_token(logits, temperature, randoms[:, len(columns), None])
             columns.append(logp)
             return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
 
-        own = model.generation_config  # which may hold top-p, and the ids of its end
+        own = model.generation_config  # it may have top-p, and other end tokens
         model.generation_config = transformers.GenerationConfig()
         with grpo.autocast(model.device, cfg.dtype, keep_weights=True):
             ids = model.generate(
@@ -435,12 +435,12 @@ class GenerateSampler(grpo.HFSampler):
                 pad_token_id=stop_ids[0],
             )
         model.generation_config = own
-        ids = ids[:, -len(columns) :].cpu().numpy()  # [N, T], until all have stopped
+        ids = ids[:, -len(columns) :].cpu().numpy()  # [N, T], T of the longest
         logps = torch.cat(columns, 1).cpu().numpy()
         completions = []
         for row, limit in enumerate(limits):
             stops = np.flatnonzero(np.isin(ids[row, :limit], stop_ids))
-            T = 1 + min(stops, default=limit - 1)  # with the token that stops
+            T = 1 + min(stops, default=limit - 1)  # with the stop token
             completions.append(dict(completion_ids=ids[row, :T], sampler_logps=logps[row, :T]))
         return completions
 
@@ -457,14 +457,14 @@ def vllm_options(plain, model, longest: int, cfg, *args, **kwargs) -> dict:
 
 
 def repack(plain, engine_model, *args, **kwargs) -> None:
-    """Some models have no head of their own, which is all that the plain one repacks."""
+    """Skips models without a head of their own: the plain function repacks only that."""
     if hasattr(getattr(engine_model, "lm_head", None), "quant_method"):
         plain(engine_model, *args, **kwargs)
 
 
 def fill_with_nan(plain, engine_model, *args, **kwargs) -> None:
-    """vLLM's CPU build multiplies by packed copies of the weights, which it makes anew of those
-    that arrive. Of experts it does so when it makes their kernel: again."""
+    """vLLM's CPU build multiplies by packed copies of the weights, which it renews when weights
+    arrive. Those of experts it makes with their kernel, so the kernel is removed."""
     plain(engine_model, *args, **kwargs)
     on_cpu = next(engine_model.parameters()).device.type == "cpu"
     for module in engine_model.modules():
@@ -480,10 +480,10 @@ def only_nan(linear, *args):
 
 @contextlib.contextmanager
 def nan_in_new_memory():
-    """vLLM joins some weights, such as q, k and v, in memory that it has just been given. If one of
-    them does not arrive, its part would hold what was there: perhaps the old weights."""
+    """vLLM joins some weights, such as q, k and v, in newly allocated memory. If one of them does
+    not arrive, its part would keep the memory's old content, perhaps the old weights."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives nan
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills in nan
     try:
         yield
     finally:

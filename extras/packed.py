@@ -1,15 +1,15 @@
-"""A batch without padding: its sequences are packed one behind the other, each prompt once, its
-completions behind it. extras/fast.py takes this for models whose attention can keep sequences
-apart. Say a b c has the completions x y . and z ., and d e has w . (with the EOS .):
+"""A batch without padding: its sequences are packed one after the other, each prompt once, then
+its completions. extras/fast.py uses this for models whose attention can keep sequences apart. If
+a b c has the completions x y . and z ., and d e has w . (with the EOS .):
 
     ids          a b c x y . z . d e w .    [L]
     positions    0 1 2 3 4 5 3 4 0 1 2 3    [L], counted from the start of the prompt
     targets      x y .   z .   w .          [n], the sampled tokens
-    logit_index  2 3 4   2 6   9 10         [n], places whose logits predict the targets
+    logit_index  2 3 4   2 6   9 10         [n], index of the logits that predict them
 
 The logits at c, place 2, predict both x and z. In each layer packed_attention gives x y . the keys
-at 0 1 2 3 4 5, z . those at 0 1 2 6 7 and w . those at 8 to 11: a completion sees its own prompt
-and itself, and nothing else.
+at 0 1 2 3 4 5, z . the keys at 0 1 2 6 7 and w . the keys at 8 to 11: a completion attends to its
+own prompt and itself only.
 """
 
 import functools
@@ -32,16 +32,16 @@ import grpo
 
 
 def micro_batches(samples: list, cfg) -> list[list]:
-    """Samples of a prompt stand together, because they share it."""
+    """Splits samples into batches. Samples of one prompt are neighbours, because they share it."""
     samples = sorted(samples, key=lambda s: -s.total_length)
     samples.sort(key=prompt_of)
     added = [s.total_length for s in samples]  # tokens that a sample adds to a batch
     for i, (before, s) in enumerate(itertools.pairwise(samples)):
         if prompt_of(s) == prompt_of(before):
-            added[i + 1] = len(s.completion_ids)  # its prompt stands there already
+            added[i + 1] = len(s.completion_ids)  # the batch has its prompt already
     budget = min(cfg.micro_batch_tokens or 2048, sum(added) / grpo.WORLD_SIZE)
     batches = []
-    tokens = math.inf  # of the last batch; inf begins the first
+    tokens = math.inf  # of the last batch; inf starts the first
     for s, more in zip(samples, added, strict=True):
         tokens += more
         if tokens > budget:
@@ -56,11 +56,11 @@ def prompt_of(sample) -> bytes:
 
 
 def pack(samples: list, device: torch.device) -> dict:
-    """The ids of a batch, where they stand, and what attention needs."""
+    """The ids of a batch, their positions, the logit_index, and the sequences for attention."""
     batch = defaultdict(list)
 
     def append(ids, before):
-        """A sequence, which also sees the places `before`. Returns its own places."""
+        """Adds a sequence that also attends to the places `before`. Returns its own places."""
         places = sum(map(len, batch["ids"])) + np.arange(len(ids))
         batch["ids"].append(ids)
         batch["positions"].append(len(before) + np.arange(len(ids)))
@@ -81,15 +81,15 @@ def pack(samples: list, device: torch.device) -> dict:
 
 
 def on_device(x, device: torch.device):
-    """Without waiting for the GPU, which copies by itself from pinned memory only."""
+    """Copies x, without waiting for a GPU, which needs pinned memory for that."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 class Sequences:
-    """Which sequences a batch holds, and which places each of them sees: its prompt's, then its
-    own. (No dict, because --compile would look into a dict in every layer.)"""
+    """The sequences of a batch, and the places that each attends to: its prompt's, then its own.
+    (Not a dict, because --compile would trace into a dict in every layer.)"""
 
     def __init__(self, sequences: list, seen: list, device: torch.device):
         self.lengths = [len(ids) for ids in sequences]
@@ -104,9 +104,9 @@ class Sequences:
 # -- Attention that keeps sequences apart
 
 
-@functools.lru_cache(maxsize=2)  # one for all layers, and one for those with a window
+@functools.lru_cache(maxsize=2)  # one without a window, and one with it
 def causal_mask(S: int, window: int, dtype: torch.dtype, device: torch.device):
-    """[S, S], added to the scores: 0 where token i sees token j, else -inf."""
+    """[S, S], added to the scores: 0 where token i attends to token j, else -inf."""
     unseen = torch.full((S, S), -math.inf, dtype=dtype, device=device)
     mask = unseen.triu(1)  # later tokens
     if window:
@@ -116,7 +116,7 @@ def causal_mask(S: int, window: int, dtype: torch.dtype, device: torch.device):
 
 class Gathered(torch.autograd.Function):
     """rows[places]. The gradient of a prompt is a sum over its completions, at least in float32:
-    bfloat16 would round it after each, and lose a fifth of the sum of 1024."""
+    bfloat16 would round after each, and lose a fifth of the sum over 1024 completions."""
 
     @staticmethod
     def forward(ctx, rows, places):
@@ -145,8 +145,8 @@ def packed_attention(
     **rest,
 ):
     """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
-    The keys of a prompt are gathered for each of its completions, so that what a sequence sees
-    stands together. Without sequences, as while it samples, this is transformers' own attention."""
+    A prompt's keys are copied in front of each of its completions, so that all keys of a sequence
+    are contiguous. Without `sequences`, as in the sampler, this is transformers' own attention."""
     if sequences is None:
         rest |= dict(scaling=scaling, sliding_window=sliding_window)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
@@ -159,7 +159,7 @@ def packed_attention(
     window = 0 if attention_mask is None else attention_mask.shape[-1]  # see mask_of_layers
     if is_flash:
         options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
-        options["window_size"] = (window - 1, 0)  # -1: all before the token
+        options["window_size"] = (window - 1, 0)  # -1: all earlier tokens
         out: Any = varlen_attn(query, key, value, *sequences.ends, **options)
         return out[None], None
     queries = query.split(sequences.lengths)
@@ -170,7 +170,7 @@ def packed_attention(
     out = []
     with torch.autocast(query.device.type, enabled=False):
         for q, k, v in zip(queries, keys, values, strict=True):
-            seen = mask[len(k) - len(q) : len(k), : len(k)]  # [T, S], behind its prompt
+            seen = mask[len(k) - len(q) : len(k), : len(k)]  # [T, S], rows after its prompt
             # Below 192 tokens torch's backward on a CPU is 1.6 to 3 times as fast in float32.
             dtype = value.dtype if len(q) >= 192 else wide
             q, k, v = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))  # [1, heads, T, units]
@@ -180,9 +180,9 @@ def packed_attention(
 
 
 def mask_of_layers(*args, attention_mask=None, local_size=None, **rest):
-    """transformers calls this for each kind of layers that the model has: a layer's mask, not its
-    module, says whether the layer has a window. So in a packed batch, where attention_mask is
-    run_model's, the mask carries one number: its width is the window (0: none)."""
+    """transformers calls this once for each type of layer. Only the mask tells packed_attention
+    whether the layer has a sliding window. So for a packed batch, whose attention_mask is empty
+    (run_model), this returns a dummy mask whose width is the window (0: none)."""
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         return attention_mask.new_empty(1, 1, 1, local_size or 0)
     return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **rest)
@@ -193,7 +193,7 @@ AttentionMaskInterface.register("packed", mask_of_layers)
 
 
 def use_packed_attention(model) -> None:
-    """Where attention alone mixes tokens, and by the plain formula."""
+    """For models where only attention mixes tokens, by the usual formula."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
     if is_plain and model.config._attn_implementation == "sdpa":
@@ -208,14 +208,14 @@ def run_model(model, batch: dict, **options):
     """The output of a model, or of its body, for the sequences of a batch, packed or padded."""
     if "sequences" in batch:
         if not packs(model):
-            raise ValueError("its attention cannot keep packed sequences apart")
+            raise ValueError("the model's attention cannot keep packed sequences apart")
         options |= dict(sequences=batch["sequences"], position_ids=batch["positions"][None])
         options["attention_mask"] = batch["ids"].new_empty(1, 0)  # see mask_of_layers
     return model(torch.atleast_2d(batch["ids"]), use_cache=False, **options)
 
 
 class PackedPolicy(grpo.Policy):
-    """With packed sequences. What else a batch has is grpo.py's."""
+    """A Policy with packed sequences. The rest of a batch is from grpo.collate."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

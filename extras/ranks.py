@@ -1,5 +1,5 @@
-"""Ranks meet, compare what they have, wait for each other as long as it takes, and end together.
-Lines on the screen."""
+"""Ranks connect, compare code, flags and data, wait for each other as long as it takes, and end
+together. Also prints lines on the screen."""
 
 import contextlib
 import functools
@@ -24,17 +24,17 @@ from extras import digests
 from extras.errors import ConfigError, TrainingError, cleanup, describe, mistakes_in, require
 
 PATIENCE = 600.0  # seconds without a sign of life from a rank until it counts as gone
-MEETING = 1800.0  # seconds that the ranks have to come together
-GRACE = 10.0  # seconds for a rank to save and leave, once another has failed
+MEETING = 1800.0  # seconds that the ranks have to connect
+GRACE = 10.0  # seconds for a rank to save and exit, once another has failed
 
 HOST = os.uname().nodename
-NODE = os.environ.get("GROUP_RANK", HOST)  # whose ranks share a screen
+NODE = os.environ.get("GROUP_RANK", HOST)  # its ranks share a screen
 hosts = []  # of all ranks
-silent = []  # ranks without a sign of life. Rank 0 looks at all others, and they look at it
-patient: Any = None  # a group without a time limit, to wait in
+silent = []  # ranks without a sign of life. Rank 0 watches all others, and they watch rank 0
+patient: Any = None  # a process group without a time limit, for waiting
 gathers = itertools.count(1)
 saving = threading.Lock()  # while it is held, nothing here ends the process
-told = threading.Lock()  # why the run ends is said once
+told = threading.Lock()  # the reason for the end is printed once
 
 
 def is_first() -> bool:
@@ -42,7 +42,7 @@ def is_first() -> bool:
 
 
 def say(text: str) -> None:
-    """On rank 0."""
+    """Prints the text on rank 0."""
     if is_first():
         with contextlib.suppress(OSError, RuntimeError):  # a closed pipe; a print inside a print
             print(text, flush=True)
@@ -50,7 +50,7 @@ def say(text: str) -> None:
 
 @functools.cache
 def now() -> str:
-    """The same on all ranks, and in the whole run."""
+    """The time of the first call, the same on all ranks and in the whole run."""
     return grpo.all_gather([datetime.now().isoformat()])[0]
 
 
@@ -58,7 +58,7 @@ def name_of(rank: int) -> str:
     return f"rank {rank}, on {hosts[rank]}" if hosts else f"rank {rank}"
 
 
-# -- What ranks tell each other, in whatever state they are
+# -- Messages between ranks, whatever state they are in
 
 
 def is_torchruns() -> bool:
@@ -66,7 +66,7 @@ def is_torchruns() -> bool:
 
 
 def store():
-    """torchrun's, which lives as long as the job, over all restarts; else that of rank 0."""
+    """torchrun's store, which lives as long as the job, across restarts; else the one of rank 0."""
     return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
@@ -82,7 +82,7 @@ def remember(name: str, value: str) -> None:
 
 
 def recall(name: str) -> str:
-    """What a process of this job has remembered, also one that torchrun has started again since."""
+    """The value that a process of this job has remembered, perhaps before a restart; else ""."""
     if is_torchruns() and store().check([name]):
         return store().get(name).decode()
     return ""
@@ -90,9 +90,9 @@ def recall(name: str) -> str:
 
 @functools.cache
 def failure() -> str:
-    """Under this name is why the job ends; earlier starts of it may have failed, too."""
+    """The store's key of the reason for the end. Earlier starts of the job used other keys."""
     numbers = itertools.count()
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # all ranks start once
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":  # torchrun restarts nothing
         return "failure 0"
     return next(name for name in map("failure {}".format, numbers) if not recall(name))
 
@@ -105,11 +105,11 @@ def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
     check_cards(cfg)
     refuse_lone_tasks()
     is_alone = os.environ.get("WORLD_SIZE") == "1"
-    if is_alone and not is_torchruns():  # one of several runs that somebody started
+    if is_alone and not is_torchruns():  # one of several independent runs
         os.environ.pop("RANK", None)
     if grpo.WORLD_SIZE > 1 and is_torchruns():
         meet()
-    with mistakes_in("the ranks that torchrun starts do not meet"):
+    with mistakes_in("the ranks that torchrun started cannot connect"):
         device = plain(cfg, *args, **kwargs)
         if grpo.WORLD_SIZE > 1:
             patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
@@ -125,21 +125,21 @@ def join_ranks(plain, cfg, *args, **kwargs) -> torch.device:
 
 
 def check_cards(cfg) -> None:
-    """A GPU for each rank of this machine, if they should have one."""
+    """ConfigError if a rank of this machine should have a GPU of its own, but has none."""
     is_there = torch.cuda.is_available()
     require(is_there or cfg.device != "cuda", "device", "torch finds no usable GPU here")
     if is_there and cfg.device != "cpu":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", grpo.LOCAL_RANK + 1))
         cards = torch.cuda.device_count()
-        require(ranks <= cards, "device", f"{ranks} ranks, but {cards} GPUs: one for each")
+        require(ranks <= cards, "device", f"{ranks} ranks need a GPU each, but there are {cards}")
     if not is_there and cfg.device == "auto" and has_card():
-        why = "there is a GPU that torch cannot use: its driver is too old, or torch is for CPUs"
-        raise ConfigError(f"--device: {why}; --device cpu goes on without it")
+        why = "there is a GPU that torch cannot use: its driver is too old, or torch is a CPU build"
+        raise ConfigError(f"--device: {why}; --device cpu runs without it")
 
 
 def has_card() -> bool:
-    """A container may see another's cards in /proc, but not in /dev."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):  # it is hidden on purpose
+    """Checks /dev, not /proc, where a container may see GPUs of others."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):  # hidden on purpose
         return False
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20)
@@ -149,21 +149,21 @@ def has_card() -> bool:
 
 
 def refuse_lone_tasks() -> None:
-    """Launchers that set no RANK start whole runs beside each other, all of one seed."""
+    """ConfigError if a launcher sets no RANK: each process would be a run, all with one seed."""
     counts = dict(srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
     found = [name for name, n in counts.items() if os.environ.get(n, "1") not in ("", "0", "1")]
-    if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():  # of more than one process
+    if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():  # set for several processes
         found.append("accelerate launch --cpu")
     if found and "WORLD_SIZE" not in os.environ:
         torchrun = "torchrun --nnodes N --nproc_per_node GPUS --rdzv_backend c10d --rdzv_endpoint"
         right = f"srun --ntasks-per-node=1 {torchrun} HOST:29500 grpo.py ..."
         why = f"{found[0]} starts processes that know nothing of each other. For one run: {right}"
-        raise ConfigError(f"{why}; for runs of their own: set RANK=0 WORLD_SIZE=1")
+        raise ConfigError(f"{why}; for separate runs: set RANK=0 WORLD_SIZE=1")
 
 
 def meet() -> None:
-    """Rank 0 calls, the others answer, and then all go on. torchrun's store still has what ranks
-    of an earlier start had left for each other, such as addresses where nobody is any more."""
+    """Rank 0 calls, the others answer, and then all go on. After a restart torchrun's store still
+    has entries of the earlier start, such as addresses where no process listens any more."""
     ours, world_size, calls = store(), grpo.WORLD_SIZE, {}
     ours.set(f"gathers of rank {grpo.RANK}", "0")
 
@@ -173,7 +173,7 @@ def meet() -> None:
     def may_go() -> bool:
         call = recall("call")
         if call.endswith(f" {world_size}") and call not in calls:
-            calls[call] = ours.add(f"here {call}", 1) < world_size  # else of an earlier start
+            calls[call] = ours.add(f"here {call}", 1) < world_size  # False for an old call
         return calls.get(call, False) and ours.check([f"go {call}"])
 
     if grpo.RANK > 0:
@@ -183,7 +183,7 @@ def meet() -> None:
     ours.set("call", call)
     wait_until(all_are_here)
     for key in ours.list_keys():
-        if key.startswith("default_pg/"):  # torch's
+        if key.startswith("default_pg/"):  # torch's own keys
             ours.delete_key(key)
     ours.set(f"go {call}", "")
 
@@ -195,11 +195,11 @@ def wait_until(is_done) -> None:
         if recall(failure()):
             raise TrainingError("another rank has failed")
         if time.monotonic() - started > MEETING:
-            raise ConfigError(f"the ranks that torchrun starts do not meet within {MEETING:.0f} s")
+            raise ConfigError(f"the ranks that torchrun started did not connect in {MEETING:.0f} s")
 
 
 def require_same(mine: dict) -> None:
-    """Ends the run if a rank has something else than rank 0, and says in what."""
+    """Ends the run if a rank differs from rank 0, and names the differences."""
     first, *others = grpo.all_gather([mine])
     for rank, other in enumerate(others, 1):
         names = [name for name in first.keys() & other.keys() if first[name] != other[name]]
@@ -214,7 +214,7 @@ def require_same(mine: dict) -> None:
 
 
 def all_gather(plain, items: list, *args, **kwargs) -> list:
-    """It waits for ranks that live as long as it takes."""
+    """Waits as long as it takes for ranks that are alive."""
     if dist.is_initialized() and grpo.WORLD_SIZE > 1:
         wait_for_ranks()
     return plain(items, *args, **kwargs)
@@ -225,7 +225,7 @@ def wait_for_ranks() -> None:
     store().set(f"gathers of rank {grpo.RANK}", str(meeting))
     arrived: Any = dist.barrier(group=patient, async_op=True)
     started, patience = time.monotonic(), PATIENCE
-    while not arrived.is_completed():  # a blocking wait would let no signal in: see runs.py
+    while not arrived.is_completed():  # a blocking wait would delay signals: see runs.py
         time.sleep(0.001)
         if silent:
             names = " and ".join(map(name_of, silent))
@@ -233,13 +233,13 @@ def wait_for_ranks() -> None:
         if grpo.RANK == 0 and time.monotonic() - started > patience:
             others = range(grpo.WORLD_SIZE)
             missing = [r for r in others if store().add(f"gathers of rank {r}", 0) < meeting]
-            say(f"has waited {patience:.0f} s for the ranks {missing}")
+            say(f"rank 0 has waited {patience:.0f} s for the ranks {missing}")
             patience *= 2
 
 
 def watch(stop: threading.Event) -> None:
-    """A thread: shows that this rank lives, and looks whether others do, and whether one failed.
-    In an update a rank waits in compiled code, where nothing else of it could."""
+    """A thread that shows that this rank is alive, and checks whether others are and whether one
+    failed. In an update the main thread waits in compiled code, and can do neither."""
     watched = range(1, grpo.WORLD_SIZE) if grpo.RANK == 0 else [0]
     signs, since = {}, {}
     with contextlib.suppress(RuntimeError):  # the store is gone, and the job with it
@@ -262,8 +262,8 @@ def watch(stop: threading.Event) -> None:
 
 
 def leave(error: BaseException) -> None:
-    """Of several ranks one that fails ends with its line, or with that of the rank for which it
-    ends. It closes nothing: vLLM would destroy the process group, which waits for ranks that are
+    """Ends a failed rank of several, with its own line, or with the line of the rank that failed
+    first. It closes nothing: vLLM would destroy the process group, which waits for ranks that are
     in an all-reduce with this one."""
     if grpo.WORLD_SIZE == 1:
         return
@@ -272,7 +272,7 @@ def leave(error: BaseException) -> None:
     if not own.startswith("rank "):
         own = f"rank {grpo.RANK}, on {HOST}: {own}"
     node, rank, why = NODE, str(grpo.RANK), own
-    with contextlib.suppress(RuntimeError):  # no store, or none any more
+    with contextlib.suppress(RuntimeError):  # no store yet, or no longer
         if is_torchruns() or dist.is_initialized():
             may_be_torchs = isinstance(error, RuntimeError) and dist.is_initialized()
             if not line and may_be_torchs and (gone := ranks_gone()):
@@ -288,7 +288,7 @@ def leave(error: BaseException) -> None:
 
 
 def ranks_gone() -> list:
-    """Those that show no sign of life, as after kill -9."""
+    """The ranks that show no sign of life, as after kill -9."""
 
     def signs() -> list:
         return [store().add(f"signs of rank {rank}", 0) for rank in range(grpo.WORLD_SIZE)]
@@ -296,21 +296,21 @@ def ranks_gone() -> list:
     before = signs()
     time.sleep(3)
     gone = [rank for rank, sign in enumerate(signs()) if sign == before[rank]]
-    return gone if grpo.RANK not in gone else []  # nobody shows any yet, or any more
+    return gone if grpo.RANK not in gone else []  # else no rank shows any
 
 
 def end_for_another() -> None:
-    """In a thread. The main one may be in an all-reduce that never ends."""
+    """Ends this rank from a thread: the main thread may be in an all-reduce that never ends."""
     node, rank, why = store().get(failure()).decode().split(" ", 2)
     tell(node, rank, f"ends: {why}")
-    os.kill(os.getpid(), signal.SIGTERM)  # for which runs.py saves the last whole step
+    os.kill(os.getpid(), signal.SIGTERM)  # runs.py then saves the last whole step
     time.sleep(GRACE)
     with saving:
         os._exit(1)
 
 
 def tell(node: str, rank: str, text: str) -> None:
-    """Once on each node, by the rank that failed or by the first of another node."""
+    """Prints once on each node: by the rank that failed, or by the first rank of another node."""
     is_first_there = node != NODE and os.environ.get("LOCAL_RANK", "0") == "0"
     if (rank == str(grpo.RANK) or is_first_there) and told.acquire(blocking=False):
         with contextlib.suppress(OSError):

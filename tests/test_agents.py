@@ -306,7 +306,7 @@ REFUSED = [
     ("Guess", [dict(prompt=QUESTION, how="raise")], {}, "KeyError"),
     ("Guess", [dict(prompt=QUESTION, how="exit")], {}, "SystemExit"),
     ("Guess", [dict(prompt=QUESTION, how="hang")], {}, "TimeUp"),
-    ("Guess", [dict(prompt=QUESTION, how="unseeded")], {}, "two things"),
+    ("Guess", [dict(prompt=QUESTION, how="unseeded")], {}, "two different texts"),
     ("Once", [dict(prompt=QUESTION)], {}, "pop from empty list"),
 ]
 
