@@ -382,9 +382,9 @@ def assign_loss_weights(minibatch: list[Sample], cfg: Config) -> None:
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config) -> dict:
     """All optimizer steps on a rollout, by default one. ddp: the policy in DistributedDataParallel,
     or itself. All ranks have the same samples. Returns metrics."""
-    sums = Counter()
+    sums, largest = Counter(), {}
     norms = []
-    largest_gap = steps_taken = 0
+    steps_taken = 0
     for epoch in range(cfg.num_epochs):
         rng = np.random.default_rng((cfg.seed, MINIBATCHES, step, epoch))
         for chosen in np.array_split(rng.permutation(len(samples)), cfg.num_minibatches):
@@ -408,17 +408,19 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
                 optimizer.step()
                 steps_taken += 1
             norms.append(norm)  # before clipping
-            largest_gap = max(largest_gap, new_sums.pop("sampler_gap_max"))
+            for name in [name for name in new_sums if name.endswith("max")]:
+                largest[name] = max(new_sums.pop(name), largest.get(name, -math.inf))
             sums.update(new_sums)  # a Counter adds
     optimizer.zero_grad(set_to_none=True)  # the sampler needs the memory
-    return update_metrics(sums, norms, largest_gap, steps_taken, optimizer)
+    return update_metrics(sums, norms, steps_taken, optimizer) | largest
 
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Counter:
     """The gradient of one optimizer step, a sum over its micro-batches. Returns sums over all
     ranks, for the log."""
     assign_loss_weights(minibatch, cfg)  # a minibatch has the samples of all ranks
-    # Without a KL, a sample whose advantages are 0 has no gradient.
+    # Without a KL, a sample whose advantages are 0 has no gradient. (With a new term in the loss:
+    # needed = minibatch.)
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
     batches = policy.micro_batches(needed or minibatch[:1], cfg)
     sums = []
@@ -676,7 +678,8 @@ def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps)
     if sampler_logps is not None:
         gap = (old_logps - sampler_logps).abs()
         stats["sampler_gap"] = gap.sum()
-        stats["sampler_gap_max"] = nn.functional.pad(gap, (0, 1)).max()  # n may be 0
+        largest = nn.functional.pad(gap, (0, 1)).max()  # n may be 0
+        stats["sampling/sampling_logp_difference/max"] = largest
         stats["sampled_tokens"] = torch.ones_like(logps).sum()
     if ref_logps is not None:
         k3 = kl_estimate(logps, ref_logps, logps, "k3")
@@ -698,16 +701,16 @@ def mean_and_std(values) -> tuple:
 
 
 def sum_over_ranks(of_batches: list[dict]) -> Counter:
-    """Sums over the micro-batches of all ranks. Of a name that ends in _max, the largest value."""
+    """Sums over the micro-batches of all ranks. Of a name that ends in max, the largest value."""
     rows = [torch.stack([x.double() for x in sums.values()]) for sums in of_batches]
     rows = all_gather(torch.stack(rows).tolist())  # one copy from the GPU for all of them
     totals = Counter()
     for name, values in zip(of_batches[0], zip(*rows, strict=True), strict=True):
-        totals[name] = max(values) if name.endswith("_max") else sum(values)
+        totals[name] = max(values) if name.endswith("max") else sum(values)
     return totals
 
 
-def update_metrics(sums: Counter, norms, largest_gap, steps_taken: int, optimizer) -> dict:
+def update_metrics(sums: Counter, norms, steps_taken: int, optimizer) -> dict:
     tokens, sampled_tokens = max(1, sums.pop("tokens")), max(1, sums.pop("sampled_tokens"))
     metrics = {
         "loss": sums.pop("loss") / len(norms),
@@ -716,7 +719,6 @@ def update_metrics(sums: Counter, norms, largest_gap, steps_taken: int, optimize
         "optimizer_steps": steps_taken,
         "skipped_steps": len(norms) - sum(map(math.isfinite, norms)),  # nan or inf
         "sampling/sampling_logp_difference/mean": sums.pop("sampler_gap") / sampled_tokens,
-        "sampling/sampling_logp_difference/max": largest_gap,
     }
     return metrics | {name: value / tokens for name, value in sums.items()}
 
@@ -981,7 +983,7 @@ def load_model(path: str, cfg: Config, device: torch.device):
     kind: Any = transformers.AutoModelForCausalLM
     model, info = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
     for name in info["missing_keys"]:  # they would be random
-        raise ValueError(f"its files have no weights for {name}")
+        raise ValueError("its files have no weights for " + name)
     return model.to(device).eval()  # in eval mode while it learns, too: no dropout
 
 
@@ -1277,7 +1279,9 @@ class RunFiles:
         """What a resume needs besides the model."""
         named, moments = run.policy.named_parameters(), run.optimizer.state  # Adam's
         moments = {name: moments[p] for name, p in named if p in moments}
-        return dict(step=run.step, state=run.state, history=self.history, moments=moments)
+        weights = run.policy.state_dict().items()  # your Policy may have more than the model
+        parts = dict(moments=moments, policy={n: x for n, x in weights if n[:6] != "model."})
+        return dict(step=run.step, state=run.state, history=self.history) | parts
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path)
@@ -1305,6 +1309,7 @@ class Run:
         self.state = saved.get("state", {})  # of an algorithm that remembers more than GRPO
         self.cfg = cfg = resolve_auto(cfg, model)
         self.policy = make_policy(model, prompts, cfg)
+        self.policy.load_state_dict(saved.pop("policy", {}), strict=False)
         self.reference = load_reference(self)
         self.sampler = make_sampler(self)
         self.ddp = self.policy  # what backward needs: DDP takes the mean of all ranks' gradients
@@ -1385,7 +1390,7 @@ def run_loop(run: Run) -> None:
 def train(cfg: Config) -> list[dict]:
     """The whole run. Returns the lines of metrics.jsonl."""
     for name, value in ONLY_WITH_EXTRAS.items():
-        if getattr(cfg, name) not in (value, "off") and not USE_EXTRAS:
+        if getattr(cfg, name) not in (value, "off", False) and not USE_EXTRAS:
             raise ValueError(f"--{name} needs extras/")
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")  # TF32 would look like a wrong sampler

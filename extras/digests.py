@@ -40,7 +40,7 @@ def of_code(thing) -> str:
     if not isinstance(thing, type):
         return of_source(getattr(inspect.unwrap(thing), "__code__", None))
     # The class as it is now, with attributes that a script has set.
-    own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init)", name)}
+    own = {name: x for name, x in vars(thing).items() if not re.match("__(?!init|call)", name)}
     text = str({name: of_code(x) for name, x in sorted(own.items())})
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -66,6 +66,8 @@ WRITTEN_FOR = dict(
     micro_batches="7db9597d",
     logps_of="1b0b0a31",
     log_probabilities="7f6bd71a",
+    load_model="8bd575c3",
+    resolve_auto="6310a68e",
     load_reference="780ab9db",
     load_tokenizer="5510918b",
     make_prompt="91c0f8eb",

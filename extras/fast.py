@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import grpo
 from extras import digests, packed, preflight, ranks
-from extras.errors import mistakes_in, one_line, require
+from extras.errors import TrainingError, mistakes_in, one_line, require
 
 TILE = 2**22  # logits of a tile on a CPU; they should fit in its cache
 KEPT = dict(cpu=2**26, cuda=0)  # logits kept for backward, which computes the others again
@@ -220,9 +220,19 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
             if why == "":
                 name = " with ".join(dict.fromkeys([type(inner).__name__, type(form).__name__]))
                 ranks.say(f"{model.name_or_path}: the policy is {name}")
+                if form is not policy:
+                    form.register_forward_pre_hook(functools.partial(refuse_late_changes, policy))
                 return form
             name = f"{type(inner).__name__}, {type(form).__name__}"
             ranks.say(f"{model.name_or_path}: {name} is not used: {why}")
+
+
+def refuse_late_changes(policy, *_) -> None:
+    """A hook of the form that stands in for `policy`, since a later change would not run in it."""
+    late = digests.changed(*OF_POLICY) or what_is_added(policy)
+    if late:
+        how = "change it before the model is loaded, or use --fast false"
+        raise TrainingError(f"{', '.join(late)} changed after the start: {how}")
 
 
 def what_is_added(policy) -> list[str]:
@@ -233,8 +243,9 @@ def what_is_added(policy) -> list[str]:
     inside = {*policy._modules, *policy._parameters, *policy._buffers} - {"model"}
     for name, x in (("model", policy.model), ("head", policy.model.get_output_embeddings())):
         called = [getattr(x, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward")]
-        if any(called) or "forward" in vars(x):  # FastPolicy would not call them
-            hooks.append(f"hooks of the {name}")
+        is_known = type(x).__module__.startswith(("transformers", "torch.", "peft."))
+        if any(called) or "forward" in vars(x) or not is_known:  # FastPolicy would not call them
+            hooks.append(f"hooks or class of the {name}")
     return own + hooks + sorted(inside | vars(policy).keys() - known)
 
 
@@ -292,7 +303,7 @@ def numbers_of(policy, batches: list) -> list:
 def gradients_of(policy, samples: list) -> dict:
     """For each parameter the gradient's norm and products with two directions: whole gradients of a
     large model would need the memory of another one. Tokens are weighted differently."""
-    logps, _ = policy(policy.collate(samples))
+    logps = policy(policy.collate(samples))[0]
     shares = torch.linspace(-1, 1, len(logps), dtype=logps.dtype, device=logps.device)
     if logps.requires_grad:  # False for a reference
         (logps * shares.cos()).sum().backward()
@@ -407,7 +418,6 @@ def tune_for_machine(policy, prompts: list, cfg) -> None:
     the GPU. config.json gets both results."""
     length = min(512, cfg.max_completion_length)
     samples = dummy_samples(prompts[:1], [length] * (2048 // length), policy.model)
-    batch = policy.collate(samples)
     on_cuda = policy.model.device.type == "cuda"
     is_large = policy.model.num_parameters() >= SMALL
     policy.found = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
@@ -420,7 +430,8 @@ def tune_for_machine(policy, prompts: list, cfg) -> None:
         if any(module._compiled_call_impl for module in policy.model.modules()):
             policy.found["compile"] = "on"
     if cfg.micro_batch_tokens == 0 and on_cuda:
-        tokens = min(grpo.all_gather([tokens_that_fit(policy, batch)]))  # the same on all ranks
+        fitting = tokens_that_fit(policy, policy.collate(samples))
+        tokens = min(grpo.all_gather([fitting]))  # the same on all ranks
         ranks.say(f"micro-batches of {tokens} tokens")
         policy.found["micro_batch_tokens"] = tokens
         policy.micro_batches = functools.partial(filled, policy.micro_batches, tokens)

@@ -110,7 +110,7 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
         config = config_of(path)
         preflight.check_config(config)
         text = config.get_text_config()
-        if text is config:
+        if text is config or digests.changed("load_model"):  # yours knows what it loads
             model = plain(path, cfg, device, *args, **kwargs)
         else:  # a multimodal model, which AutoModelForCausalLM does not load
             model = load_multimodal(path, cfg).to(device).eval()
@@ -187,7 +187,9 @@ def put_back(config, of_file) -> None:
     for name, value in vars(of_file).items():
         if hasattr(value, "to_diff_dict") and hasattr(config, name):
             put_back(getattr(config, name), value)
-        elif re.search(f"{DROPOUT}|^{OUTPUTS}$|^return_dict$|^dtype$", name):
+        elif re.fullmatch("return_dict|dtype", name):
+            setattr(config, name, value)
+        elif re.search(f"{DROPOUT}|^{OUTPUTS}$", name) and not getattr(config, name, None):
             setattr(config, name, value)
 
 
@@ -262,6 +264,8 @@ def resolve_auto(plain, cfg, model, *args, **kwargs):
     plain function decides the others."""
     is_small = model.num_parameters() < fast.SMALL
     theirs = plain(cfg, model, *args, **kwargs)
+    if digests.changed("resolve_auto"):
+        return theirs
     of_page = dict(cpu="float32", cuda="bfloat16")[model.device.type]  # grpo.py's own choice
     dtype = theirs.dtype
     if cfg.dtype == "auto" and dtype == of_page:
@@ -294,7 +298,7 @@ def load_reference(plain, run, *args, **kwargs):
 
         return lora.AdaptersOff(policy)
     reference = plain(run, *args, **kwargs)
-    if reference is not None and cfg.reference:
+    if hasattr(reference, "model") and cfg.reference:
         with mistakes_in(f"--reference {cfg.reference}", (ValueError,)):
             load = functools.partial(grpo.load_tokenizer, cfg=cfg)
             models = reference.model, policy.model
@@ -304,8 +308,10 @@ def load_reference(plain, run, *args, **kwargs):
 
 def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer:
     optimizer = plain(policy, cfg, *args, **kwargs)
-    is_yours = any(group.get("weight_decay") for group in optimizer.param_groups)
-    if cfg.weight_decay > 0 and not is_yours:
+    yours = {group.get("weight_decay", 0.0) for group in optimizer.param_groups} - {0.0}
+    why = f"make_optimizer has its own, {', '.join(map(str, yours))}"
+    require(not yours or cfg.weight_decay in {0.0, *yours}, "weight_decay", why)
+    if cfg.weight_decay > 0 and not yours:
         optimizer.register_step_pre_hook(functools.partial(decay, cfg.weight_decay))
     return optimizer
 
@@ -334,7 +340,7 @@ def make_sampler(plain, run, *args, **kwargs):
         tune(run)
     else:
         tune(run)
-        sampler = start_vllm(run, start)
+        sampler = start_vllm(run, start) if cfg.rollout == "vllm" else start()  # a choice of yours
     sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
     sampler.close = functools.cache(sampler.close)  # once: by cleanup at a failure, else by train
     cleanup.callback(sampler.close)

@@ -142,13 +142,14 @@ def packed_attention(
     sequences=None,
     scaling=None,
     sliding_window=None,
+    dropout=0.0,
     **rest,
 ):
     """transformers calls this in each layer: query [1, heads, L, units] -> [1, L, heads, units].
     A prompt's keys are copied in front of each of its completions, so that all keys of a sequence
     are contiguous. Without `sequences`, as in the sampler, this is transformers' own attention."""
     if sequences is None:
-        rest |= dict(scaling=scaling, sliding_window=sliding_window)
+        rest |= dict(scaling=scaling, sliding_window=sliding_window, dropout=dropout)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, units]
     is_flash = query.is_cuda and torch.is_autocast_enabled("cuda")
@@ -157,6 +158,8 @@ def packed_attention(
     key, value = (Gathered.apply(x, sequences.seen) for x in (key, value))
     options: dict = dict(scale=scaling, enable_gqa=True)
     window = 0 if attention_mask is None else attention_mask.shape[-1]  # see mask_of_layers
+    if dropout and is_flash:
+        raise ValueError("packed attention on a GPU has no dropout: use --fast false")
     if is_flash:
         options |= dict(max_q=max(sequences.lengths), max_k=max(sequences.seen_lengths))
         options["window_size"] = (window - 1, 0)  # -1: all earlier tokens
@@ -174,7 +177,7 @@ def packed_attention(
             # Below 192 tokens torch's backward on a CPU is 1.6 to 3 times as fast in float32.
             dtype = value.dtype if len(q) >= 192 else wide
             q, k, v = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))  # [1, heads, T, units]
-            x = nn.functional.scaled_dot_product_attention(q, k, v, seen, **options)
+            x = nn.functional.scaled_dot_product_attention(q, k, v, seen, dropout, **options)
             out.append(x[0].to(value.dtype))
     return torch.cat(out, 1).transpose(0, 1).contiguous()[None], None
 
@@ -196,6 +199,7 @@ def use_packed_attention(model) -> None:
     """For models where only attention mixes tokens, by the usual formula."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
+    is_plain = is_plain and AttentionInterface()["sdpa"] is sdpa_attention_forward  # else yours
     if is_plain and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("packed")
 

@@ -18,6 +18,7 @@ import shutil
 import signal
 import time
 import traceback
+import types
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -492,8 +493,8 @@ def forbid_saves_from_a_step_on(run) -> None:
     """Until the update is complete, the weights are those of no step."""
     step = run.optimizer.step
 
-    def forbid_and_step(*args, **kwargs):
+    def forbid_and_step(_, *args, **kwargs):  # a method, as torch's schedulers wrap one
         run.files.must_not_save = True
         return step(*args, **kwargs)
 
-    run.optimizer.step = forbid_and_step
+    run.optimizer.step = types.MethodType(forbid_and_step, run.optimizer)

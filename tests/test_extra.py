@@ -272,6 +272,72 @@ def test_forms_for_speed_stand_in_while_the_code_is_the_known_one(touched, tmp_p
     same_numbers(page / "run", page / "plain")
 
 
+LATE = {  # changes of the loop, and what the line names
+    "run.policy.model.lm_head.register_forward_hook(lambda *x: None)": "class of the head",
+    "Policy.forward = lambda self, batch: None": "Policy",
+    "globals().update(micro_batches=lambda samples, cfg: [samples])": "micro_batches",
+    "Policy.__call__ = lambda self, batch: None": "Policy",
+}
+
+
+def test_a_change_in_the_midst_of_a_run_is_refused_where_another_form_runs(touched, tmp_path):
+    """It would have run in the plain form, and not in the one that stands in for it."""
+    page, loop = touched.parent / "late", "        step, G = run.step + 1,"
+    shutil.copytree(touched, page, symlinks=True)
+    text = replaced(LARGE, text=(touched / "grpo.py").read_text())
+    for change, name in LATE.items():
+        (page / "grpo.py").write_text(replaced((loop, f"        {change}\n{loop}"), text=text))
+        said = run_page(page, out=name, code=1, rollout="hf", compile="off")
+        assert f"{name} changed after the start: " in said, change
+        shutil.rmtree(page / name)
+
+
+# A head beside the model; a sum and a maximum for the log; and what else extras/ took over.
+MORE = r"""
++        self.bias = nn.Parameter(torch.zeros(()))
+         self.dtype = dtype  # of matrix products
+
+-        return logps_of(logits, batch["targets"], self.temperature)
++        logps, entropy = logps_of(logits, batch["targets"], self.temperature)
++        return logps * (1 + self.bias), entropy
+
++    stats["ratio_max"] = 1 + 0 * logps.sum()
+     if sampler_logps is not None:
+
++    print("BIAS", run.policy.bias.item())
+     while not run.should_stop():
+
+-    auto = dict(device=
++    print("MINE", cfg.rollout)
++    auto = dict(device=
+
+-    rollout: Literal["auto", "vllm", "hf"] = "auto"
++    rollout: Literal["auto", "vllm", "hf", "mine"] = "mine"
+
+-    if run.cfg.rollout == "hf":
++    if run.cfg.rollout == "mine":
+
++    torch.optim.lr_scheduler.LinearLR(run.optimizer)
+     run_loop(run)
+"""
+
+
+def test_what_a_policy_has_beside_the_model_is_resumed(tmp_path):
+    """And a name that ends in max is the largest of all minibatches, a choice of --rollout is
+    yours, and torch's schedulers can wrap the optimizer."""
+    page = page_with(tmp_path / "page", patched(MORE))
+    options = dict(num_minibatches=2, save_every=1)
+    run_page(page, out="whole", max_steps=2, **options)
+    biases = [run_page(page, max_steps=n, resume=n > 1, **options) for n in (1, 2)]
+    biases = [float(re.search(r"BIAS (\S+)", said)[1]) for said in biases]
+    assert biases[0] == 0 != biases[1]
+    same_numbers(page / "run", page / "whole")
+    assert (
+        last_state(page / "run")["policy"]["bias"] == last_state(page / "whole")["policy"]["bias"]
+    )
+    assert all(m["ratio_max"] == 1 for m in metrics_of(page / "run"))
+
+
 # ------------------------------------------------------------------------------------------------
 # The page's value wins: changes that an extra could undo after the plain function has run
 
@@ -362,7 +428,7 @@ MINE = r"""
      return run.files.history
 
 +from types import SimpleNamespace
- from typing import Literal
+ from typing import Any, Literal
 """
 
 
@@ -507,7 +573,7 @@ class Run:
 
 def test_a_subclass_of_run_files_works_and_a_resume_across_the_change_both_ways(tmp_path):
     maker = '@extra("runs")\ndef make_files(cfg: Config) -> RunFiles:\n    return RunFiles(cfg)\n'
-    text = replaced((maker, ""), ('class Run:\n    """All', MY_FILES))
+    text = replaced((maker, ""), ('class Run:\n    """The parts', MY_FILES))
     page, mine = page_with(tmp_path / "page"), page_with(tmp_path / "mine", text)
     for steps, now in enumerate((page, mine, page), 1):
         said = run_page(now, out="../run", max_steps=steps, resume=steps > 1)

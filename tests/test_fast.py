@@ -211,6 +211,16 @@ def test_a_row_of_texts_is_refused_by_attention_that_cannot_tell_them_apart(tmp_
         policy(policy.collate(make_samples()))
 
 
+def test_dropout_that_is_yours_acts_in_packed_sequences():
+    """In half of the attention; in eval mode, in which the trainer keeps models, in none."""
+    policy = packed.PackedPolicy(tiny_model(attention_dropout=0.5), 1.0)
+    batch = policy.collate(random_samples(4, 2))
+    calm, _ = policy(batch)
+    assert torch.equal(policy(batch)[0], calm)
+    policy.model.train()
+    assert relative(policy(batch)[0], calm) > 1e-4
+
+
 @unittest.mock.patch("extras.fast.SMALL", 0)
 def test_windows_that_only_long_texts_reach_are_compared():
     """A model that makes its windows in its own way: as a mask that it gives to its layers."""
