@@ -1,8 +1,8 @@
-"""The built-in reward functions, and how those of your own files are loaded and called.
+"""The built-in reward functions, and how functions of your own files are loaded and called.
 
-A reward function, maybe async, is fn(completion: str, row: dict) -> float, or None if it does not
-apply, or a list of them, one for each token. `row` is the row of the data with what the trainer
-adds: ADDED, and in episodes IN_EPISODES. TRL's fn(completions, **columns) works unchanged."""
+A reward function, async or not, is fn(completion: str, row: dict) -> float, or None if it does not
+apply, or a list with one of these for each token. `row` is the row of the data plus columns of the
+trainer: ADDED, and in episodes IN_EPISODES. TRL's fn(completions, **columns) works unchanged."""
 
 import asyncio
 import copy
@@ -28,16 +28,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-# No column may be called so.
 ADDED = """prompt_text prompt_messages completion_ids completion_tokens completion_length
-max_completion_length completion_messages finish_reason trainer_state""".split()
+max_completion_length completion_messages finish_reason trainer_state""".split()  # reserved names
 IN_EPISODES = "turns replies environments".split()
 OF_TRL = [*ADDED, *IN_EPISODES, "prompts", "completions", "log_metric", "log_extra"]
 
 
-# -- The built-in reward functions. A ValueError: no completion can earn the reward of this row
+# -- The built-in reward functions. They raise ValueError if no completion can earn a row's reward
 def answer_reward(completion, row):
-    """1.0 if the answer is row["answer"], as the same text or number (1,042 is 1042.0)."""
+    """1.0 if the answer equals row["answer"], as a text or as a number (1,042 is 1042.0)."""
     gold = as_text(row["answer"])
     if not gold or parts_of(gold, {})[1] != gold:
         raise ValueError(f"no completion can have the answer {gold!r}")
@@ -45,7 +44,7 @@ def answer_reward(completion, row):
 
 
 def gsm8k_reward(completion, row):
-    """1.0 if the final number is that of row["answer"], which may be a solution with `####`."""
+    """1.0 if the final number equals row["answer"] or, if that has `####`, the number after it."""
     gold = re.split(r"####|\\boxed\{", as_text(row["answer"]))[-1]
     number = final_number(f"\\boxed{{{gold}}}")
     if number is None:
@@ -54,12 +53,12 @@ def gsm8k_reward(completion, row):
 
 
 def math_reward(completion, row):
-    r"""1.0 if math-verify finds row["answer"] in \boxed{}, else behind "the answer is"."""
+    r"""1.0 if math-verify finds row["answer"] in \boxed{} or, if none, after "the answer is"."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel("ERROR")  # it warns without its own time limit
     gold = as_text(row["answer"])
-    if not re.search(r"(?<!\\)\$|\\boxed", gold):  # a dollar is \$
+    if not re.search(r"(?<!\\)\$|\\boxed", gold):  # \$ is a dollar sign
         gold = f"\\boxed{{{gold}}}"
     options: dict = dict(parsing_timeout=None)  # the trainer has its own limit
     golds = parse(gold, **options)
@@ -72,14 +71,14 @@ def math_reward(completion, row):
 
 
 def format_reward(completion, row):
-    """1.0 for one `<think>words</think>` at the start, and words behind it as the answer."""
+    """1.0 for one `<think>words</think>` at the start, and words after it as the answer."""
     thought, answer = parts_of(completion, row)
     has_words = re.match("<think>" + WORDS, thought) and re.match(WORDS, answer)
     return float(has_words is not None and thought.count("think>") == 1)
 
 
 def countdown_reward(completion, row):
-    """1.0 if the last line makes row["target"] of all row["numbers"], by + - * / and ()."""
+    """1.0 if the last line makes row["target"] from all row["numbers"] with + - * / and ()."""
     numbers = sorted(map(str, row["numbers"]))
     target = Fraction(as_text(row["target"]))
     if not "".join(numbers).isdecimal():
@@ -87,7 +86,7 @@ def countdown_reward(completion, row):
     line = parts_of(completion, row)[1].rpartition("\n")[2]
     term = line.partition("=")[0].strip(" .*`")
     if re.fullmatch(ARITHMETIC, term) and sorted(re.findall("[0-9]+", term)) == numbers:
-        with suppress(Exception):  # Python may run it: it has no names, no powers and little depth
+        with suppress(Exception):  # eval is safe: term has no names, no powers and little depth
             return float(eval(re.sub("([0-9]+)", r"Fraction(\1)", term)) == target)
     return 0.0
 
@@ -98,7 +97,7 @@ def overlong_reward(completion, row):
 
 
 def environment_reward(completion, row):
-    """What get_reward() of the episode's environment says; None if its class has no such method."""
+    """The value of the environment's get_reward(); None if its class has no such method."""
     return getattr(row["environments"], "get_reward", NoneType)()
 
 
@@ -107,27 +106,27 @@ for name in ("answer", "gsm8k", "math"):  # keys that every data row must have
     BUILT_IN[name].columns = ("answer",)
 BUILT_IN["countdown"].columns = ("numbers", "target")
 
-# -- How they read a text: its form, not its words. "not 18" says 18
+# -- Parsing texts. It goes by form, not by meaning: "not 18" counts as 18
 ARITHMETIC = r"(?:[0-9()+ -]|[*/](?![*/])){1,400}"  # (8 - 2) * 4, but no ** and no //
 THOUSANDS = r"(?<=[0-9])(\{,\}|\\?,(\\!)?)(?=[0-9]{3}(?![0-9]))"  # 1,042 but not 1,2
 DECORATION = r"(?<=[0-9])(?:(?:\\,|[\u2007-\u200a\u202f\xa0])(?=[0-9]{3}(?![0-9]))|\.(?=\}))"
 DIGITS = r"(?>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 NUMBER = rf"[-+]?{DIGITS}"
-MARKED = r"####\s*([-+.]?[0-9][^\n#]*|[^\n#]*\Z)"  # the rest of the line. Not "#### Step 1"
-BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # what stands in it
+MARKED = r"####\s*([-+.]?[0-9][^\n#]*|[^\n#]*\Z)"  # the rest of the line, not "#### Step 1"
+BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # the text in it
 WORD = r"\\.|(?<=[a-z]{2})-(?=[a-z]{2})|[^\\0-9=,;<>^+*/\xb1\xbc-\xbe\xd7\xf7\u2150-\u221a\u03c0-]"
-ONE_NUMBER = (  # a whole text with one number, a unit or "x =": not 70 or 72, [0, 1), 1/2, y - 4
+ONE_NUMBER = (  # a text with one number, maybe a unit or "x =": not 70 or 72, [0, 1), 1/2, y - 4
     r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e|times|cdot|div|pm|log|ln|binom))(?:[^=]*=)?"
     rf"(?!.*(?<![A-Za-z\\])[inxyz](?![A-Za-z]))(?:(?!_){WORD})*?"
     rf"((?:(?<![A-Za-z)}}\]])(?<!\b[A-Za-z] )[-+])?{DIGITS})(?![!\xb2\xb3\xb9])"
     rf"(?:{WORD}|/(?=[A-Za-z\\])|\^\{{?\\circ|(?<=[a-z}}]{{2}})\^\{{?[23])*$"
 )
-WORDS = r"(?:<[^<>]*>|\W)*+\w"  # the first word is not in a tag, or a token such as <|im_end|>
+WORDS = r"(?:<[^<>]*>|\W)*+\w"  # a first word, after any tags and tokens such as <|im_end|>
 
 
 def parts_of(completion, row):
-    """All before the last </think>, and the answer: all behind it, or there in <answer> tags."""
-    if row.get("prompt_text", "").rstrip().endswith("<think>"):  # by the chat template
+    """The text before the last </think>, and the answer: the text after it, or its <answer>."""
+    if row.get("prompt_text", "").rstrip().endswith("<think>"):  # the chat template wrote it
         completion = "<think>" + completion
     thought, _, rest = completion.rpartition("</think>")
     before, closed, after = rest.rpartition("</answer>")
@@ -137,26 +136,26 @@ def parts_of(completion, row):
     return thought.strip(), plain(answer)
 
 
-def plain(text):  # with - as minus, without thin blanks as in 1\,042, and the dot of {72.}
+def plain(text):  # with - as minus, without thin spaces (1\,042) and the dot of {72.}
     return re.sub(DECORATION, "", re.sub("[\u2212\u2011]", "-", text)).strip()
 
 
-def as_text(value):  # in a data row
+def as_text(value):  # the text of a data row's value
     if not isinstance(value, str):
         if hasattr(value, "__len__"):
             raise ValueError(f"{value!r} is neither a text nor a number")
-        with suppress(ArithmeticError):  # True is no number
-            value = format(Decimal(str(value)), "f")  # 0.00005, where str() says 5e-05
+        with suppress(ArithmeticError):  # True is not a number
+            value = format(Decimal(str(value)), "f")  # 0.00005, where str() gives 5e-05
     return plain(str(value))
 
 
-def value_of(text):  # the number, if it is one and nothing else
+def value_of(text):  # a number if the text is one and nothing else, else the text
     digits = re.sub(THOUSANDS, "", text)
     return Decimal(digits) if re.fullmatch(NUMBER, digits) else text
 
 
 def final_number(text):
-    r"""That behind the last ####, else in the last \boxed{}, else the last. None: not just one"""
+    r"""The only number after the last ####, else in the last \boxed{}; else the last; else None"""
     text = re.sub(THOUSANDS + r"|\\?\$|(?<![0-9])\*|\*(?![0-9])", "", text)  # \$1,042 and **18**
     found = re.findall(MARKED, text) or re.findall(BOX, text)
     numbers = re.findall(ONE_NUMBER, found[-1]) if found else re.findall(NUMBER, text)
@@ -189,13 +188,13 @@ class RewardFunction(NamedTuple):
 
 
 def load_rewards(spec: str) -> list[RewardFunction]:
-    """The rewards of "name[:weight],file.py:function[:weight],...". An error is one line."""
+    """Loads "name[:weight],file.py:function[:weight],...". Errors have one line."""
     rewards = {}
     for item in spec.split(","):
         match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
         path, name, weight = match.groups() if match else ("", "", "")
         if not path and name not in BUILT_IN:
-            raise ValueError(f"{item!r} is no file.py:function[:weight], nor in {[*BUILT_IN]}")
+            raise ValueError(f"{item!r} is neither file.py:function[:weight] nor in {[*BUILT_IN]}")
         if name in rewards:
             raise ValueError(f"two rewards are called {name}")
         function = load_function(path + name) if path else BUILT_IN[name]
@@ -210,7 +209,7 @@ def load_rewards(spec: str) -> list[RewardFunction]:
 
 @contextmanager
 def torch_kept():
-    """What torch computes with is as before, whatever your code sets inside."""
+    """Restores torch's modes (gradients, dtype, precision) after your code."""
     torch = sys.modules.get("torch")
     modes = "is_grad_enabled get_default_dtype get_float32_matmul_precision" if torch else ""
     with ExitStack() as end:
@@ -221,10 +220,10 @@ def torch_kept():
 
 @torch_kept()
 def load_function(spec: str):
-    """What "path/to/file.py:name" holds. `import file` is all that happens. ValueError: one line"""
+    """Returns `name` of "path/to/file.py:name", by `import file`. Errors: a one-line ValueError."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().absolute()
-    sys.path.insert(0, str(path.parent))  # for its neighbours, and for itself in child processes
+    sys.path.insert(0, str(path.parent))  # for its own imports, and for child processes
     try:
         module = import_module(path.stem)
         if not path.samefile(inspect.getfile(module)):
@@ -236,23 +235,23 @@ def load_function(spec: str):
 
 # -- Calling them
 def fill_in_reward(reward, samples, run):
-    """The values of a reward function, and what it said beside them."""
-    rows = [row_of(sample, reward, run) for sample in samples]  # new: a function may change them
+    """Stores a reward function's values, failures, metrics and logged columns in the samples."""
+    rows = [row_of(sample, reward, run) for sample in samples]  # copies: a function may change them
     texts = [sample.text for sample in samples]
     values, failures, metrics, columns = call_reward(reward, texts, rows, run.cfg.call_timeout)
     for i, (sample, value) in enumerate(zip(samples, values, strict=True)):
-        if isinstance(value, list):  # one for each token, nan where there is none
+        if isinstance(value, list):  # one for each token; nan: none
             of_tokens = reward.weight * np.array(value)  # [T]
             sample.info.setdefault("token_rewards", {})[reward.name] = of_tokens
             value = float(np.nansum(value))
         sample.rewards[reward.name] = value
         sample.failure = sample.failure or failures.get(i, "")
-        sample.info.setdefault("metrics", {}).update(metrics)  # of the whole call
+        sample.info.setdefault("metrics", {}).update(metrics)  # the same for all samples
         sample.info.setdefault("columns", {}).update({name: columns[name][i] for name in columns})
 
 
 def row_of(sample, reward, run):
-    """What it gets beside the completion: the row of the data, and what the trainer adds."""
+    """The function's second argument: the row of the data, and the columns of the trainer."""
     cfg, ids = run.cfg, sample.completion_ids.tolist()
     passes = run.step * cfg.num_prompts / len(run.train_prompts)
     known: dict = dict(completion_ids=ids, completion_length=int(sample.sampled.sum()))
@@ -268,7 +267,7 @@ def row_of(sample, reward, run):
     return copy.deepcopy(sample.prompt.row) | known
 
 
-class TimeUp(BaseException): ...  # no Exception, as a function's `except Exception` has these
+class TimeUp(BaseException): ...  # not an Exception: a function may catch these
 
 
 OURS = r"/lib(?:64)?/python3|/reward\.py|/extras/agents\.py"
@@ -278,8 +277,8 @@ FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardIn
 
 @contextmanager
 def time_limit(seconds):
-    """Raises TimeUp in the code inside after so many seconds, and each second after that. Not in
-    other threads, in compiled code that looks for no signals, or after an alarm set by the code."""
+    """Raises TimeUp in the code inside after so many seconds, and then every second. It does not
+    work in other threads, in compiled code that checks no signals, or if the code sets an alarm."""
 
     def ring(*_):
         raise TimeUp(f"no result after {seconds} s")
@@ -297,10 +296,10 @@ def time_limit(seconds):
 
 
 @cache
-def event_loop(_process):  # one each, so that a file's Semaphore or client works in every step
+def event_loop(_process):  # one per process: a file's Semaphore or client then works in every step
     def run():
         while True:
-            with suppress(KeyboardInterrupt, SystemExit):  # the Future of their call has them, too
+            with suppress(KeyboardInterrupt, SystemExit):  # the call's Future has it, too
                 loop.run_forever()
 
     loop = asyncio.new_event_loop()
@@ -310,7 +309,7 @@ def event_loop(_process):  # one each, so that a file's Semaphore or client work
 
 
 def begin(seconds, function, *arguments):
-    """Calls a function, async or not, within so many seconds. Returns a Future, for finish()."""
+    """Calls a function, async or not, with a time limit. Returns a Future, for finish()."""
     future = Future()
     try:
         with time_limit(seconds):
@@ -324,9 +323,9 @@ def begin(seconds, function, *arguments):
 
 
 def finish(future):
-    """The result of a call that was waited for, or its error. TimeUp if it has none yet."""
+    """Returns the result of a call after the wait, or raises its error; TimeUp if it still runs."""
     if not future.done():
-        future.cancel()  # a thread goes on: the next calls get others
+        future.cancel()  # its thread may still run: later calls get other threads
         event_loop(os.getpid()).set_default_executor(ThreadPoolExecutor(32))
         raise TimeUp("no result in time")
     return future.result()
@@ -334,23 +333,23 @@ def finish(future):
 
 @torch_kept()
 def call_reward(reward, completions, rows, seconds):
-    """Calls a function for each completion, or in TRL's form once for all of them. Returns
-    values: a float for each completion, or a list of its tokens'. nan: no reward; 0.0: it failed
-    failures: {index of a completion: why its call failed, in one line}; it may take `seconds`
-    metrics: {name: mean number}, columns: {name: a text for each completion}, as TRL logs them"""
+    """Calls a function for each completion, or in TRL's form once, within `seconds`. Returns
+    values: for each completion a float, or a list of its tokens'. nan: no reward; 0.0: it failed
+    failures: {index of a completion: the reason why its call failed, in one line}
+    metrics: {name: mean}, columns: {name: a text for each completion}, which TRL's form may log"""
     values, failures, logged, columns = [], {}, {}, {}
     calls = [(reward.call, *pair) for pair in zip(completions, rows, strict=True)]
     if reward.batched:
         calls = [(call_trl, reward.function, completions, rows, logged, columns)]
     futures = [begin(seconds, *call) for call in calls]
-    wait(futures, seconds)  # for the asynchronous ones, which run at the same time
+    wait(futures, seconds)  # for async calls, which run at the same time
     for future in futures:
         first, count = len(values), len(rows) // len(futures)
         try:
-            with time_limit(seconds):  # for a generator
+            with time_limit(seconds):  # for a generator, which runs only here
                 returned = finish(future) if reward.batched else [finish(future)]
                 if isinstance(returned, dict) or len(returned := [*returned]) != count:
-                    raise ValueError(f"{returned!r:.80} is no list of {count} values")
+                    raise ValueError(f"{returned!r:.80} is not a list of {count} values")
                 pairs = zip(rows[first : first + count], returned, strict=True)
                 values += [number_of(value, row, reward.batched) for row, value in pairs]
         except FAILURES as error:
@@ -360,7 +359,7 @@ def call_reward(reward, completions, rows, seconds):
     return values, failures, {name: float(np.mean(logged[name])) for name in logged}, columns
 
 
-def number_of(value, row, nan_is_none):  # -> float, or a list of them. An error if it is neither
+def number_of(value, row, nan_is_none):  # a float, or a list of them; else an error
     if isinstance(value, list) and not nan_is_none:
         pairs = zip(row["completion_ids"], value, strict=True)
         return [one_number(part, nan_is_none=True) for _, part in pairs]
@@ -371,11 +370,11 @@ def one_number(value, nan_is_none):
     if value is None or nan_is_none and value != value:
         return math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{value} is no finite number")
+        raise ValueError(f"{value} is not a finite number")
     return float(value)
 
 
-def your_lines(error):  # of your code, those that it came through, the last one last
+def your_lines(error):  # the traceback's lines in your code, the innermost last
     return re.findall(YOUR_LINE, "".join(traceback.format_exception(error)))
 
 
@@ -392,7 +391,7 @@ def call_trl(function, completions, rows, logged, more):  # with the arguments t
 
     columns: dict = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
     columns |= dict(prompts=columns["prompt_text"], completions=completions)
-    if rows[0]["prompt_messages"]:  # a chat: as in TRL the first row decides for all
+    if rows[0]["prompt_messages"]:  # a chat; as in TRL, the first row decides for all
         columns["prompts"] = columns["prompt_messages"]
         columns["completions"] = columns["completion_messages"]
     columns["trainer_state"] = SimpleNamespace(**rows[0]["trainer_state"])

@@ -1,23 +1,23 @@
-"""grpo.py's functions once more, hardened: a function under @extra("models") has one of the same
-name in models.py, which wraps it. A file imports only from floors below its own:
+"""Hardens the functions of grpo.py: a function under @extra("models") is wrapped by the function of
+the same name in models.py. A file imports only from the lines below its own:
 
     flags                     the command line
-    runs                      what a run keeps on disk
-    screen                    what it shows
+    runs                      a run's files on disk
+    screen                    a run's messages
     rows, models              data; models, tokenizers, samplers
-    agents, fast              environments; what is there for speed
+    agents, fast              environments; speed-ups
     preflight, packed, lora   checks; batches without padding; adapters
     ranks                     processes
     digests, tokens           fingerprints; texts
-    errors                    one line and an exit code
+    errors                    errors as one line and an exit code
 
-dashboard.py stands alone. All of them `import grpo`, which is the running page, whatever its name.
+dashboard.py imports none of these. `import grpo` gives the running script, whatever its name.
 """
 
 import sys
 from pathlib import Path
 
-WRAP_GRPO = True  # grpo.py looks for this, as other packages are called extras, too
+WRAP_GRPO = True  # tells grpo.py that this is not another package called extras
 
 NEEDED = "errors digests ranks tokens preflight packed fast rows models screen runs flags".split()
 missing = [name for name in NEEDED if not Path(__file__).with_name(f"{name}.py").exists()]

@@ -1,7 +1,7 @@
-"""A run's metrics on wandb or trackio, under TRL's names: train/reward, eval/accuracy.
+"""Sends metrics to wandb or trackio under TRL's names: train/reward, eval/accuracy.
 
-A new run is a new one there, and a resumed run goes on in its own: the file dashboard.json of the
-run's directory has the id. A run that crashed is shown as crashed.
+A new run is a new run there, too. A resume continues that run, whose id is in dashboard.json of the
+run's directory. A run that crashed is shown as crashed.
 """
 
 import importlib
@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def wandbs_own() -> dict:
-    """What wandb's own variables say, which would not count beside options. A sweep gives the id of
-    a run that is there already."""
+    """Options from wandb's environment variables, which ours would override. A sweep sets the id of
+    an existing run."""
     names = dict(project="WANDB_PROJECT", name="WANDB_NAME", id="WANDB_RUN_ID")
     own = {option: os.environ[name] for option, name in names.items() if os.environ.get(name)}
     if "id" in own:
@@ -23,13 +23,13 @@ def wandbs_own() -> dict:
 
 
 class Dashboard:
-    """kind: "wandb" or "trackio". config: what to show as the run's settings."""
+    """kind: "wandb" or "trackio". config: the settings to show."""
 
     def __init__(self, kind: str, out_dir: str, config: dict):
         try:
             self.open(kind, out_dir, config)
-        except (Exception, SystemExit):  # wandb without a key
-            if os.listdir(out_dir) == [".lock"]:  # of a run that does not begin
+        except (Exception, SystemExit):  # such as wandb without a key
+            if os.listdir(out_dir) == [".lock"]:  # the run does not start
                 shutil.rmtree(out_dir)
             raise
 
@@ -41,14 +41,14 @@ class Dashboard:
         id = known.get(kind, uuid.uuid4().hex[:8])
         name = os.path.basename(out_dir)
         options = dict(project="grpo", config=config, resume="allow" if kind in known else "never")
-        if self.counts_steps:  # trackio finds a run by its name, so that has the id
+        if self.counts_steps:  # trackio finds a run by its name, so the name has the id
             self.module.init(name=f"{name}-{id}", **options)
         else:
             options |= dict(name=name, id=id) | wandbs_own()
             id = options["id"]
             self.module.init(**options)
-            # wandb drops what comes with a step below its own, which counts each wandb.log, those
-            # of a reward function, too. So its x-axis is a metric, and nothing comes with a step.
+            # wandb drops metrics with a step below its own count of wandb.log calls, which a reward
+            # function may make, too. So we pass no step, and the x-axis is a metric.
             for names in ("train/*", "eval/*"):
                 self.module.define_metric(names, step_metric="train/step")
         file.write_text(json.dumps(known | {kind: id}))
@@ -61,8 +61,8 @@ class Dashboard:
             self.module.log(named)
 
     def close(self, error_type, *_) -> None:
-        """With the type of the error that ends the run, or None. Without a network it fails, as log
-        does, and the run has ended all the same."""
+        """error_type: the type of the error that ended the run, or None. If this fails, as without
+        a network, the run does not fail."""
         crashed = error_type is not None and not self.counts_steps
         options = dict(exit_code=1) if crashed else {}
         try:

@@ -1,5 +1,5 @@
-"""Mistakes and failures as one line, with an exit code: 2 for the user's mistake, 1 for a run that
-cannot go on."""
+"""Turns errors into one line and an exit code: 2 for a mistake of the user, 1 for a run that cannot
+go on."""
 
 import contextlib
 import traceback
@@ -10,10 +10,10 @@ import torch
 import grpo
 
 TrainingError = grpo.TrainingError  # the run cannot go on: exit code 1
-cleanup = contextlib.ExitStack()  # what the end of a run closes, also that of a failed one
+cleanup = contextlib.ExitStack()  # closed at the end of a run, even of a failed one
 
 
-# Of code: their line says in which line of grpo.py, which may be yours.
+# Mistakes in code: one_line adds the line of grpo.py, which you may have changed.
 MISTAKES = NameError, TypeError, AttributeError, LookupError, ImportError, AssertionError
 
 
@@ -23,11 +23,11 @@ class ConfigError(Exception):
 
 @contextlib.contextmanager
 def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
-    """What fails inside ends the run with "what: error" and exit code 2: a mistake in this flag,
-    file or row. expected: the errors that say so; code of users and libraries may raise any."""
+    """An error inside ends the run with "what: error" and exit code 2. what: the flag, file or row.
+    expected: the errors to convert; code of users and libraries may raise any."""
     try:
         yield
-    except ConfigError:  # says already in what
+    except ConfigError:  # it names the place already
         raise
     except expected as error:
         raise ConfigError(f"{what}: {one_line(error)}") from error
@@ -53,13 +53,13 @@ def require(condition, flag: str, why: str) -> None:
 
 
 def describe(error: BaseException) -> tuple:
-    """Its line and its exit code. An empty line: it needs its traceback."""
-    if isinstance(error, (ConfigError, ImportError)):  # not installed, or not copied along
+    """The error's line and exit code. An empty line means that the traceback is needed."""
+    if isinstance(error, (ConfigError, ImportError)):  # a missing package or file
         return one_line(error), 2
     if isinstance(error, TrainingError):
         return str(error), 1
-    # Of torch, or of a vLLM that cannot wake.
+    # From torch, or from a vLLM that cannot wake up.
     if isinstance(error, RuntimeError) and "out of memory" in str(error).lower():
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"
-        return f"{one_line(error)} {less}, or take --gradient_checkpointing or --beta 0", 1
+        return f"{one_line(error)} {less}, or use --gradient_checkpointing or --beta 0", 1
     return "", 1

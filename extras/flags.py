@@ -1,4 +1,4 @@
-"""The command line: flags, with the words that a mistake needs, and how the process ends."""
+"""The command line: flags, messages about mistakes in them, and the end of the process."""
 
 import contextlib
 import inspect
@@ -15,18 +15,18 @@ import grpo
 from extras import preflight, ranks, runs
 from extras.errors import ConfigError, describe, mistakes_in
 
-NOT_FLAGS = {"about", "first_day", "added"}  # what config.json has besides: see runs.py
+NOT_FLAGS = {"about", "first_day", "added"}  # other keys of config.json: see runs.py
 NOT_FLAGS |= {"job"}  # of earlier versions
-PATIENCE = 10.0  # seconds from the end of the run to that of the process
+PATIENCE = 10.0  # seconds from the end of the run to the end of the process
 
 
 def print_help():
-    """The lines of Config, since argparse's own help knows no comments."""
+    """Prints the lines of Config, since argparse's own help has no comments."""
     _, _, fields = inspect.getsource(grpo.Config).partition("class Config:\n")
     print("usage: python grpo.py [--name value] ...\n")
     print(re.sub(r"(?m)^ +(?=\w+: )", "  --", fields).replace("    # ", "# "))
     print("Without --model: the bundled task, with the values of BUNDLED in grpo.py.")
-    print("What they do together: the first lines of grpo.py, README.md, docs/REFERENCE.md.")
+    print("How flags work together: see the top of grpo.py, README.md, docs/REFERENCE.md.")
 
 
 def make_parser(plain, *args, **kwargs):
@@ -42,7 +42,7 @@ def make_parser(plain, *args, **kwargs):
 
 
 def saved_flags(plain, given, *args, **kwargs) -> dict:
-    """Of the run that goes on, wherever it is."""
+    """The flags of the run to resume, wherever it is."""
     path = runs.config_to_resume(given, grpo.Config.out_dir)
     if not path:
         return plain(given, *args, **kwargs)
@@ -51,7 +51,7 @@ def saved_flags(plain, given, *args, **kwargs) -> dict:
         config = json.loads(Path(path).read_text())
         unknown = config.keys() - vars(grpo.Config()).keys() - NOT_FLAGS
         for name in unknown - {*config.get("added", [])}:
-            raise ValueError(f"{name} is no flag")
+            raise ValueError(f"{name} is not a flag")
         saved = plain(SimpleNamespace(**found), *args, **kwargs) | found
     return saved | dict(plain=False, began=config.get("first_day", saved.get("began", "")))
 
@@ -62,21 +62,21 @@ def parse_flags(plain, argv=None, *args, **kwargs):
     cfg = plain(argv, *args, **kwargs)
     saved = grpo.saved_flags(cfg)
     if cfg.resume and not saved:
-        ranks.say("--resume: there is no run yet, so one begins")
+        ranks.say("--resume: there is no run yet, so a new one begins")
         cfg = replace(cfg, resume=False)
     for name, before in saved.items():
         if name != "out_dir" and getattr(cfg, name) != before:
             ranks.say(f"--{name} was {before!r} and is {getattr(cfg, name)!r}")
     if cfg.lr_schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
-        ranks.say(f"--lr_schedule {cfg.lr_schedule} has another curve: the learning rate jumps")
+        ranks.say(f"--lr_schedule {cfg.lr_schedule}: with new --max_steps the learning rate jumps")
     return cfg
 
 
 def main(plain, *args, **kwargs) -> int:
-    """An error is a line."""
+    """Prints an error as one line."""
     streams: list = [sys.stdout, sys.stderr]
     for stream in streams:
-        with contextlib.suppress(AttributeError):  # a notebook's has no such method
+        with contextlib.suppress(AttributeError):  # a notebook's streams lack it
             stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     code = 1
     try:
@@ -97,6 +97,6 @@ def main(plain, *args, **kwargs) -> int:
 
 
 def end_process(code: int) -> None:
-    """Python waits for users' threads, and one may wait for a server that never answers."""
-    print("a thread of yours goes on: the process ends without it", file=sys.stderr, flush=True)
+    """Python waits for users' threads, and a thread may wait for a server that never answers."""
+    print("a thread of yours still runs: the process ends without it", file=sys.stderr, flush=True)
     os._exit(code)

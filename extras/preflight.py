@@ -1,8 +1,8 @@
-"""What goes wrong without a word, as people reported of trainers, libraries and files. grpo.py has
-this file look at what a run begins with, if it is there. A new report is a new check here.
+"""Checks the start of a run for silent failures that people have reported of trainers, libraries
+and files. A new report becomes a new check here.
 
-A check raises a ValueError, which ends the run in one line with the flag, the file and the row, or
-returns what the screen should say. Without this file a run begins all the same.
+A check raises a ValueError, which ends the run with one line that names the flag, the file and the
+row, or it returns a text to print. Without extras/ a run starts unchecked.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import grpo
 from extras import digests
 from reward import ADDED, BUILT_IN
 
-LOWEST: dict = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # others: 0
+LOWEST: dict = dict(num_generations=2, temperature=1e-6, call_timeout=1e-3)  # all others: 0
 LOWEST |= dict.fromkeys(("num_prompts", "max_prompt_length", "max_completion_length"), 1)
 LOWEST |= dict.fromkeys(("num_minibatches", "num_epochs", "max_turns"), 1)
 HIGHEST: dict = dict.fromkeys(("num_prompts", "num_generations", "max_completion_length"), 1e8)
@@ -32,7 +32,7 @@ HIGHEST: dict = dict.fromkeys(("num_prompts", "num_generations", "max_completion
 
 # -- Flags
 def suggest_flag(message, names):
-    """argparse's words; for an unknown flag those that may be meant: lr is in learning_rate."""
+    """argparse's message, or for an unknown flag a suggestion, such as learning_rate for lr."""
     unknown = re.match(r"unrecognized arguments: --(\w+)", message)
     if unknown is None:
         return message
@@ -44,20 +44,20 @@ def suggest_flag(message, names):
 
 
 def check_values(cfg):
-    """Impossible values. Without this file they fail where they are used."""
+    """Rejects impossible values, which would fail later, where they are used."""
     for name, kind in typing.get_type_hints(type(cfg)).items():
         value, choices = getattr(cfg, name), typing.get_args(kind)
         low, high = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
         is_known = getattr(type(cfg), name) >= low if kind in (int, float) else False
-        if is_known and not low <= value < high:  # a flag of yours may start below 0
-            raise ValueError(f"--{name}: {value} is no number from {low} on and below {high:g}")
+        if is_known and not low <= value < high:  # a flag of yours may be negative
+            raise ValueError(f"--{name}: must be at least {low} and below {high:g}, not {value}")
         if typing.get_origin(kind) is typing.Literal and value not in choices:
-            raise ValueError(f"--{name}: {value} is none of {', '.join(choices)}")
+            raise ValueError(f"--{name}: {value} is not one of {', '.join(choices)}")
     for name in ("about", "added", "first_day"):
         if hasattr(cfg, name):
-            raise ValueError(f"--{name} is a name that extras/ need: rename it")
+            raise ValueError(f"--{name} is a name that extras/ uses: rename it")
     if cfg.plain:
-        raise ValueError("--plain: a word of the command line; in Python set grpo.USE_EXTRAS")
+        raise ValueError("--plain: only for the command line; in Python set grpo.USE_EXTRAS")
     if not cfg.model:
         raise ValueError("--model is empty; Config(**BUNDLED) is the bundled task")
     if not cfg.train_data:
@@ -75,7 +75,7 @@ def check_values(cfg):
     try:
         dict(**json.loads(cfg.chat_template_kwargs or "{}"))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--chat_template_kwargs: no JSON object: {error}") from error
+        raise ValueError(f"--chat_template_kwargs: not a JSON object: {error}") from error
 
 
 # Flags that do nothing without another one.
@@ -90,7 +90,7 @@ def check_used(cfg):
 
 
 def check_flags_once(argv):
-    """Of a flag that is given twice only the last would count. --fast and --no_fast are one."""
+    """Rejects repeated flags: argparse uses only the last. --fast and --no_fast are one flag."""
     names = [word.partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     names = [name.replace("__no_", "__") for name in names]
     twice = [name for name in names if names.count(name) > 1]
@@ -98,7 +98,7 @@ def check_flags_once(argv):
         raise ValueError(f"--{twice[0][2:]} is given twice")
 
 
-# Which marked function of grpo.py serves which flags.
+# Functions of grpo.py, and the flags that need their @extra.
 SERVES = dict(
     make_optimizer="weight_decay",
     load_model="gradient_checkpointing",
@@ -115,29 +115,27 @@ SERVES = dict(
 
 
 def check_marks(cfg):
-    """A flag that only extras/ serves must not be dropped, because a mark has been taken away."""
+    """Rejects a flag that would be ignored, because the @extra that it needs has been deleted."""
     for name, flags in SERVES.items():
         is_marked = digests.is_marked(getattr(grpo, name))
         for flag in flags.split():
             if not is_marked and getattr(cfg, flag) not in (grpo.ONLY_WITH_EXTRAS[flag], "off"):
-                raise ValueError(
-                    f"--{flag}: grpo.{name} is yours and has no @extra, which serves it"
-                )
+                raise ValueError(f"--{flag}: grpo.{name} has no @extra, which this flag needs")
 
 
 # -- Data
 def json_object(pairs):
-    """What json.loads makes of {...}. A million rows share the texts of their keys."""
+    """The dict that json.loads makes of {...}. A million rows share the texts of their keys."""
     row = {sys.intern(key): value for key, value in pairs}
     if len(row) < len(pairs):
-        raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+        raise ValueError(f"a key occurs twice in {[key for key, _ in pairs]}")
     return row
 
 
 def check_row(row, rewards, environment, cfg):
-    """The model and the rewards must be able to use a row whole."""
+    """The model and the rewards must be able to use every part of a row."""
     if not isinstance(row, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     for reward in rewards:
         try:
             reward.check_row(row)
@@ -145,13 +143,13 @@ def check_row(row, rewards, environment, cfg):
             raise ValueError(f"--reward {reward.name}: {error}") from error
     for column, value in row.items():
         if type(column) is type(value) is str:
-            continue  # needs no look, as most
+            continue  # needs no check, like most
         try:
             json.dumps({column: value}, default=refuse_bytes, allow_nan=False)  # for the log
         except (TypeError, ValueError) as error:
             raise ValueError(f"column {column!r}: {error}") from error
     for column in row.keys() & ADDED:
-        raise ValueError(f"column {column!r} has a name of the trainer's own: rename it")
+        raise ValueError(f"column {column!r} has a name that the trainer uses: rename it")
     as_texts = [c for r in rewards if r.function in BUILT_IN.values() for c in r.columns]
     as_texts += re.findall(r"\{([^{}\n]+)\}", cfg.prompt_template)
     for column in as_texts:
@@ -159,12 +157,12 @@ def check_row(row, rewards, environment, cfg):
         if isinstance(value, str):
             continue
         if isinstance(value, (date, time, timedelta)):
-            raise ValueError(f"column {column!r} is a {type(value).__name__}: save it as a text")
+            raise ValueError(f"column {column!r} is a {type(value).__name__}: save it as text")
         is_chat = isinstance(value, list) and any(isinstance(item, dict) for item in value)
         if is_chat and cfg.prompt_template != f"{{{column}}}":
-            raise ValueError(f"column {column!r} is a chat: --prompt_template takes one alone")
+            raise ValueError(f"column {column!r} is a chat: it must be all of --prompt_template")
     if rewards and not any(reward.applies_to(row) for reward in rewards):
-        raise ValueError("no reward applies to it: what they need is null")
+        raise ValueError("no reward applies: the columns that rewards need are null")
     if row.get("image") or row.get("images"):
         raise ValueError("has an image, which the model would not see")
     if row.get("tools") and environment is None and not cfg.prompt_template:
@@ -172,7 +170,7 @@ def check_row(row, rewards, environment, cfg):
             raise ValueError(f"has tools, which {UNSEEN}")
 
 
-UNSEEN = "the model would not see: take --chat and JSON schemas, or --environment"
+UNSEEN = "the model would not see: use --chat and JSON schemas, or --environment"
 
 
 def names_of_tools(row):
@@ -180,7 +178,7 @@ def names_of_tools(row):
 
 
 def schemas_of(row):
-    """The functions in its column `tools`, for the chat template: JSON schemas, or their text."""
+    """The list of JSON schemas in the column `tools`, which may be text, for the chat template."""
     tools = row.get("tools")
     if isinstance(tools, str):
         with contextlib.suppress(ValueError):
@@ -189,7 +187,7 @@ def schemas_of(row):
     return without_nulls(tools) if are_known else []
 
 
-def without_nulls(value) -> typing.Any:  # parquet has them where another schema has a key
+def without_nulls(value) -> typing.Any:  # parquet adds nulls for keys of other schemas
     if isinstance(value, dict):
         return {key: without_nulls(x) for key, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value
@@ -197,13 +195,13 @@ def without_nulls(value) -> typing.Any:  # parquet has them where another schema
 
 def refuse_bytes(value):
     if isinstance(value, bytes):
-        raise ValueError("holds bytes: save it as text")
+        raise ValueError("contains bytes: save it as text")
     return str(value)
 
 
 def check_prompt(row, messages, text, tokenizer, cfg):
-    """The text of a prompt. messages: what the chat template made it of; None: it is no chat."""
-    text.encode()  # an error if it is no Unicode, which tokenizers do not say
+    """Checks a prompt's text. messages: the chat that was rendered; None if it is no chat."""
+    text.encode()  # an error if it is not Unicode: tokenizers raise none
     if messages is not None:
         check_chat(messages, text, cfg)
     if row.get("tools") and not cfg.environment and not cfg.prompt_template:
@@ -213,13 +211,13 @@ def check_prompt(row, messages, text, tokenizer, cfg):
 
 
 def check_chat(messages, text, cfg):
-    """The chat template must write each message, and one of the system. A last one of the assistant
-    is continued."""
+    """The chat template must render each message, and at most one system message. The policy
+    continues a last message of the assistant."""
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
         raise ValueError("has a system message, and --system_prompt would be a second one")
     for m in messages:
-        if m["role"] == "user" and not (m.get("content") or cfg.environment):  # reset() may say all
-            raise ValueError("a message of the user has no content")
+        if m["role"] == "user" and not (m.get("content") or cfg.environment):  # reset() may add it
+            raise ValueError("a user message has no content")
         if m["role"] not in ("assistant", "tool") and m.get("content", "").strip() not in text:
             raise ValueError(f"the chat template leaves out the message of {m['role']!r}")
     if messages[-1]["role"] == "assistant":
@@ -227,13 +225,13 @@ def check_chat(messages, text, cfg):
         if not begun:
             raise ValueError("the last message, which the policy would continue, is empty")
         if "<think>" in begun and text.rpartition(begun)[0].rstrip().endswith("</think>"):
-            raise ValueError("the chat template closes a thought before that of the last message")
+            raise ValueError("the chat template writes </think> before the last message's <think>")
 
 
 def check_control_tokens(row, messages, text, tokenizer, cfg):
-    """The words of a row must not end a turn. A text that is the whole prompt may: a chat template
-    has made it before. So may words that --prompt_template, --system_prompt or the row's column
-    `control_tokens` have, too."""
+    """The text of a row must not have control tokens: they could end a turn. Allowed are a text
+    that is the whole prompt, as it may be a rendered chat, and tokens in --prompt_template, in
+    --system_prompt or in the row's column `control_tokens`."""
     if messages is not None:
         text = json.dumps([messages, row.get("tools")], ensure_ascii=False, default=str)
     elif re.fullmatch(r"(\{[^{}]+\})?", cfg.prompt_template):
@@ -242,29 +240,29 @@ def check_control_tokens(row, messages, text, tokenizer, cfg):
     named = str(row.get("control_tokens"))
     for name in control_names(tokenizer):
         if text.count(name) > meant.count(name) and name not in named:
-            why = "if that is meant, name it in a column control_tokens"
-            raise ValueError(f"its words have the control token {name!r}: {why}")
+            why = "if you want it, name it in a column control_tokens"
+            raise ValueError(f"its text has the control token {name!r}: {why}")
 
 
 @functools.lru_cache(2)
 def control_names(tokenizer):
-    """Special tokens in brackets, and DeepSeek's <|User|>, which is none. Not <think>."""
+    """Special tokens in brackets, and DeepSeek's <|User|>, which is not marked so. Not <think>."""
     tokens = tokenizer.added_tokens_decoder.values()
     special = r"[<\[].*[>\]]"
     return [t.content for t in tokens if re.match(special if t.special else "<[|｜]", t.content)]
 
 
 def check_tokenizer(tokenizer, prompt):
-    """The ids must say the words of the text. transformers may rebuild a tokenizer wrongly, or make
-    one up. Blanks beside special tokens may come and go, and letters with accents are composed."""
+    """The ids must decode to the text: transformers may rebuild a tokenizer wrongly, or make one
+    up. Spaces beside special tokens may differ, and letters with accents may be composed."""
     decoded = tokenizer.decode(prompt.ids)
     blanks = "|".join(map(re.escape, [*tokenizer.get_added_vocab(), "\u2581"]))
     texts = [normalize("NFC", text) for text in (decoded, prompt.text)]
     words = [re.sub(blanks, " ", text).split() for text in texts]
     if words[0] != words[1]:
-        raise ValueError(f"of {prompt.text!r} the tokenizer makes {decoded!r}")
+        raise ValueError(f"the tokenizer turns {prompt.text!r} into {decoded!r}")
     if tokenizer.chat_template and prompt.messages is None:
-        return "strings go to this chat model as they are; see --chat"
+        return "this chat model gets the prompts without its chat template; see --chat"
 
 
 def check_both_data(train_prompts, eval_prompts):
@@ -281,15 +279,15 @@ def flag_of(path, cfg):
 def positions_of(model):
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
-    rope = getattr(config, "rope_parameters", None) or {}  # or a dict for each kind of layer
+    rope = getattr(config, "rope_parameters", None) or {}  # or a dict for each type of layer
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
         stretched = (one.get("factor") or 1) * (one.get("original_max_position_embeddings") or 0)
-        positions = max(positions, int(stretched))  # YaRN's
+        positions = max(positions, int(stretched))  # by YaRN
     return positions
 
 
 def longest_text(model, longest, cfg):
-    """Tokens of a prompt and its completion. An environment's words may make a prompt longer."""
+    """The length of the longest prompt with its completion. Environments may lengthen prompts."""
     if cfg.environment:
         longest = min(positions_of(model), cfg.max_prompt_length + cfg.max_completion_length)
     return longest
@@ -297,49 +295,49 @@ def longest_text(model, longest, cfg):
 
 def check_folder(path):
     if path.endswith(".gguf") or os.path.isfile(path):
-        kind = "a GGUF file, as llama.cpp has" if path.endswith(".gguf") else "a file"
-        raise ValueError(f"is {kind}: name the folder or hub model that it was made of")
+        kind = "a GGUF file (llama.cpp)" if path.endswith(".gguf") else "a file"
+        raise ValueError(f"is {kind}: name the folder or hub model that it was made from")
     if path.startswith((".", "/")) and not os.path.isdir(path):
         raise ValueError("no such folder")
     if os.path.exists(f"{path}/adapter_config.json"):
-        raise ValueError("holds adapters: merge them into their model first")
+        raise ValueError("contains adapters: merge them into their model first")
 
 
 def check_config(config):
     if getattr(config, "quantization_config", None):
-        raise ValueError("is quantized: name the model that it is made of")
+        raise ValueError("is quantized: name the model that it was made from")
 
 
 def check_weights(model):
     ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
     if ignored:
-        return f"transformers ignores {ignored} in its files, so no checkpoint has them"
+        return f"transformers ignores {ignored} in its files, so checkpoints will lack them"
 
 
 def check_room(positions, prompts, cfg):
-    """The model must have room for the longest prompt and its completion."""
+    """The longest prompt and its completion must fit into the model's positions."""
     longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length
     if longest > positions:
-        why = f"and the longest prompt and its completion {longest} tokens"
+        why = f"but the longest prompt and its completion have {longest} tokens"
         raise ValueError(f"has {positions} positions, {why}: lower --max_completion_length")
 
 
 def check_ids(model, prompts):
     largest = max(int(p.ids.max()) for p in prompts)
     if largest >= model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"the tokenizer makes the id {largest}, which --model does not have")
+        raise ValueError(f"the tokenizer produces the id {largest}, which --model does not have")
 
 
 def largest_window(config, longest):
-    """Of those that a sample of `longest` tokens exceeds; 0: it exceeds none."""
+    """The largest attention window below `longest` tokens; 0 if there is none."""
     sizes = vars(config.get_text_config()).items()
     windows = [n for name, n in sizes if re.search("window|chunk", name)]
     return max((n for n in windows if isinstance(n, int) and 0 < n < longest), default=0)
 
 
 def check_padding(run, sampler):
-    """The hf sampler pads on the left and has a cache. What these change must be rounding in
-    float32, too, before bfloat16 hides it: for one token beside many, or beside a full window."""
+    """The hf sampler's left padding and cache must change log-probabilities by rounding only. This
+    is checked in float32, as bfloat16 hides errors, with a short and a long prompt in a batch."""
     cfg = sampler.cfg
     if cfg.dtype == "bfloat16":
         sampler.cfg = replace(cfg, dtype="float32")
@@ -355,21 +353,21 @@ def check_padding(run, sampler):
 
 
 def check_samples_agree(policy, samples, temperature, cfg):
-    """check_gap for samples that get no pass of an update. An eval is wrong, too, if the sampler
-    has other weights than the policy."""
+    """check_gap for samples that no update uses. An eval, too, is wrong if the sampler has other
+    weights than the policy."""
     policy = copy.copy(policy)
     policy.dtype = cfg.dtype
-    policy.temperature = temperature or 1.0  # greedy log-probabilities are those at 1
+    policy.temperature = temperature or 1.0  # greedy: log-probabilities at temperature 1
     grpo.add_logps("old_logps", policy, samples, cfg)
     gaps = np.concatenate([np.abs(s.old_logps - s.sampler_logps)[s.sampled] for s in samples])
     grpo.check_gap(gaps.mean(), cfg, len(gaps))
 
 
 def check_reference(path, load_tokenizer, tokenizer, model, policy_model):
-    """It must know the same tokens. It may have more ids, such as those that pad its vocabulary to
-    another size."""
+    """The reference must have the tokens of --model. It may have more ids, such as padding of the
+    vocabulary."""
     of_id = {}
-    with contextlib.suppress(Exception):  # a folder may hold the weights alone
+    with contextlib.suppress(Exception):  # a folder may have only weights
         of_id = {i: token for token, i in load_tokenizer(path).get_vocab().items()}
     other = [i for token, i in tokenizer.get_vocab().items() if of_id.get(i, token) != token]
     if other:
@@ -383,21 +381,22 @@ def check_think_tag(tokenizer):
     marks = r"[<\[][\w|:]*(?:think|thought|channel)[\w|]*[>\]]"
     marks = set(re.findall(marks, str(tokenizer.chat_template).lower())) - {"<think>"}
     if marks:
-        return f"the chat template has {min(marks)}; the rewards look for <think>"
+        return f"the chat template has {min(marks)}; the rewards expect <think>"
 
 
 # -- Samples of a step
 def check_cut_off(samples, rewards_before=()):
-    """rewards_before: the mean of each step so far."""
+    """rewards_before: the mean reward of each step so far."""
     rewards = [s.reward for s in samples if s.finish_reason == "length"]
     if len(rewards) > len(samples) / 4 and max(rewards) <= 0:
         if np.nanmean([s.reward for s in samples]) < max(rewards_before, default=0) / 2:
-            return "cut-off completions, and half of the reward is gone: lower --learning_rate"
+            return "many completions are cut off, and the reward has halved: lower --learning_rate"
         return "cut-off completions earn nothing: see --max_completion_length"
 
 
 def first_prompt(run):
-    """Of the next step; of the data, if prompts_of_step is yours and may count its calls."""
+    """The first prompt of the next step, or of the data if prompts_of_step is yours: it may count
+    its calls."""
     if digests.changed("prompts_of_step"):
         return run.train_prompts[0]
     return grpo.prompts_of_step(run.train_prompts, run.step + 1, run.cfg)[0]

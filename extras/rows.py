@@ -1,12 +1,12 @@
-"""Rows of JSON, CSV, parquet, the hub and functions, and prompts made of them: templates with
-LaTeX, chats as the templates of models want them, words that end no turn. grpo.py alone reads JSON
-lines, and takes messages as they are. Parquet's types become:
+"""Reads rows from JSON, CSV, parquet, the hub and functions, and makes prompts of them. Templates
+may have LaTeX, chats get the form that chat templates need, and rows may not have control tokens.
+grpo.py alone reads JSON lines, and uses messages as they are. Parquet's types become:
 
-    text, number, Decimal, bool, null    what they are; 0.1 in 32 bits is 0.1
+    text, number, Decimal, bool, null    the same; 0.1 in 32 bits becomes 0.1
     list, struct, map                    list, dict, dict
-    arrow.json                           what the JSON says: `datasets` has it for mixed columns
+    arrow.json                           the parsed JSON: `datasets` uses it for mixed columns
     date, a timestamp at midnight        "2024-02-29": `datasets` makes timestamps of such texts
-    other times, durations, UUID, bytes  Python's; see extras/preflight.py, which refuses some
+    other times, durations, UUID, bytes  Python's types; extras/preflight.py rejects some
 """
 
 import csv
@@ -29,14 +29,14 @@ from extras.tokens import text_message
 from reward import load_function, load_rewards
 
 ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
-END = object()  # of the rows; null, None, may be a row
-# What was read last: its file, its row from 1; and all rows so far.
+END = object()  # end of the rows; not None, as null may be a row
+# The row that was read last: its file, its number from 1, and the number of rows so far.
 place: dict = dict(file="", row=0, rows=0)
 
 
 # -- A file -> rows
 def read_rows(plain, path: str, *args, **kwargs):
-    """Of files, functions or the hub."""
+    """Reads files, functions or the hub."""
     place["rows"] = 0
     for one in digests.paths_of(path):
         place.update(file=one, row=0)
@@ -51,11 +51,11 @@ def read_rows(plain, path: str, *args, **kwargs):
 
 
 def bar() -> dict:
-    return dict(delay=10, disable=not ranks.is_first())  # if it takes long
+    return dict(delay=10, disable=not ranks.is_first())  # shown after 10 s
 
 
 def rows_of(plain, path: str, *args, **kwargs):
-    """The plain one reads JSON lines. It cannot read the others, unless it is yours."""
+    """`plain` reads only JSON lines. If it is yours, it is tried on other files, too."""
     kind = Path(path).suffix.lower()
     if ".py:" in path:
         return load_function(path)()
@@ -68,7 +68,7 @@ def rows_of(plain, path: str, *args, **kwargs):
             rows = list(plain(path, *args, **kwargs))
             if all(isinstance(row, dict) for row in rows):
                 return rows
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError):  # it does not know this kind
+        except (json.JSONDecodeError, UnicodeDecodeError, OSError):  # yours cannot read this kind
             pass
     parse = json.JSONDecoder(object_pairs_hook=preflight.json_object).decode
     if text.startswith("["):
@@ -88,7 +88,7 @@ def read(path: str, kind: str):
     if kind == ".parquet":
         return rows_of_parquet(path)
     if os.path.isfile(path):
-        raise ValueError(f"{kind} is none of .json, .jsonl, .csv and .parquet")
+        raise ValueError(f"{kind} is not one of .json, .jsonl, .csv and .parquet")
     if path.startswith((".", "/")) and not os.path.exists(path):
         raise FileNotFoundError("no such file or folder")
     datasets = importlib.import_module("datasets")
@@ -107,7 +107,7 @@ def rows_of_csv(text):
 
 
 def rows_of_parquet(path):
-    # Not by `datasets`, which would take [1] for a pattern, and old rows from its cache.
+    # Not with `datasets`: it reads [1] in a path as a pattern, and may return old, cached rows.
     from pyarrow import struct
     from pyarrow.parquet import ParquetFile
 
@@ -124,7 +124,7 @@ def refuse_twice(names):
 
 
 def plain_value(value, kind: Any = None):
-    """The value as a JSON line has it. kind: its type in parquet, or None."""
+    """The value as it would be in a JSON line. kind: its type in parquet, or None."""
     if isinstance(value, dict):
         item = getattr(kind, "item_type", None)  # of a map: the type of all its values
         kinds = {} if kind is None or item else {field.name: field.type for field in kind}
@@ -134,7 +134,7 @@ def plain_value(value, kind: Any = None):
         value = [plain_value(x, item) for x in value]
     elif isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         value = json.loads(value)
-    elif isinstance(value, float) and str(kind) in ("float", "halffloat"):  # of 32 and 16 bits
+    elif isinstance(value, float) and str(kind) in ("float", "halffloat"):  # 32 and 16 bits
         value = float(str(kind.to_pandas_dtype()(value)))
     elif isinstance(value, datetime) and value.tzinfo is None and value.time() == time():
         value = value.date()
@@ -145,7 +145,7 @@ def plain_value(value, kind: Any = None):
 
 # -- Rows -> prompts, as token ids
 def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
-    """A row that cannot be used ends the run here."""
+    """A row that cannot be used ends the run."""
     flag = "train_data" if path == cfg.train_data else "eval_data"
     loaded.cache_clear()
     place.update(file=path, row=0, rows=0)
@@ -153,7 +153,7 @@ def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
         prompts = plain(path, tokenizer, cfg, *args, **kwargs)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # users' functions may raise any
+    except (Exception, SystemExit) as error:  # users' functions may raise anything
         at = f" row {place['row']}" if place["row"] else ""
         raise ConfigError(f"--{flag} {place['file']}{at}: {one_line(error)}") from error
     n_rows = place["rows"]
@@ -176,14 +176,14 @@ def loaded(reward: str, environment: str) -> tuple:
 
 
 class Encoder:
-    """A tokenizer without what transformers does around each call, half of the time of a row."""
+    """A tokenizer without transformers' work around each call, which takes half of a row's time."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.n_added = tokenizer.num_special_tokens_to_add()
-        kind, own = type(tokenizer), transformers.PreTrainedTokenizerFast  # not a kind of yours
+        kind, own = type(tokenizer), transformers.PreTrainedTokenizerFast  # a subclass may differ
         same = [getattr(kind, f, 0) is getattr(own, f) for f in ("__call__", "_encode_plus")]
-        tokenizer("")  # resets a truncation that the file has
+        tokenizer("")  # resets a truncation set in its file
         self.encode = tokenizer.backend_tokenizer.encode if all(same) else None
 
     def __getattr__(self, name):
@@ -207,7 +207,7 @@ def copy_of(cfg):  # copy.copy takes 6 us
 def make_prompt(
     plain, row, row_number, tokenizer, cfg, *args, _said=None, _environment=None, **kwargs
 ):
-    """_said: what reset() of an environment says to the row, the end of the prompt."""
+    """_said: the text that an environment's reset() returned, which ends the prompt."""
     rewards, own_environment = loaded(cfg.reward, cfg.environment)
     environment = _environment or own_environment
     if _said is None:
@@ -222,13 +222,13 @@ def make_prompt(
         content = row.get("prompt")
         if cfg.prompt_template or content and isinstance(content, str | list):
             raise
-        why = f"column 'prompt' has neither a text nor messages: {content!r}"
+        why = f"column 'prompt' is neither a text nor messages: {content!r}"
         if "prompt" not in row:
-            why = f"has no column 'prompt' but {', '.join(row)}: name it in --prompt_template"
+            why = f"has no column 'prompt', only {', '.join(row)}: use one in --prompt_template"
         raise ValueError(why) from error
     preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
     if prompt.messages is None and encoder.n_added > 0:
-        if not digests.changed("make_prompt"):  # else the ends are yours
+        if not digests.changed("make_prompt"):  # else BOS and EOS are yours
             prompt.ids = without_added_ends(prompt, tokenizer)
     if row_number == 0 and _said is None:
         told = preflight.check_tokenizer(tokenizer, prompt)
@@ -238,8 +238,8 @@ def make_prompt(
 
 
 def without_added_ends(prompt, tokenizer):
-    """The ids without a second BOS, as of a text that a chat template wrote, and without an EOS
-    that is not the text's own."""
+    """The ids without a second BOS (a rendered chat has one already), and without an EOS that the
+    tokenizer added."""
     ids, eos = prompt.ids, tokenizer.eos_token_id
     if prompt.text.startswith(tokenizer.bos_token or "\0") and ids[0] == ids[1]:
         ids = ids[1:]
@@ -248,8 +248,8 @@ def without_added_ends(prompt, tokenizer):
 
 
 def content_of(plain, row: dict, cfg, *args, **kwargs):
-    """Messages as templates want them: a CSV has them as JSON, and a --prompt_template may be the
-    name of their column alone."""
+    """Messages in the form that templates need. In a CSV they are JSON texts, and --prompt_template
+    may be just their column, as {chat}."""
     template = with_newlines(cfg.prompt_template)
     column = template[1:-1] if template else "prompt"
     chat = row.get(column)
@@ -257,14 +257,14 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         try:
             chat = json.loads(chat)
         except ValueError as error:
-            raise ValueError(f"begins like a chat, and is no JSON: {chat[:80]!r}") from error
+            raise ValueError(f"begins like a chat, but is no JSON: {chat[:80]!r}") from error
     if isinstance(chat, list):
         row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
     said, tokenizer, environment = getattr(cfg, "_opening", ("", None, None))
     if template:
         template = format_of(template, row)
     elif environment is not None and environment.classes and "prompt" not in row:
-        row = row | dict(prompt=[dict(role="user", content="")])  # as in TRL: reset() says all
+        row = row | dict(prompt=[dict(role="user", content="")])  # as in TRL: reset() has the text
     filled = cfg
     if template != cfg.prompt_template:
         filled = copy_of(cfg)
@@ -277,26 +277,26 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
     if cfg.system_prompt:
         content = [dict(role="system", content=with_newlines(cfg.system_prompt)), *content]
     options = {}
-    if content[-1]["role"] == "assistant":  # the policy goes on in this turn
+    if content[-1]["role"] == "assistant":  # the policy continues this turn
         options = dict(continue_final_message=True, add_generation_prompt=False)
     options |= json.loads(cfg.chat_template_kwargs or "{}")
-    options |= row.get("chat_template_kwargs") or {}  # as TRL's rows may have them
+    options |= row.get("chat_template_kwargs") or {}  # as in TRL's rows
     if environment is not None:
         content, options["tools"] = environment.open_chat(content, row, said, tokenizer)
-    elif row.get("tools"):  # one turn that may call them
+    elif row.get("tools"):  # a single turn, which may call them
         options["tools"] = preflight.schemas_of(row) or None
     if tokenizer is not None and not (tokenizer.chat_template or options.get("chat_template")):
-        mend = "leave out --system_prompt and --chat, and let the prompt be a text"
+        mend = "leave out --system_prompt and --chat, and use texts as prompts"
         raise ValueError(f"the tokenizer has no chat template: {mend}")
     if tokenizer is not None:
-        cfg.chat_template_kwargs = json.dumps(options)  # of this row: make_prompt reads it next
+        cfg.chat_template_kwargs = json.dumps(options)  # for this row; make_prompt reads it next
     return content
 
 
 def format_of(template: str, row: dict) -> str:
-    r"""The template as str.format takes it: with all braces doubled but those around a column of
-    the row, and not those around what must be meant as a column. Those of a LaTeX command are never
-    a column, as in \boxed{answer}; with the value of the column it is \boxed{{answer}}."""
+    r"""The template for str.format: braces are doubled, except around a column of the row. Around
+    another name they are an error. Braces of a LaTeX command, as in \boxed{answer}, never name a
+    column; \boxed{{answer}} inserts its value."""
     columns = []
 
     def escape(match):
@@ -308,7 +308,7 @@ def format_of(template: str, row: dict) -> str:
                 return match[0]
             if isinstance(text, list | dict):
                 text = json.dumps(text, ensure_ascii=False, default=str)
-            text = str(text)  # format would look for what stands behind a dot
+            text = str(text)  # format would read a dot as an attribute
         elif column and re.fullmatch(r"[^\W\d][\w.-]*", column):
             raise ValueError(f"has no column '{column}'")
         return text.replace("{", "{{").replace("}", "}}")
@@ -320,5 +320,5 @@ def format_of(template: str, row: dict) -> str:
 
 
 def with_newlines(text: str) -> str:
-    r"""A shell passes \n as two letters; before a small letter they are LaTeX, as in \neq."""
+    r"""A shell passes \n as two characters. (Before a small letter they are LaTeX, as in \neq.)"""
     return re.sub(r"\\n(?![a-z])", "\n", text)

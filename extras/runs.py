@@ -1,8 +1,8 @@
-"""A run on a bad day: a full disk, a checkpoint that cannot be read, a launcher that kills, a
-second run in the same place.
+"""Protects a run from a full disk, an unreadable checkpoint, a launcher that kills it, and a second
+run in the same directory.
 
-A run gets a directory of its own. Saved are every save_every-th step, the best, the last, and at a
-signal or an error the last whole one.
+Each run gets its own directory. Checkpoints: every save_every-th step, the best, the last, and
+after a signal or an error the last complete step.
 """
 
 import contextlib
@@ -30,23 +30,23 @@ import grpo
 from extras import digests, models, ranks, screen
 from extras.errors import ConfigError, TrainingError, cleanup, mistakes_in, one_line, require
 
-# What launchers and schedulers send before they kill, and what a person sends.
+# Sent by users (Ctrl-C), and by launchers and schedulers before they kill.
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
-IGNORED = {n for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_IGN}  # by nohup: SIGHUP
+IGNORED = {n for n in STOP_SIGNALS if signal.getsignal(n) == signal.SIG_IGN}  # nohup: SIGHUP
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns in forks of rewards
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns when a reward forks
 
 
-# -- Which run goes on
+# -- Which run to resume
 
 opened = []  # directories of the runs of this process
 
 
 def config_to_resume(given, unnamed: str) -> str:
-    """The path of config.json of the run that goes on; empty: a run begins. --resume goes on with
-    the run in --out_dir or the newest one without a name, and a process that torchrun has started
-    again (--max-restarts) with that of its own job."""
+    """The path of config.json of the run to resume; "" for a new run. --resume continues the run
+    in --out_dir, by default the newest unnamed run. A process that torchrun has restarted
+    (--max-restarts) continues the run of its own job."""
     begun = Path(ranks.recall(f"directory of run {len(opened)}") or "/", "config.json")
     if begun.exists():
         return str(begun)
@@ -55,14 +55,14 @@ def config_to_resume(given, unnamed: str) -> str:
     if given.out_dir != unnamed:
         folder = os.path.expanduser(given.out_dir)
         paths = [f"{folder}/config.json"] if holds_something(folder) else []
-    else:  # out and out.1 are runs without a name, and out_mine is not one
+    else:  # out and out.1 are unnamed runs, and out_mine is not
         paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
         paths.sort(key=os.path.getmtime)
     return paths[-1] if paths else ""
 
 
 def holds_something(folder: str | Path) -> bool:
-    """A run that was stopped before it began leaves at most an empty log."""
+    """Is any file in it not empty? A run that was stopped before it began leaves an empty log."""
     return any(os.path.getsize(path) for path in Path(folder).glob("*"))
 
 
@@ -70,13 +70,13 @@ def holds_something(folder: str | Path) -> bool:
 
 
 def cut_log(path: Path, step: int) -> None:
-    """What follows after this step will be made and written again, and is cut off; it may be half
-    of a line."""
+    """Removes the lines after this step, which the resumed run writes again. The last line may be
+    incomplete."""
     length = 0
     with open(path, "ab+") as file:
         file.seek(0)
         for line in file:
-            with contextlib.suppress(ValueError):  # half of a line
+            with contextlib.suppress(ValueError):  # an incomplete line
                 if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
                     length += len(line)
                     continue
@@ -85,13 +85,13 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def without_nan(metrics: dict) -> dict:
-    """JSON has no nan: such a metric has no value."""
+    """JSON has no nan or inf: such metrics are left out."""
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def more_columns(rows: list[dict], samples: list, tokenizer) -> list[dict]:
-    """Of completions.jsonl. A group's first has the row of the data, and the two groups with the
-    largest advantages have their tokens."""
+    """Adds columns to completions.jsonl. The first sample of a group gets the row of the data, and
+    the two groups with the largest advantages get their tokens."""
     sizes = defaultdict(float)
     for s in samples:
         sizes[s.group] += mean_abs(s.advantages_in_loss)
@@ -121,7 +121,7 @@ def mean_abs(advantages) -> float:
 
 
 def advantage_columns(advantages) -> dict:
-    """Of the tokens of a sample the mean; if they differ, the sum, mean size and largest, too."""
+    """The mean over a sample's tokens. If they differ, also sum, mean size and largest size."""
     total = float(advantages.sum())
     columns = dict(advantage=total / max(1, len(advantages)))
     if len(set(advantages)) > 1:
@@ -132,7 +132,7 @@ def advantage_columns(advantages) -> dict:
 
 
 def cut(value):
-    """A value of the data for the log. A file of tests may have a megabyte."""
+    """Shortens a value of the data for the log. A file of tests may have a megabyte."""
     text = str(value)
     if len(text) > 2000:
         value = text[:2000] + "..."
@@ -143,31 +143,31 @@ def cut(value):
 
 
 class StopSignals:
-    """Handles STOP_SIGNALS while the loop runs. A launcher kills soon after, so rank 0 saves at
-    once; then the step ends, and the run. torchrun passes its own signal on: what comes within 5
-    seconds is the same request, and what comes later ends the process."""
+    """Handles STOP_SIGNALS while the loop runs. A launcher kills soon after a signal, so rank 0
+    saves at once; the run ends after the current step. torchrun forwards signals, so a repeat
+    within 5 seconds is ignored. A later one ends the process."""
 
     def __init__(self, run):
         self.run = run
-        self.time = math.inf  # when the first came
+        self.time = math.inf  # of the first signal
         self.pid = os.getpid()
 
     def listen(self) -> None:
         for number in STOP_SIGNALS:
             known = (signal.SIG_DFL, signal.default_int_handler, self.run.request_stop)
-            if number not in IGNORED and signal.getsignal(number) in known:  # else it is yours
+            if number not in IGNORED and signal.getsignal(number) in known:  # else: your handler
                 signal.signal(number, self.handle)
 
     def handle(self, number: int, frame) -> None:
         now = time.monotonic()
-        if now - self.time > 5 or os.getpid() != self.pid:  # a fork of a reward function
+        if now - self.time > 5 or os.getpid() != self.pid:  # the latter: in a reward's fork
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.time == math.inf:
             self.time = now
             self.run.request_stop(number, frame)
-            os.write(2, b"stopping after this step; a second signal, 5 s later, ends it at once\n")
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # of a reward's time limit
+            os.write(2, b"stopping after this step; a signal at least 5 s later stops at once\n")
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # used by reward time limits
             self.run.files.save(self.run, as_it_is=False)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 
@@ -181,42 +181,42 @@ def lock(file) -> None:
     except BlockingIOError:
         raise ValueError("another run is writing there") from None
     except OSError as error:  # a file system without locks
-        ranks.say(f"{file.name} cannot be locked ({error}): start no second run there")
+        ranks.say(f"{file.name} cannot be locked ({error}): do not start another run there")
 
 
-# Names of Files that RunFiles must not have.
+# Names that Files adds; your RunFiles must not have them.
 OWN = """prepare check_room write_config path_of best_step complete close is_unnamed notes
 notes_before unwritten dashboard unreadable saved save_failed must_not_save completed""".split()
 
 
 def make_files(plain, cfg, *args, **kwargs):
     files = plain(cfg, *args, **kwargs)
-    require(isinstance(files, grpo.RunFiles), "out_dir", "make_files returns no RunFiles")
+    require(isinstance(files, grpo.RunFiles), "out_dir", "make_files must return a RunFiles")
     for name in OWN:
-        why = f"extras/runs.py needs the name {name} of RunFiles: rename yours"
+        why = f"extras/runs.py adds the name {name} to RunFiles: rename yours"
         require(not hasattr(files, name), "out_dir", why)
-    files.__class__ = type("Files", (Files, type(files)), {})  # before its own class, RunFiles
+    files.__class__ = type("Files", (Files, type(files)), {})  # Files overrides your class
     files.prepare(cfg)
     return files
 
 
 class Files(grpo.RunFiles):
-    """Stands before the page's RunFiles. Rank 0 writes; all ranks know the history."""
+    """Extends RunFiles of grpo.py. Rank 0 writes; all ranks know the history."""
 
     def prepare(self, cfg) -> None:
         self.is_unnamed = cfg.out_dir == type(cfg).out_dir and not cfg.resume
-        self.notes = {}  # what a checkpoint has besides: see digests.py
-        self.notes_before = {}  # those of the checkpoint that the run goes on with
-        self.unwritten = {}  # of each log, what the disk did not take
-        self.dashboard = None  # of extras/dashboard.py
-        self.unreadable = set()  # checkpoints
+        self.notes = {}  # fingerprints for the checkpoint: see digests.py
+        self.notes_before = {}  # notes of the resumed checkpoint
+        self.unwritten = {}  # {name of a log: text that could not be written yet}
+        self.dashboard = None  # a Dashboard, with --report_to
+        self.unreadable = set()  # paths of checkpoints
         self.saved = 0  # the step of the newest checkpoint
         self.save_failed = False
-        self.must_not_save = False  # between optimizer steps, and while a save is going on
-        self.completed = 0, {}  # the last whole step, and run.state as it left it
+        self.must_not_save = False  # in an update after its first optimizer step, and in a save
+        self.completed = 0, {}  # the last complete step, and run.state after it
 
     def load_model(self, cfg, device: torch.device) -> tuple:
-        """Of the newest checkpoint that can be read."""
+        """Loads the newest checkpoint that can be read."""
         while True:
             try:
                 model, saved = super().load_model(cfg, device)
@@ -231,7 +231,7 @@ class Files(grpo.RunFiles):
                 self.unreadable.add(path)
         require(saved or not self.unreadable, "resume", f"no checkpoint in {self.path} can be read")
         is_old = any(isinstance(key, int) for key in saved.get("moments", {}))
-        why = f"{self.path} is of an earlier version, whose moments have numbers: go on with that"
+        why = f"{self.path} is of an earlier version (unnamed moments): resume with that version"
         require(not is_old, "resume", why)
         self.saved = saved.get("step", 0)
         names = "identity", "evals", "graders"
@@ -240,7 +240,7 @@ class Files(grpo.RunFiles):
         base = model
         if saved:
             if cfg.lora_rank > 0:
-                model = None  # merged: two models may be too much for a GPU
+                model = None  # frees the merged model: a GPU may not hold two
             base = grpo.load_model(cfg.model, cfg, device)
         self.notes["identity"] = dict(model=digests.of_weights(base))
         both = digests.of_values(self.notes["identity"], loaded)
@@ -248,15 +248,15 @@ class Files(grpo.RunFiles):
         if cfg.lora_rank > 0:
             from extras import lora
 
-            with mistakes_in("--lora_rank"):  # peft refuses a Mamba's layers
+            with mistakes_in("--lora_rank"):  # peft rejects the layers of Mamba
                 lora.add_adapters(base, saved, cfg)
             return base, saved
         return model, saved
 
     def open(self, run) -> None:
-        """A directory of its own for a new run, so that no run ever overwrites another. It is made
-        last of all: what fails before leaves nothing behind."""
-        # A resume must have what the run began with, and all ranks must have the same.
+        """A new run gets its own directory, so that no run overwrites another. The directory is
+        created last, so a failed start leaves nothing behind."""
+        # All ranks must have the same fingerprints. A resume must have those of the run's start.
         with mistakes_in("--resume", (ValueError,)):
             mine = digests.compare(run, self.notes_before)
         ranks.require_same(mine)
@@ -275,16 +275,16 @@ class Files(grpo.RunFiles):
         opened.append(self.path)
 
     def check_room(self, run) -> None:
-        """For two checkpoints: a new one is whole before an old one goes."""
+        """Two checkpoints must fit: the old one is removed only when the new one is complete."""
         cfg, model = run.cfg, run.policy.model
         moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        weights = dict(float64=8).get(cfg.dtype, 4) * model.num_parameters()  # tied ones once
+        weights = dict(float64=8).get(cfg.dtype, 4) * model.num_parameters()  # tied weights once
         size = (weights + moments) / 1e9
         folder = next(path for path in (self.path, *self.path.parents) if path.exists())
         free = shutil.disk_usage(folder).free / 1e9
         at_once = 1
         if cfg.save_every > 0 or run.eval_prompts:
-            at_once = cfg.keep + 2  # the best, and the one that is being written
+            at_once = cfg.keep + 2  # plus the best and the one being written
         at_once = min(at_once, cfg.max_steps - run.step)
         most = "all are kept" if cfg.keep == 0 else f"up to {at_once} at once"
         ranks.say(f"a checkpoint takes {size:.3g} GB ({most}), and {free:.3g} GB are free")
@@ -295,14 +295,14 @@ class Files(grpo.RunFiles):
         unnamed = self.path
         for number in itertools.count(1):
             try:
-                super().make_directory(cfg)  # of runs that start together one gets it
+                super().make_directory(cfg)  # of runs that start together, one succeeds
                 break
             except FileExistsError:
                 if not self.is_unnamed:
                     break
                 self.path = unnamed.with_name(f"{unnamed.name}.{number}")
         if holds_something(self.path) and not cfg.resume:
-            raise ValueError("holds files already; name another, or take --resume")
+            raise ValueError("contains files already; name another directory, or use --resume")
         lock(cleanup.enter_context(open(self.path / ".lock", "a")))
         ranks.remember(f"directory of run {len(opened)}", str(self.path))
         if cfg.report_to != "none":
@@ -315,20 +315,20 @@ class Files(grpo.RunFiles):
                 cleanup.push(self.dashboard.close)
 
     def write_config(self, run, before: dict) -> None:
-        """With what the run has read. The day of chat templates is no flag of the run alone."""
+        """Adds digests of the files that were read, and first_day, the date of chat templates."""
         written = json.loads(Path(self.path, "config.json").read_text())
-        added = sorted(written.keys() - vars(run.cfg).keys())  # by your RunFiles
+        added = sorted(written.keys() - vars(run.cfg).keys())  # keys of your RunFiles
         config = dict(first_day=run.cfg.began or ranks.now(), added=added) | written
         config |= dict(out_dir=str(self.path), began="", about={})
-        config |= getattr(run.policy, "found", {})  # by extras/fast.py
-        with contextlib.suppress(Exception):  # a run goes on without it
+        config |= getattr(run.policy, "found", {})  # flags that extras/fast.py chose
+        with contextlib.suppress(Exception):  # the run goes on without digests
             config["about"], edited = digests.about(run, before)
             if edited:
                 ranks.say(f"edited since the run began: {', '.join(edited)}")
         self.write("config.json", json.dumps(config, indent=1))
 
     def write(self, name: str, text: str, mode: str = "w") -> None:
-        """Whole or not at all. What a full disk does not add to a log comes the next time."""
+        """Writes all or nothing. Log lines that do not fit on the disk wait for the next write."""
         path = self.path / name
         if mode == "w":
             super().write(f".{name}", text)
@@ -338,7 +338,7 @@ class Files(grpo.RunFiles):
         length = path.stat().st_size if path.exists() else 0
         try:
             super().write(name, text, mode)
-        except OSError as error:  # it costs no step, and none of the other logs
+        except OSError as error:  # the step and the other logs go on
             self.unwritten[name] = text
             with contextlib.suppress(OSError):
                 os.truncate(path, length)
@@ -348,7 +348,7 @@ class Files(grpo.RunFiles):
         metrics = without_nan(metrics)
         try:
             super().log(run, metrics, samples)
-        except OSError as error:  # such as a full disk: it costs no step
+        except OSError as error:  # such as a full disk: the run goes on
             ranks.say(f"step {metrics['step']} is not logged: {one_line(error)}")
         if self.dashboard is not None:
             try:
@@ -360,7 +360,7 @@ class Files(grpo.RunFiles):
     def rows_of(self, run, samples: list) -> list[dict]:
         rows = list(super().rows_of(run, samples))
         own = [(row.get("group"), row.get("completion")) for row in rows]
-        if own != [(s.group, s.text) for s in samples]:  # yours: nobody knows whose they are
+        if own != [(s.group, s.text) for s in samples]:  # your rows: their samples are unknown
             return rows
         n = run.cfg.log_completions
         return more_columns(rows[:n], samples[:n], run.tokenizer)
@@ -379,7 +379,7 @@ class Files(grpo.RunFiles):
         return max(evals, key=lambda step: evals[step], default=0)
 
     def complete(self, run, is_due: bool = False) -> None:
-        """From here on a checkpoint holds this step, with this state. is_due: the loop says so."""
+        """Records the step and a copy of run.state, for saves. is_due: also if it is not new."""
         if run.step > self.completed[0] or is_due:
             self.must_not_save = True
             json.dumps(run.state, default=refuse_unless_plain, skipkeys=True)
@@ -393,7 +393,7 @@ class Files(grpo.RunFiles):
             self.save(run)
 
     def save(self, run, as_it_is: bool = True) -> None:
-        """as_it_is: with run.state of now; False: of the last whole step, in the midst of one."""
+        """as_it_is: save run.state as it is now; False: as it was after the last complete step."""
         if as_it_is and not self.must_not_save:
             self.complete(run, is_due=True)
         step, _ = self.completed
@@ -418,7 +418,7 @@ class Files(grpo.RunFiles):
     def trainer_state(self, run) -> dict:
         named = run.policy.model.named_parameters()
         adapters = {name: p for name, p in named if ".lora_" in name}
-        now, run.state = run.state, self.completed[1]  # it may be a step further
+        now, run.state = run.state, self.completed[1]  # run.state may be a step ahead
         try:
             return dict(adapters=adapters) | self.notes | super().trainer_state(run)
         finally:
@@ -426,18 +426,18 @@ class Files(grpo.RunFiles):
 
     def remove(self, path: Path) -> None:
         try:
-            if path.is_symlink():  # somebody has put the checkpoint elsewhere, where it stays
+            if path.is_symlink():  # a user has moved the checkpoint: keep it there
                 path.unlink()
             elif path != self.path_of(self.best_step()):
                 super().remove(path)
-        except OSError as error:  # such as a file that a server on NFS has open
+        except OSError as error:  # such as a file that is open on NFS
             ranks.say(f"{path} cannot be removed: {one_line(error)}")
 
     def close(self) -> None:
         for name in [*self.unwritten]:
             self.write(name, "", "a")
         if self.save_failed:
-            raise TrainingError(f"the last step is in no checkpoint of {self.path}")
+            raise TrainingError(f"no checkpoint in {self.path} has the last step")
 
 
 def refuse_unless_plain(value):
@@ -445,15 +445,15 @@ def refuse_unless_plain(value):
         return list(value)
     if not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         kind = type(value).__name__
-        why = "takes plain dicts, lists, sets, numbers and arrays"
-        raise TrainingError(f"run.state {why}, no {kind}")
+        why = "may contain dicts, lists, sets, numbers and arrays"
+        raise TrainingError(f"run.state {why}, but no {kind}")
 
 
 # -- The run
 
 
 def train(plain, cfg, *args, **kwargs) -> list[dict]:
-    """What the run has opened is closed, also if it fails."""
+    """Closes all that the run has opened, even if it fails."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with cleanup:
@@ -468,11 +468,11 @@ def train(plain, cfg, *args, **kwargs) -> list[dict]:
 
 
 def run_loop(plain, run, *args, **kwargs) -> None:
-    """A signal or an error saves the last whole step."""
-    if not isinstance(run, grpo.Run):  # what else has a sampler, as in a test
+    """Saves the last complete step on a signal or an error."""
+    if not isinstance(run, grpo.Run):  # another object with a sampler, as in a test
         return plain(run, *args, **kwargs)
     if not isinstance(run.files, Files):
-        raise ConfigError("extras/ needs the files that make_files returns: make yours there")
+        raise ConfigError("run.files must be made by make_files: create yours there")
     screen.show_begin(run)
     forbid_saves_from_a_step_on(run)
     StopSignals(run).listen()
@@ -480,17 +480,17 @@ def run_loop(plain, run, *args, **kwargs) -> None:
     try:
         plain(run, *args, **kwargs)
     except BaseException as error:
-        while error is not None:  # what the failed pass holds: a save needs room
+        while error is not None:  # frees the failed pass's memory for the save
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
         run.files.save(run, as_it_is=False)
         raise
-    run.files.complete(run, is_due=True)  # for a save at the end that is the only one
+    run.files.complete(run, is_due=True)  # the save at the end may be the only one
     cleanup.callback(screen.show_end, run, started)
 
 
 def forbid_saves_from_a_step_on(run) -> None:
-    """Until the update is complete, the weights are those of no step."""
+    """Between an update's first optimizer step and its end, the weights belong to no step."""
     step = run.optimizer.step
 
     def forbid_and_step(_, *args, **kwargs):  # a method, as torch's schedulers wrap one

@@ -1,4 +1,4 @@
-"""What the screen says of a run, and when a run that cannot learn is ended."""
+"""Prints the progress of a run, and ends a run that cannot learn."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ def show_begin(run) -> None:
     ranks.say(f"{len(run.train_prompts)} prompts, out_dir {run.files.path}")
     ranks.say(f"begins at step {run.step} of {cfg.max_steps}, first prompt:")
     prompt = preflight.first_prompt(run)
-    prompt = getattr(run.sampler, "first_prompt", prompt)  # with an environment's words
+    prompt = getattr(run.sampler, "first_prompt", prompt)  # with an environment's text
     ranks.say(repr(run.tokenizer.decode(prompt.ids)))
     if run.step == 0 and run.eval_prompts:  # it may take minutes
         of = f"eval_accuracy is the mean of {run.reward_functions[0].name}"
@@ -32,12 +32,12 @@ def show_begin(run) -> None:
 
 
 def show(plain, run, metrics: dict, samples: list, *args, **kwargs) -> None:
-    """What else is to be said of a step. An error if no step can teach anything."""
+    """Prints more about a step. Raises TrainingError if no step can teach anything."""
     try:
         plain(run, metrics, samples, *args, **kwargs)
     except (OSError, RuntimeError) as error:
-        is_pipe = isinstance(error, OSError) and error.filename is None  # a closed one
-        if not is_pipe and "reentrant" not in str(error):  # no print inside a print: a mistake
+        is_pipe = isinstance(error, OSError) and error.filename is None  # a closed pipe
+        if not is_pipe and "reentrant" not in str(error):  # reentrant: a signal in a print
             raise
     if samples:
         show_more(run, metrics, samples)
@@ -71,7 +71,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
 
 
 def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> list:
-    """With a look at what the sampler says of them."""
+    """Also checks the sampler's log-probabilities, and prints failures."""
     generate, total = run.sampler.generate, len(run.eval_prompts[grpo.RANK :: grpo.WORLD_SIZE]) * k
     with tqdm(total=total, desc="eval", delay=10, disable=not ranks.is_first()) as bar:
 
@@ -85,7 +85,7 @@ def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> 
             samples = plain(run, k, temperature, *args, **kwargs)
         finally:
             run.sampler.generate = generate
-    if not digests.changed("samples_of_eval", "rollout"):  # else who knows at which temperature
+    if not digests.changed("samples_of_eval", "rollout"):  # else the temperature is unknown
         some = samples[:: 1 + len(samples) // 32]
         preflight.check_samples_agree(run.policy, some, temperature, run.cfg)
     show_failures(samples, run.step == 0)
@@ -98,7 +98,7 @@ def sample_metrics(plain, samples: list, *args, **kwargs) -> dict:
 
 def details(samples: list) -> dict:
     lengths = [int(s.sampled.sum()) for s in samples]
-    sizes = [np.abs(s.advantages_in_loss) for s in samples]  # of some samples none
+    sizes = [np.abs(s.advantages_in_loss) for s in samples]  # some are empty
     metrics = {
         "advantage_abs": float(np.mean([x.sum() / max(1, len(x)) for x in sizes])),
         "completions/min_length": min(lengths),
@@ -117,8 +117,8 @@ def details(samples: list) -> dict:
 
 
 def show_failures(samples: list, is_first: bool) -> None:
-    """And None, which a function that forgets `return` gives, too. It is said of all functions in
-    the first step; later, if samples have no reward at all."""
+    """Prints failures, and how often functions returned None, perhaps for a forgotten `return`: in
+    the first step for all functions, later only if a sample has no reward at all."""
     failures = [s.failure for s in samples if s.failure]
     if failures:
         ranks.say(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
@@ -135,13 +135,13 @@ def show_sample(s) -> None:
     if "episode" in s.info:
         episode = s.info["episode"]
         for turn, reply in zip(episode.turns, episode.replies, strict=False):
-            ranks.say(f"it says {turn!r}, and hears {reply!r}")
+            ranks.say(f"it writes {turn!r}, and gets {reply!r}")
     ranks.say(f"it answers {s.text!r}, and the reward is {s.reward:.3g}")
 
 
 def show_end(run, started: float) -> None:
     run.files.close()
-    with contextlib.suppress(Exception):  # a picture that cannot be drawn ends no run
+    with contextlib.suppress(Exception):  # a failed picture must not fail the run
         from tools import view
 
         if ranks.is_first():
@@ -156,4 +156,4 @@ def show_end(run, started: float) -> None:
     ranks.say(f"out_dir: {run.files.path}")
     ranks.say(f"its samples: python tools/view.py {run.files.path} --html")
     if run.step < run.cfg.max_steps:
-        ranks.say(f"stopped before its end; to go on: --resume --out_dir {run.files.path}")
+        ranks.say(f"stopped before its end; to continue: --resume --out_dir {run.files.path}")

@@ -1,7 +1,7 @@
-r"""The texts of messages and of tokens. Those of tokens are for a reward that returns a list with a
-number for each of them: `tokens = True` asks for them, and row["completion_tokens"] has them.
+r"""The texts of messages and of tokens. A reward that returns a list with a number for each token
+may need the tokens' texts: if its attribute `tokens` is True, row["completion_tokens"] has them.
 
-    def steps(completion, row):  # a step is a line: 1 if it has the answer
+    def steps(completion, row):  # each line is a step: 1 if it has the answer
         texts = row["completion_tokens"]
         values = [None] * len(texts)  # None: no step ends here
         line = ""
@@ -18,13 +18,13 @@ number for each of them: `tokens = True` asks for them, and row["completion_toke
 import copy
 import json
 
-WINDOW = 8  # tokens before it, whose text the text of a token may depend on
+WINDOW = 8  # a token's text may depend on this many tokens before it
 
 
 def texts(tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text of those before it. If a character has several tokens, it is
-    the last one's, and "" is the text of the others. Some tokenizers leave out the first blank of
-    whatever they decode: so a token is decoded together with some that stand before it."""
+    """The text that each token adds to the tokens before it. A character of several tokens belongs
+    to the last; the others get "". Some tokenizers drop the first space of any text that they
+    decode, so a token is decoded together with some before it."""
     added = []
     for i in range(len(ids)):
         before = tokenizer.decode(ids[max(0, i - WINDOW) : i]).rstrip("\ufffd")
@@ -35,12 +35,12 @@ def texts(tokenizer, ids: list[int]) -> list[str]:
 
 def text_message(message: dict) -> dict:
     """The message without parquet's nulls, with one text instead of parts, and with the arguments
-    of tool calls as dicts, where OpenAI has JSON. ValueError for an image"""
+    of tool calls as dicts (OpenAI has JSON). An image raises ValueError."""
     if message.keys() == {"role", "content"} and isinstance(message["content"], str):
-        return message  # of a million rows no copy
+        return message  # no copies of a million rows
     message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
     if "role" not in message:  # ShareGPT has from and value
-        raise ValueError(f"a message has no role but {', '.join(message)}")
+        raise ValueError(f"a message has no role, only {', '.join(message)}")
     if isinstance(message.get("content"), list):
         for part in message["content"]:
             if not isinstance(part, dict) or part.get("type") != "text":

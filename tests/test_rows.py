@@ -107,7 +107,7 @@ def test_a_message_of_the_user_has_content(tmp_path):
     sharegpt = {"from": "human", "value": "Hi"}
     messages = [(dict(role="user", content=content), "no content") for content in (None, "", [])]
     messages += [(dict(role="user", content=[part]), "no text") for part in ("Hi", dict(text="Hi"))]
-    for message, why in [*messages, (sharegpt, "no role but from, value")]:
+    for message, why in [*messages, (sharegpt, "no role, only from, value")]:
         with pytest.raises(ConfigError, match=f"row 1: .*{why}"):
             load(MODEL, [dict(prompt=[message])], tmp_path, **options)
 

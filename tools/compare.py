@@ -4,15 +4,15 @@
     python tools/compare.py base=out,out.1 mine=mine,mine.1
     python tools/compare.py --run grpo.py 'my_grpo.py --mine 3' --seeds 3 --jobs 2 [flags of both]
 
---run makes the runs that compare/ lacks, and goes on with those that were stopped. If code or data
-that a run had read when it began says something else now, another run is made beside it. (Not
-looked at: --model, environment variables, installed packages, what is opened or imported later.)
+--run makes the runs that are missing in compare/, and resumes those that were stopped. If code or
+data that a run read at its start has changed since, a new run is made in a new directory. (Not
+checked: --model, environment variables, installed packages, files opened or imported later.)
 
-One number is tested, since of ten one differs by chance: the mean of `reward` over the steps that
-all runs have, which shows who learns sooner. If rewards are not the same quantity on all sides, it
-is `eval_accuracy`. --metric NAME tests any other. The interval (95 %) is Student's for the
-differences by seed, or Welch's with the fewer degrees of freedom if no seed is on both sides. The
-exit code is 1 if a run failed or was stopped before its last step.
+Only one metric is tested, as one in ten may differ by chance: the mean of `reward` over the steps
+that all runs have, which shows which side learns sooner. If the sides' rewards are not comparable,
+it is `eval_accuracy`. --metric NAME tests another metric. The interval (95 %) is Student's for the
+differences by seed. If no seed is on both sides, it is Welch's, with the degrees of freedom of the
+smaller side. The exit code is 1 if a run failed or was stopped before its last step.
 """
 
 import argparse
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from extras import digests
 
 METRICS = "reward eval_accuracy completions/mean_length tokens step_time".split()
-# Other values of these do not change what is learned.
+# Flags that may differ within a side.
 NEUTRAL = """out_dir resume seed keep save_every log_completions report_to micro_batch_tokens
 vllm_gpu_memory_utilization began first_day job""".split()
 np.seterr(invalid="ignore")  # one seed has no standard error: nan
@@ -51,12 +51,12 @@ class Run:
         self.log = view.read_log(folder, "metrics.jsonl")
         flags = json.loads(Path(folder, "config.json").read_text())
         self.seed = flags["seed"]
-        self.flags = about = flags.pop("about", {})  # digests of what it had read when it began
+        self.flags = about = flags.pop("about", {})  # digests of the files read at its start
         self.files = about.pop("files", {})
         self.own = set(flags)
         self.is_stale = self.files != {path: digests.of_file(path) for path in self.files}
-        parts = [*about.pop("flags", {}).values(), flags]  # a resume may have changed them
-        # Without the folders of what has a digest: another checkout has others.
+        parts = [*about.pop("flags", {}).values(), flags]  # a resume may change flags
+        # Files with a digest, without their folders, which differ in another checkout.
         read = [f"{Path(path).name} {digest}" for path, digest in self.files.items()]
         names = "|".join(re.escape(Path(path).name) for path in self.files)
         folder = re.compile(rf"[^\s,]*/(?=({names})([:,\s]|$))")
@@ -68,11 +68,11 @@ class Run:
         same = [flag for digest, flag in known.items() if digest in about]
         about |= dict.fromkeys(NEUTRAL + read + same, "")
         self.last = self.log[-1]["step"]
-        evals = self.log[0].keys() & {"eval_length"}  # with evals the last line is one
+        evals = self.log[0].keys() & {"eval_length"}  # with evals, the last line is an eval
         self.is_whole = self.last == flags["max_steps"] and evals <= self.log[-1].keys()
 
     def command(self, shared):
-        """What no other side has: flags, and what they read, with its digest."""
+        """The flags that not all runs share, and the digests of files that they read."""
         words = []
         for name, value in sorted(self.flags.items() - shared):
             if name == "weights":
@@ -83,20 +83,20 @@ class Run:
 
 
 def command_of(side, flags):
-    """The command of all runs of a side: the script and, after blanks, flags of its own. ValueError
-    if the script has a Config, and the Config no such flag."""
+    """The command of all runs of a side. side: a script and its own flags. ValueError if the script
+    has a Config without one of the flags."""
     script, *own = shlex.split(side)
     said = dict(keep=["--keep", "1"]) | selfcheck.by_name([*flags, *own])
     text = Path(script).read_text()
     for name in said:
         is_unknown = "\nclass Config:" in text and f"\n    {name}: " not in text
         if is_unknown or name in ("seed", "out_dir", "resume"):
-            raise ValueError(f"{script} takes no {name}; flags of one side: 'mine.py --x 3'")
+            raise ValueError(f"{script} takes no {name}; quote flags of one side: 'mine.py --x 3'")
     return [sys.executable, os.path.abspath(script), *sum(said.values(), [])]
 
 
 def run_in(folder):
-    """None: it was stopped before its first line, or has not begun. What is there is removed."""
+    """The run in a folder. If it has no log line yet, removes the folder and returns None."""
     log = Path(folder, "metrics.jsonl")
     if log.exists() and b"\n" in log.read_bytes():
         return Run(folder)
@@ -104,11 +104,11 @@ def run_in(folder):
 
 
 def make_run(seed, command, bar):
-    """The run of a seed; None: it failed, as the screen says."""
+    """Makes or resumes the run of a seed. If it fails, prints its error and returns None."""
     folder = f"compare/{Path(command[1]).stem}_{zlib.crc32(str(command).encode()):08x}_seed{seed}"
     while True:
         log = open(f"{folder}.log", "a")  # the run writes to it, and keeps the lock if we die
-        fcntl.flock(log, fcntl.LOCK_EX)  # waits until nobody makes a run there
+        fcntl.flock(log, fcntl.LOCK_EX)  # waits until no process makes a run there
         run = run_in(folder)
         if not run or not run.is_stale:
             break
@@ -123,16 +123,16 @@ def make_run(seed, command, bar):
     if not run or not run.is_whole:
         said = Path(log.name).read_text(errors="replace").strip()
         last_line = said.rpartition("\n")[2]
-        bar.write(f"{folder} failed: {last_line} ({log.name} has all of it)")
+        bar.write(f"{folder} failed: {last_line} (all output: {log.name})")
     elif not run.files:
-        bar.write(f"{folder} does not say what it has read: extras/digests.py failed")
+        bar.write(f"{folder} has no digests of the files it read: extras/digests.py failed")
     else:
         return run
 
 
 def read_sides(names):
     """names: folders, or side=folder,folder. Returns {side: its runs}."""
-    sides, first_with = {}, {}  # first_with: of each set of flags the first folder
+    sides, first_with = {}, {}  # first_with: {flags: the first folder with them}
     for name in names:
         given, _, folders = name.partition("=")
         if not folders or Path(name).exists():
@@ -155,8 +155,8 @@ def metric_to_test(sides):
     for metric in ("reward", "eval_accuracy"):
         if len({run.flags.get(f"{metric}_of", name) for name in sides for run in sides[name]}) < 2:
             return metric
-    why = "the sides have other rewards and eval data, or do not say which (no extras/ there)"
-    raise ValueError(f"{why}; --metric NAME tests any metric")
+    why = "the sides' rewards and eval data differ, or are unknown (runs without extras/)"
+    raise ValueError(f"{why}; --metric NAME tests a metric anyway")
 
 
 def mean_and_error(values):
@@ -164,8 +164,8 @@ def mean_and_error(values):
 
 
 def report(sides, n_made, wanted):
-    """Prints numbers and the test. n_made: so many runs a side were to be made; 0: none. Returns
-    whether a run is missing or incomplete."""
+    """Prints a table for each side, and the test. n_made: the runs of a side with --run, else 0.
+    Returns whether a run is missing or incomplete."""
     runs = sum(sides.values(), [])
     for side in sides.values():
         for a, b in combinations(side, 2):
@@ -174,12 +174,12 @@ def report(sides, n_made, wanted):
                 raise ValueError(f"{a.folder} and {b.folder} are not two seeds of a side: {differ}")
     metric = wanted or metric_to_test(sides)
     last = min([run.last for run in runs], default=0)
-    for run in runs:  # all numbers are of the same steps
+    for run in runs:  # all numbers come from the same steps
         run.log = [line for line in run.log if line["step"] <= last]
     steps, values = curves_of(runs, metric)
     n = sum(step > 0 for step in steps)  # step 0 is an eval before the training
     if n == 0:
-        raise ValueError(f"there is no step of which all runs have {metric}")
+        raise ValueError(f"there is no step for which all runs have {metric}")
     for run, mean in zip(runs, values[:, -n:].mean(1), strict=True):
         run.mean = mean
     shared = set.intersection(*[set(run.flags.items()) for run in runs])
@@ -200,7 +200,7 @@ def report(sides, n_made, wanted):
                 columns = curves.T[0], curves.T[-1], curves.max(1), curves.mean(1)
                 print("\t".join([row, *map(mean_and_error, columns)]).expandtabs(24))
     if metric == "eval_accuracy" != wanted:
-        print("the sides' rewards are not the same quantity")
+        print("the sides' rewards are not comparable")
     print(f"tested: the mean {metric} of {n} steps, up to step {steps[-1]}")
     base, *others = tested
     for other in others:
@@ -209,31 +209,31 @@ def report(sides, n_made, wanted):
 
 
 def t_quantile(freedom):
-    """|t| of Student's distribution is below this in 95 %. With t = sqrt(freedom) * tan(x) the
-    density of x is cos(x) ** (freedom - 1)."""
+    """The 95 % quantile of |t| in Student's distribution. With t = sqrt(freedom) * tan(x), the
+    density of x is cos(x) ** (freedom - 1), up to a factor."""
     x = np.arange(1e5) * np.pi / 2e5
     inside = np.cumsum(np.cos(x) ** (freedom - 1))
     return freedom**0.5 * np.tan(x[np.searchsorted(inside, 0.95 * inside[-1])])
 
 
 def half_interval(*groups):
-    """Half of the 95 % interval of a mean, or of the sum of two: a group each."""
+    """Half the 95 % interval of a group's mean, or of the sum of two groups' means."""
     t = t_quantile(min(map(len, groups)) - 1)
     return t * sum(variance(group) / len(group) for group in groups) ** 0.5
 
 
 def difference(a, b):
-    """b - a in words, with its 95 % interval. a, b: {seed: value}. Seeds of both are pairs."""
+    """b - a in words, with its 95 % interval. a, b: {seed: value}. Shared seeds are paired."""
     groups = [[b[seed] - a[seed] for seed in a.keys() & b.keys()]]
     if groups == [[]]:
         groups = [[*b.values()], [-value for value in a.values()]]
     n = min(map(len, groups))
     if n < 2:
-        return "one seed does not tell"
+        return "a test needs two seeds"
     mean, half = sum(map(fmean, groups)), half_interval(*groups)
     verdict = "no difference seen"
     if half < 1e-12:
-        verdict = "the same in all seeds, so nothing to test with"
+        verdict = "the same in all seeds, so no test is possible"
     elif abs(mean) > half:
         verdict = "more than the seeds vary"
     return f"{mean:+.3g} +- {half:.2g}, {n} seeds: {verdict}"
@@ -276,5 +276,5 @@ if __name__ == "__main__":
         code = report(sides, len(args.run) and args.seeds, args.metric)
         draw(sides)
     except (Exception, KeyboardInterrupt) as error:
-        parser.error(str(error) or "stopped; the same command goes on")
+        parser.error(str(error) or "stopped; the same command resumes it")
     sys.exit(code)

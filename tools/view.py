@@ -1,4 +1,4 @@
-"""Shows what a run has written into its directory.
+"""Shows the metrics and samples of a run.
 
 python tools/view.py                 # the newest run here: a summary, and its curves.png
 python tools/view.py out             # the run in the directory out
@@ -34,8 +34,8 @@ PANELS = [  # title, unit, names in metrics.jsonl as patterns, the most importan
     ("Entropy", "nats a token", "entropy"),
     ("Loss", "its value says nothing about learning", "loss"),
 ]
-OWN_PANEL = "logged/|turns/|tools/"  # metrics whose names begin so have a panel each
-PAGE_BYTES = 40e6  # of samples: a browser opens no page of several hundred megabytes
+OWN_PANEL = "logged/|turns/|tools/"  # metrics with these prefixes have a panel each
+PAGE_BYTES = 40e6  # of samples: browsers cannot open pages of several hundred megabytes
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito's
 STYLE = {
     "text.usetex": False,  # a matplotlibrc may ask for LaTeX where there is none
@@ -48,12 +48,12 @@ STYLE = {
 }
 
 
-# -- what a run has written
+# -- the logs of a run
 
 
 def read_log(out_dir, name: str) -> list[dict]:
-    """The lines of a log. A run that was killed may leave half a line, which is passed over.
-    ValueError if there is none."""
+    """The lines of a log, but not an incomplete one, which a killed run may leave. Raises
+    ValueError if there are none."""
     path = Path(out_dir, name)
     lines = []
     for text in path.read_text("utf-8", "replace").split("\n"):
@@ -65,7 +65,7 @@ def read_log(out_dir, name: str) -> list[dict]:
 
 
 def about(out_dir) -> str:
-    """Which run it is, and when it began."""
+    """The run's model, reward, seed and start."""
     config = Path(out_dir, "config.json")
     if not config.exists():
         return ""
@@ -93,10 +93,10 @@ def visible(text) -> str:
 
 
 def make_panels(lines) -> list[dict]:
-    """What the picture and the page draw."""
+    """The panels that the picture and the page show."""
     logged = sorted({name for line in lines for name in line})
     rewards = [name for name in logged if re.fullmatch("rewards/.*/mean", name)]
-    if len(rewards) == 1:  # it is the reward
+    if len(rewards) == 1:  # it equals the reward
         logged.remove(rewards[0])
     own = [(name, "", re.escape(name)) for name in logged if re.match(OWN_PANEL, name)]
     panels = []
@@ -132,7 +132,7 @@ def smooth(values: list) -> list:
 
 
 def range_of(curves) -> tuple[float, float]:
-    """The values that a panel shows: 0 and all others, without spikes that would flatten them."""
+    """The range of a panel: 0 and all values, without spikes that would flatten the others."""
     values = [value for curve in curves for value in curve["values"] if value != 0]
     if not values:
         return 0.0, 1.0
@@ -143,7 +143,7 @@ def range_of(curves) -> tuple[float, float]:
 
 def draw(out_dir) -> str:
     """Draws the curves of a run, and returns the path of the picture."""
-    # Figure instead of pyplot: no window, and nothing that stays behind in the trainer.
+    # Figure instead of pyplot, which opens windows and keeps state in the trainer.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -172,7 +172,7 @@ def draw_panel(ax, title: str, unit: str, low: float, high: float, curves: list)
 
 
 def print_summary(out_dir) -> None:
-    """The two ends of each curve, as the picture's lines have them."""
+    """Prints the first and last value of each curve, smoothed as in the picture."""
     lines = read_log(out_dir, "metrics.jsonl")
     print(f"{visible(out_dir)}, step {lines[-1]['step']}")
     for panel in make_panels(lines):
@@ -185,18 +185,18 @@ def print_summary(out_dir) -> None:
 
 
 def read_steps(out_dir) -> dict[int, list[bytes]]:
-    """The lines of each step, as they are: parsed, those of a long run take tens of gigabytes."""
+    """The lines of each step as bytes. Parsed, a long run takes tens of gigabytes."""
     steps = {}
     with open(f"{out_dir}/completions.jsonl", "rb") as file:
         for line in file:
             step = re.match(rb'{"step": (\d+),.*}\n', line)
-            if step:  # not half a line, of a run that was killed
+            if step:  # not an incomplete line of a killed run
                 steps.setdefault(int(step[1]), []).append(line)
     return steps
 
 
 def make_groups(lines) -> list[dict]:
-    """The groups of a step, those with the most signal first."""
+    """The groups of a step. The group with the most signal comes first."""
     groups = {}
     for sample in map(json.loads, lines):
         groups.setdefault(sample["group"], []).append(sample)
@@ -205,14 +205,14 @@ def make_groups(lines) -> list[dict]:
 
 
 def make_group(samples) -> dict:
-    """Samples by reward, those without one last; equal ones are shown once, with their count."""
+    """Samples by reward, the highest first; equal samples are shown once, with their count."""
     entries = {}
     for sample in sorted(samples, key=lambda s: s.get("reward", -math.inf), reverse=True):
         entry = dict(facts=facts_of(sample), count=0)
         entry["extra"] = [f"{name}: {text}" for name, text in sample.get("extra", {}).items()]
         entry |= turns_of(sample)
         key = str(entry)
-        entry["tokens"] = sample.get("tokens")  # None: they were not logged
+        entry["tokens"] = sample.get("tokens")  # None if they were not logged
         entries.setdefault(key, entry)["count"] += 1
 
     first = samples[0]
@@ -240,8 +240,8 @@ def facts_of(sample) -> str:
 
 
 def turns_of(sample) -> dict:
-    """pieces: the completion; of an episode every turn and every reply, with its writer.
-    replied: the numbers of the pieces that the environment wrote."""
+    """pieces: the completion, or the turns and replies of an episode, each with its writer.
+    replied: the indices of the pieces that the environment wrote."""
     if "turns" not in sample:
         return dict(pieces=[sample["completion"]], replied=[])
     pieces = []
@@ -267,7 +267,7 @@ def print_step(lines, step: int) -> None:
 
 
 def shorten(text: str) -> str:
-    """Three lines of the terminal. The middle is cut: the answer stands at the end."""
+    """Shortens a text to three lines. It cuts the middle, as the answer is at the end."""
     text = visible(text)
     room = 3 * shutil.get_terminal_size().columns
     if len(text) <= room:
@@ -283,7 +283,7 @@ def write_page(out_dir, steps: dict, step: int) -> str:
     groups = {number: make_groups(steps[number]) for number in sorted(kept)}
     data = dict(name=str(out_dir), about=about(out_dir), n_steps=len(steps), step=step)
     data |= dict(groups=groups, panels=make_panels(read_log(out_dir, "metrics.jsonl")))
-    # In this form no text of a completion can be HTML.
+    # In this encoding no completion can be read as HTML.
     packed = base64.b64encode(zlib.compress(json.dumps(data).encode())).decode()
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     path = os.path.join(out_dir, "page.html")
@@ -306,7 +306,7 @@ def show(args) -> None:
     steps = read_steps(out_dir)
     step = max(steps, default=0) if args.step in (None, -1) else args.step
     if step not in steps:
-        raise ValueError(f"no samples of step {step}, but of {len(steps)} others")
+        raise ValueError(f"no samples of step {step}; there are samples of {len(steps)} others")
     if args.html:
         print(write_page(out_dir, steps, step))
     else:
@@ -314,7 +314,7 @@ def show(args) -> None:
 
 
 def main(argv=None) -> None:
-    """What a user does wrong is one line and exit code 2."""
+    """Prints an error as one line, with exit code 2."""
     options = dict(usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter)
     parser = ArgumentParser(description=__doc__, **options)
     parser.add_argument("out_dir", nargs="?")
@@ -323,11 +323,11 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     try:
         show(args)
-    except Exception as error:  # no such run, a full disk, no matplotlib, or what it raises
+    except Exception as error:  # no such run, a full disk, no matplotlib, its errors
         parser.error(visible(error))
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     main()
