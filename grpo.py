@@ -27,25 +27,25 @@ With a mean over each batch (a usual mistake of gradient accumulation), so would
 batches.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. So the first loss
-(-A * ratio, below) is nearly 0, too, if all samples are in one minibatch and equally long and
---beta is 0. Its gradient is not 0: the first and last answer become more likely, the others less.
-So watch the reward, not the loss. Had all four the same reward, all A would be 0, and the group
-would teach nothing (although its tokens count in n_tokens).
+(n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. So where the
+ratio (below) is 1, by default in every step, the loss is nearly 0, too, if all answers are equally
+long and --beta is 0. Its gradient is not 0: the first and last answer become more likely, the
+others less. So watch the reward, not the loss. Had all four the same reward, all A would be 0, and
+the group would teach nothing (although its tokens count in n_tokens).
 
 Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
 product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
-p * reward over all answers. As grad p is p * grad log p, its gradient is the mean of reward *
-grad log p over sampled answers. A number b that does not depend on the answer may be subtracted
-from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. It changes only
-the noise, and near the mean reward it lowers it. The mean of the group's other answers is such a b,
-and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). Two divisions are
-not part of this argument: by n_tokens (a step of long answers counts less), and by the standard
-deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
+p * reward over all answers. As grad p is p * grad log p, the gradient of that sum is the mean of
+reward * grad log p over sampled answers. A number b that does not depend on the answer may be
+subtracted from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. Only
+the noise changes; a b near the mean reward lowers it. The mean of the group's other answers is such
+a b, and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). This
+argument leaves out two divisions: by n_tokens (a step of long answers counts less), and by the
+standard deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
 times as likely a token has become since it was sampled; old_logp is a constant. In the first
-optimizer step the ratio is 1, and its gradient is the one of logp. In a second step on the same
+optimizer step on a rollout the ratio is 1, with the gradient of logp. In a second step on the same
 answers (by default there is none) a ratio of 1.2 means that new answers would have this token 1.2
 times as often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
 A > 0) or below 0.8 (if A < 0) it gets no further push: its loss is clipped to a constant.
@@ -54,8 +54,8 @@ Words: the policy is the model that is trained, a completion is an answer. A ste
 which samples and scores, and an update, which learns from the samples in one optimizer step or in
 several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes through
 the model in micro-batches, whose gradients add up. A rank is one of the processes that torchrun
-starts. The reference is a frozen model, by default the first policy; --beta adds a penalty, the KL
-divergence, that keeps the policy near it.
+starts. The reference is a frozen model, by default the initial policy; --beta adds a penalty, the
+KL divergence, that keeps the policy near it.
 
 Where this file has the ten lines, with batches, ranks and options:
 
@@ -107,7 +107,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 # -- Records
-LATER: Any = None  # of a field that the trainer fills in
+LATER: Any = None  # until the trainer fills the field in
 
 
 @dataclass
@@ -126,11 +126,11 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the EOS, unless cut off: the policy learns to stop
-    # Log-probabilities of these tokens. The first two are of the same weights, but the sampler
-    # computes differently (a cache of keys and values, vLLM), so they differ by rounding.
+    # Log-probabilities of these tokens. sampler_logps and old_logps have the same weights, but the
+    # sampler computes differently (a cache of keys and values, vLLM): they differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
-    # By the policy, before the first optimizer step. None if the step has no second one: then
-    # accumulate_gradient uses the logps of the loss, detached.
+    # By the policy, before the first optimizer step. None if there is no second one, because
+    # accumulate_gradient then uses the logps of the loss, detached.
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None  # by the reference; None without a KL term
     sampled: np.ndarray = LATER  # True: by the policy; False: by a tool or an environment
@@ -173,7 +173,7 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # since the last step: load_weights, eval, save
+        run.record_time("eval")  # and the load_weights and save before this step
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
@@ -183,8 +183,8 @@ def training_loop(run: Run) -> None:
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
 
-        # The loss compares the policy with itself before the first optimizer step, and with the
-        # reference. If there is only one optimizer step, it computes the former anyway.
+        # The loss needs the policy's logps from before the first optimizer step, and those of the
+        # reference. With one optimizer step its own forward pass gives the former.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:  # --beta > 0
@@ -210,7 +210,7 @@ def score(samples: list[Sample], run: Run) -> None:
     scored = [s for s in samples if not s.failure]
     for function in run.reward_functions:
         for s in samples:
-            s.rewards[function.name] = 0.0  # kept if the environment failed
+            s.rewards[function.name] = 0.0  # stays if s.failure is set
         seed = seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
         transformers.set_seed(seed)  # for a function that draws random numbers
         fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
@@ -288,8 +288,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). extras/ runs a
-    faster one for large models, until you edit this one."""
+    entropy [n], how uncertain the model was there (in nats, for the log). For large
+    models extras/ runs a faster one, unless you edit this one."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -334,8 +334,8 @@ def grpo_loss(
         loss = (losses * loss_weights).sum()  # a weight is 1 / n_tokens
 
     Not shown: each token's factor of about 1 (TIS), the KL term of --beta, and other flags. The
-    loss is a SUM with the n_tokens of the WHOLE optimizer step: the losses of all micro-batches and
-    ranks add up to the loss of the step.
+    loss is a SUM, divided by the n_tokens of the WHOLE optimizer step: the losses of all
+    micro-batches and ranks add up to the loss of the step.
     """
     ratio = (logps - old_logps).exp()  # [n]
     if cfg.ratio_level == "sequence":  # one ratio for the whole completion (GSPO)
@@ -351,7 +351,7 @@ def grpo_loss(
     losses = torch.maximum(losses, clipped)
 
     # Truncated importance sampling (TIS) by p_policy / p_sampler. The sampler computes a little
-    # differently. A token that it draws too often counts less, one that it draws too seldom more.
+    # differently: a token that it draws too often counts less, and a token drawn too rarely more.
     if sampler_logps is not None and cfg.tis_cap > 0:
         losses = losses * (old_logps - sampler_logps).exp().clamp(max=cfg.tis_cap)
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta > 0, as in the bundled task
@@ -397,10 +397,10 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
             # No step if the gradient is (a) nan or inf, (b) 0, as with equal rewards in all groups
-            # (Adam would move the weights by its momentum), or (c) rounding: before the run's first
-            # optimizer step the policy still is the reference, so the KL's gradient is 0 (of k1 and
-            # k4 on average), and there is no advantage. Adam divides by the gradient's size, so it
-            # may make a full step of the rounding.
+            # (Adam's momentum would still move the weights), or (c) only rounding, which Adam would
+            # scale up to a full step: until the run's first optimizer step the policy is the
+            # reference, so the KL has no gradient (k1 and k4: none on average). If there is no
+            # advantage either, only rounding is left.
             still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
             has_signal = any(samples[i].advantages_in_loss.any() for i in chosen)
             is_rounding = still_reference and not has_signal
@@ -460,7 +460,7 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
     an eval calls this in pieces.
     """
     places = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
-    # A seed for each sample: its tokens depend on no other sample, and not on the ranks.
+    # A seed for each sample: its random numbers depend on no other sample, and not on the ranks.
     seeds = [(seed_of(run.cfg, stream, step, first + group), i) for group, i in places]
     my_prompts = [prompts[group] for group, _ in places]
     completions = run.sampler.generate(my_prompts, seeds, temperature)  # fields of a Sample each
@@ -538,14 +538,14 @@ USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a se
 
 
 def extra(file: str):
-    """With extras/, a call goes to the function of the same name in extras/FILE.py, which calls the
-    one below (its first argument) and adds checks, kinds of models and data, and recovery from
-    errors. Without extras/, or with --plain, the one below runs alone.
+    """With extras/, a call runs the function of the same name in extras/FILE.py. It gets the one
+    below as its first argument, calls it, and adds checks, kinds of models and data, and recovery
+    from errors. Without extras/, or with --plain, the one below runs alone.
 
-    So all code of this file runs, with extras/ or without, with two exceptions, which the screen
-    names. Until you edit Policy, a faster form of it runs for large models (no padding, another
-    head). And models and data that this file does not support get other forms. Your values win over
-    those of extras/. If you delete an @extra, a flag that needs it ends the run."""
+    So all code of this file runs, with two exceptions, which the screen names: large models get a
+    faster Policy (no padding, another head) until you edit this file's, and models and data that
+    this file does not support get other code. Your values win over those of extras/. If you delete
+    an @extra, a flag that needs it ends the run."""
 
     def mark(plain):
         @functools.wraps(plain)
@@ -580,14 +580,14 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
         k1 = d                1            where w is 1: no push on average, only noise
         k2 = d^2 / 2          d            right in the first optimizer step, where w is 1
         k3 = exp(-d) - 1 + d  1 - exp(-d)  too weak where d > 0, too strong where d < 0
-        k4 = w k1             w (1 + d)    right on average, but the 1 is noise
+        k4 = w k1             w (1 + d)    right, but the 1 is noise
         wk3 = w k3            w d          right; the default
 
-    Right: the gradient of each token's KL, for the tokens before it as they are (kl_from_here_on
-    has the effect on later ones). k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is
-    DeepSeek-V3.2's (arXiv 2512.02556).
+    Right: on average the gradient of each token's KL, given the tokens before it (kl_from_here_on
+    has the effect on later ones). k3's, where w is 1, is that of KL(reference || policy). k1 to k3
+    are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
     """
-    d = (logps.double() - ref_logps).detach()  # in float32 exp(-d) would swallow d from -20 on
+    d = (logps.double() - ref_logps).detach()  # in float32, exp(-d) + d loses d below -20
     w = (logps.double() - old_logps).detach().exp()
     k3 = torch.expm1(-d) + d
     values = dict(k1=d, k2=d.square() / 2, k3=k3, k4=w * d, wk3=w * k3)
@@ -610,7 +610,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
-REWARDS = 2  # reward functions, after the last whole step; index: the rank
+REWARDS = 2  # reward functions; step: the last whole one; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
@@ -661,7 +661,7 @@ def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
     for samples_of_batch in batches[RANK::WORLD_SIZE]:
         batch = policy.collate(samples_of_batch)
         computed.append((policy(batch)[0], batch["lengths"]))  # logps [n]
-    # All forward passes are queued. The copies wait for them.
+    # On a GPU the passes are only queued so far; .cpu() waits for them.
     parts = [part.numpy() for logps, lengths in computed for part in logps.cpu().split(lengths)]
     in_order = [s for rank in range(WORLD_SIZE) for b in batches[rank::WORLD_SIZE] for s in b]
     for s, part in zip(in_order, all_gather(parts), strict=True):
@@ -701,7 +701,7 @@ def mean_and_std(values) -> tuple:
 
 
 def sum_over_ranks(of_batches: list[dict]) -> Counter:
-    """Sums over the micro-batches of all ranks. Of a name that ends in max, the largest value."""
+    """Sums over the micro-batches of all ranks. If a name ends in max, the largest value."""
     rows = [torch.stack([x.double() for x in sums.values()]) for sums in of_batches]
     rows = all_gather(torch.stack(rows).tolist())  # one copy from the GPU for all of them
     totals = Counter()
@@ -729,7 +729,7 @@ def sample_metrics(samples: list[Sample]) -> dict:
     groups = {s.group for s in samples}
     with_signal = {s.group for s in samples if s.advantages_in_loss.any()}
     metrics = {
-        "frac_reward_zero_std": 1 - len(with_signal) / len(groups),
+        "frac_reward_zero_std": 1 - len(with_signal) / len(groups),  # no advantage in the loss
         "completions/mean_length": float(np.mean(lengths)),
         "completions/clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tokens": sum(s.total_length for s in samples),
@@ -797,13 +797,13 @@ class Config:
     temperature: float = 1.0  # for sampling, and for all log-probabilities
     rollout: Literal["auto", "vllm", "hf"] = "auto"  # sampler: vLLM, or the policy's model
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU for vLLM while it samples
-    tis_cap: float = 2.0  # cap on a token's weight p_trainer / p_sampler (TIS); 0: no weights
-    max_sampler_gap: float = 0.0  # nats; a larger gap sampler - policy ends the run; 0: by dtype
+    tis_cap: float = 2.0  # cap on a token's weight p_policy / p_sampler (TIS); 0: no weights
+    max_sampler_gap: float = 0.0  # nats; a larger mean |sampler - policy| ends the run; 0: by dtype
     # objective
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides advantages
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # advantages are divided by its std
     loss_reduction: Literal["token", "sequence", "constant"] = "token"  # how losses are averaged
     kl_estimator: Literal["k1", "k2", "k3", "k4", "wk3"] = "wk3"  # KL term of the loss
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL is added; to the reward: k1 only
+    kl_in: Literal["loss", "reward"] = "loss"  # or subtracted from advantages (k1)
     beta: float = 0.0  # KL coefficient; 0: no reference model
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # the ratio is clipped above 1 + clip_high
@@ -862,7 +862,7 @@ ONLY_WITH_EXTRAS = dict(
     lora_rank=0, environment="", max_turns=8, system_prompt="", weight_decay=0.0
 )
 ONLY_WITH_EXTRAS |= dict(gradient_checkpointing=False, fast=True, compile="auto", began="")
-ONLY_WITH_EXTRAS |= dict(log_completions=64, report_to="none")  # flag: without extras/
+ONLY_WITH_EXTRAS |= dict(log_completions=64, report_to="none")  # flag: its value without extras/
 
 
 @extra("flags")
@@ -882,7 +882,7 @@ def parse_flags(argv: list[str] | None = None) -> Config:
 
 @extra("flags")
 def make_parser():
-    flags: Any = Config  # its type hint takes no class
+    flags: Any = Config  # Any, for the type checker
     return transformers.HfArgumentParser(flags, allow_abbrev=False)
 
 
@@ -1000,7 +1000,7 @@ def autocast(device, dtype: str, keep_weights: bool = False):
 
 
 @extra("fast")
-def make_policy(model, prompts: list[Prompt], cfg: Config):  # prompts: for the comparison there
+def make_policy(model, prompts: list[Prompt], cfg: Config):  # extras/ tests a faster one on prompts
     return Policy(model, cfg.temperature, cfg.dtype)
 
 
@@ -1015,7 +1015,7 @@ def load_reference(run: Run):
 
 @extra("models")
 def make_optimizer(policy, cfg: Config) -> torch.optim.Optimizer:
-    """fused: five times as fast."""
+    """AdamW. `fused` makes it five times as fast."""
     options: dict = dict(lr=cfg.learning_rate, weight_decay=0.0, fused=True)
     return torch.optim.AdamW(policy.parameters(), **options)
 
@@ -1043,8 +1043,8 @@ def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
     rounding, the samples are not the policy's, and training on them is wrong. tokens: how many were
     averaged."""
-    # In bfloat16 a mean of 0.05 is rounding: SmolLM2-135M with vLLM on a CPU. Of few tokens it may
-    # be more (1.0 of one, 0.3 of four), and those of a group may be alike.
+    # In bfloat16 a mean of 0.05 is rounding: SmolLM2-135M with vLLM on a CPU. Over few tokens it
+    # may be more (1.0 over one, 0.3 over four), and the tokens of a group may be alike.
     limit = cfg.max_sampler_gap or dict(bfloat16=0.1).get(cfg.dtype, 1e-4)
     limit *= max(1, 10 * math.sqrt(cfg.num_generations / tokens))
     if not gap <= limit:  # or the gap is nan
@@ -1100,7 +1100,7 @@ class HFSampler:
 
 
 class VLLMSampler:
-    """A vLLM engine inside the process of each rank, which gets the weights in memory."""
+    """A vLLM engine in each rank's process. It gets the weights in memory."""
 
     def __init__(self, model, stop_ids: list[int], longest: int, cfg: Config):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, to share its tensors
@@ -1195,8 +1195,9 @@ def repack(engine_model) -> None:
 
 @extra("models")
 def make_sampler(run: Run):
-    """Its generate returns fields of a Sample for each prompt. A sampler around another one may
-    play an environment: it adds turns, with `sampled` False where the policy did not write."""
+    """The sampler's generate returns fields of a Sample for each prompt. A sampler around another
+    one may play an environment: it adds turns, with `sampled` False where the policy did not write.
+    """
     model = run.policy.model
     ends = [run.tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)]
     stop_ids = sorted({int(i) for i in ends if i is not None})
@@ -1279,7 +1280,7 @@ class RunFiles:
         """What a resume needs besides the model."""
         named, moments = run.policy.named_parameters(), run.optimizer.state  # Adam's
         moments = {name: moments[p] for name, p in named if p in moments}
-        weights = run.policy.state_dict().items()  # your Policy may have more than the model
+        weights = run.policy.state_dict().items()  # a head that you added, but not the model
         parts = dict(moments=moments, policy={n: x for n, x in weights if n[:6] != "model."})
         return dict(step=run.step, state=run.state, history=self.history) | parts
 
@@ -1312,7 +1313,7 @@ class Run:
         self.policy.load_state_dict(saved.pop("policy", {}), strict=False)
         self.reference = load_reference(self)
         self.sampler = make_sampler(self)
-        self.ddp = self.policy  # what backward needs: DDP takes the mean of all ranks' gradients
+        self.ddp = self.policy  # called for training: DDP takes the mean of all ranks' gradients
         if WORLD_SIZE > 1:  # after vLLM, which may switch to another CUDA stream
             # Some experts may get no tokens. DDP must not wait for their gradients.
             has_experts = any(".experts." in name for name, _ in model.named_parameters())
