@@ -12,6 +12,7 @@ import subprocess
 import tomllib
 import types
 import zlib
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,7 @@ def test_a_real_run_is_drawn_summed_up_and_shown_by_step(tmp_path, capsys):
     view.main([str(out), "--step", "1"])
     shown = capsys.readouterr().out
     assert shown.count("== group") == 3 and "step 1" in shown
+    assert abs(datetime.now() - datetime.fromisoformat(view.about(out)[-16:])) < timedelta(hours=1)
     view.main([str(out), "--html"])
     page = (out / "page.html").read_text()
     assert "DATA" not in page

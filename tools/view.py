@@ -69,8 +69,8 @@ def about(out_dir) -> str:
     config = Path(out_dir, "config.json")
     if not config.exists():
         return ""
-    flags = dict(began="") | json.loads(config.read_text())
-    return "model {model}, reward {reward}, seed {seed}, {began:.16}".format(**flags)
+    flags = dict(first_day="") | json.loads(config.read_text())
+    return "model {model}, reward {reward}, seed {seed}, {first_day:.16}".format(**flags)
 
 
 def is_number(value) -> bool:
