@@ -220,15 +220,3 @@ def test_a_frozen_rank_is_named_and_a_rollout_does_not_wait_for_it(function, cal
         for process in processes:  # the other's torchrun learns of nothing
             process.terminate()
             process.wait(60)
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    """As a user starts two ranks."""
-    args = flags_of(small_config(tmp_path / "run", max_steps=2))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, f"{HERE}/grpo.py", *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    small_run(tmp_path / "one", max_steps=2)
-    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)

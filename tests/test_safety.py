@@ -278,7 +278,7 @@ calls = 0
 def slow(completion, row):
     global calls
     calls += 1
-    if calls > 24 and os.environ["RANK"] in {ranks!r}:
+    if calls > 24 and os.environ.get("RANK", "none") in {ranks!r}:
         time.sleep({seconds})
     return float(len(completion) % 3)
 """
@@ -308,15 +308,17 @@ with open({out!r} + ".forks", "w") as file:
 """
 
 
+MORE = dict(num_generations=4, save_every=0, call_timeout=60.0)
+
+
 def start_torchrun(tmp_path, seconds, ranks, script=f"{HERE}/grpo.py", outs=("run",), n_ranks=1):
     """From step 3 on, each reward takes so many seconds on these ranks. Returns the launcher once
     all runs have logged step 2."""
     (tmp_path / "slow.py").write_text(SLOW.format(ranks=ranks, seconds=seconds))
-    options = dict(num_prompts=3 * n_ranks, num_generations=4, save_every=0, max_steps=50)
-    options |= dict(reward=f"{tmp_path / 'slow.py'}:slow", call_timeout=60.0)
+    options = dict(num_prompts=3 * n_ranks, reward=f"{tmp_path / 'slow.py'}:slow", max_steps=50)
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n_ranks}"]
     launch += ["--standalone", f"--shutdown_timeout={10 * len(outs)}"]
-    launch += [script, *flags_of(small_config(tmp_path / "run", **options))]
+    launch += [script, *flags_of(small_config(tmp_path / "run", **options | MORE))]
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(launch, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
@@ -340,11 +342,16 @@ def test_a_launcher_that_kills_in_a_long_rollout_loses_no_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_another_saves_too(tmp_path):
+def test_two_ranks_are_one_process_and_a_rank_that_waits_for_another_saves_too(tmp_path):
+    """As a user starts two ranks."""
     process = start_torchrun(tmp_path, 10, "1", n_ranks=2)
     process.send_signal(signal.SIGTERM)
     process.wait(90)
     assert steps_of(tmp_path / "run") == [2]
+    options = dict(num_prompts=6, reward=f"{tmp_path / 'slow.py'}:slow", max_steps=2)
+    small_run(tmp_path / "one", **options | MORE)
+    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
