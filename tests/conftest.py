@@ -13,3 +13,8 @@ def forget_modules_of_a_test(tmp_path_factory):
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(folder):
             del sys.modules[name]
+
+
+def pytest_collection_modifyitems(items):
+    """Engines first: at the end one test process would wait while the other starts them."""
+    items.sort(key=lambda item: (item.path.stem, "slow" in item.keywords) != ("test_vllm", True))

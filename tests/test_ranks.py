@@ -129,39 +129,40 @@ def test_processes_that_would_be_a_run_each_are_refused(launcher, tmp_path, monk
 # ------------------------------------------------------------------------------------------------
 # torchrun, once and twice
 
-# The first time that rank RANK calls FUNCTION in step 2, it waits to be killed or frozen.
+# The script of each rank. Its first start pauses at the first of PLACES, to be killed or frozen
+# there in step 2; its next start, if there is one, at the next.
 PAUSES = """
 import functools, os, sys, time
 sys.path.insert(0, {here!r})
 import grpo
 from extras import ranks
 ranks.PATIENCE, ranks.GRACE = 3.0, 1.0
+for (function, rank, call), pid in {places!r}:
+    if not os.path.exists(pid):
+        break
 calls = []
-honest = grpo.{function}
+honest = getattr(grpo, function)
 
 @functools.wraps(honest)
 def pauses(*args, **kwargs):
     calls.append(1)
-    if grpo.RANK == {rank} and len(calls) == {call} and not os.path.exists({pid!r}):
-        with open({pid!r} + ".partial", "w") as file:
+    if grpo.RANK == rank and len(calls) == call and not os.path.exists(pid):
+        with open(pid + ".partial", "w") as file:
             file.write(str(os.getpid()))
-        os.rename({pid!r} + ".partial", {pid!r})
+        os.rename(pid + ".partial", pid)
         time.sleep(600)
     return honest(*args, **kwargs)
 
-grpo.{function} = pauses
+setattr(grpo, function, pauses)
 sys.exit(grpo.main())
 """
-PLACES = dict(score=(1, 2), accumulate_gradient=(1, 4), save_model=(0, 2))  # rank, which call
 
 
-def start_two(folder, function, *options, **more):
-    """Two torchruns of a process each. When one pauses: [process], its pid."""
-    rank, call = PLACES[function]
-    pid = folder / "pid"
+def start_two(folder, places, *options, **more):
+    """Two torchruns of a process each. places: (function, rank, which call) of each start."""
     script = folder / "script.py"
-    place = dict(here=HERE, function=function, rank=rank, call=call, pid=str(pid))
-    script.write_text(PAUSES.format(**place))
+    with_pids = [(place, f"{folder}/pid{number}") for number, place in enumerate(places)]
+    script.write_text(PAUSES.format(here=HERE, places=with_pids))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *options]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}"]
     launch += [script, *flags_of(small_config(folder / "run", **more))]
@@ -169,11 +170,17 @@ def start_two(folder, function, *options, **more):
     for node in range(2):
         said = open(folder / f"node{node}", "w")
         processes.append(subprocess.Popen(launch, stdout=said, stderr=said, cwd=folder))
+    return processes
+
+
+def paused(folder, number, processes):
+    """The pid of the process that pauses at this place, once it does."""
+    pid = folder / f"pid{number}"
     deadline = time.monotonic() + 100
     while not pid.exists():
         assert time.monotonic() < deadline and processes[0].poll() is None, said_by(folder)
         time.sleep(0.1)
-    return processes, int(pid.read_text())
+    return int(pid.read_text())
 
 
 def said_by(folder):
@@ -181,22 +188,24 @@ def said_by(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", PLACES)
-def test_torchrun_starts_a_run_again_after_kill_9_and_it_goes_on(function, tmp_path):
-    """In a rollout, an update, a save: by the same command, without --resume."""
-    processes, pid = start_two(tmp_path, function, "--max-restarts", "2", max_steps=3)
-    os.kill(pid, signal.SIGKILL)
+def test_torchrun_starts_a_run_again_after_kill_9_and_it_goes_on(tmp_path):
+    """In a rollout, then in an update, then in a save: by the same command, without --resume."""
+    places = [("score", 1, 2), ("accumulate_gradient", 1, 2), ("save_model", 0, 1)]
+    processes = start_two(tmp_path, places, "--max-restarts", "3", max_steps=3)
+    for number in range(len(places)):
+        os.kill(paused(tmp_path, number, processes), signal.SIGKILL)
     assert [process.wait(100) for process in processes] == [0, 0], said_by(tmp_path)
-    assert "begins at step 1 of 3" in said_by(tmp_path)
+    assert said_by(tmp_path).count("begins at step 1 of 3") == len(places)
     small_run(tmp_path / "one", max_steps=3)
     for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["score", "accumulate_gradient"])
-def test_a_frozen_rank_is_named_and_a_rollout_does_not_wait_for_it(function, tmp_path):
-    processes, pid = start_two(tmp_path, function, max_steps=3)
+@pytest.mark.parametrize("function, call", [("score", 2), ("accumulate_gradient", 4)])
+def test_a_frozen_rank_is_named_and_a_rollout_does_not_wait_for_it(function, call, tmp_path):
+    processes = start_two(tmp_path, [(function, 1, call)], max_steps=3)
+    pid = paused(tmp_path, 0, processes)
     os.kill(pid, signal.SIGSTOP)
     try:
         deadline = time.monotonic() + 20
@@ -211,15 +220,3 @@ def test_a_frozen_rank_is_named_and_a_rollout_does_not_wait_for_it(function, tmp
         for process in processes:  # the other's torchrun learns of nothing
             process.terminate()
             process.wait(60)
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    """As a user starts two ranks."""
-    args = flags_of(small_config(tmp_path / "run", max_steps=2))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, f"{HERE}/grpo.py", *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    small_run(tmp_path / "one", max_steps=2)
-    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)

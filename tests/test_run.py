@@ -441,7 +441,7 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
     """In the rollout, the update, a save, a rename. Resumed each time, the run ends in the bits of
     an undisturbed one."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    options = dict(max_steps=12, num_prompts=8) | options
+    options = dict(max_steps=8, num_prompts=8) | options
     small_run(whole, **options)
     args = flags_of(small_config(out, **options))
     rng = random.Random(0)
@@ -452,7 +452,7 @@ def test_kill_9_at_random_moments_loses_nothing(options, tmp_path):
         said.touch()
         process = fork("tests.common.main", [*args, *more], [said])
         if number < 3:
-            until = f"step {4 * number + 1}/12"
+            until = f"step {2 * number + 1}/8"
             while until not in said.read_text():
                 assert process.is_alive()
                 time.sleep(0.01)

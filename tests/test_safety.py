@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import resource
-import shutil
 import signal
 import struct
 import subprocess
@@ -279,58 +278,99 @@ calls = 0
 def slow(completion, row):
     global calls
     calls += 1
-    if calls > 24 and os.environ["RANK"] in {ranks!r}:
+    if calls > 24 and os.environ.get("RANK", "none") in {ranks!r}:
         time.sleep({seconds})
     return float(len(completion) % 3)
 """
 
 
-def stop_torchrun(tmp_path, seconds, ranks, number, whole_group, n_ranks=1):
-    """Sends the signal in the rollout of step 3. Returns the run's directory."""
+# torchrun starts this as a rank. Each fork is a run of its own, with what torchrun has, a store.
+TWELVE_RUNS = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+import torch
+import grpo
+from extras import fast, flags, rows, runs, screen
+from tools import view
+view.draw = str
+forks = []
+for number in range({n}):
+    forks.append(os.fork())
+    if forks[-1] == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+        flags = [flag.replace({out!r}, {out!r} + str(number)) for flag in sys.argv[1:]]
+        os._exit(grpo.main(flags))
+signal.signal(signal.SIGTERM, lambda *_: None)
+with open({out!r} + ".forks", "w") as file:
+    print(*forks, file=file, flush=True)
+    print(*[os.waitpid(fork, 0)[1] for fork in forks], file=file)
+"""
+
+
+MORE = dict(num_generations=4, save_every=0, call_timeout=60.0)
+
+
+def start_torchrun(tmp_path, seconds, ranks, script=f"{HERE}/grpo.py", outs=("run",), n_ranks=1):
+    """From step 3 on, each reward takes so many seconds on these ranks. Returns the launcher once
+    all runs have logged step 2."""
     (tmp_path / "slow.py").write_text(SLOW.format(ranks=ranks, seconds=seconds))
-    out = tmp_path / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    options = dict(num_prompts=3 * n_ranks, num_generations=4, save_every=0, max_steps=50)
-    options |= dict(reward=f"{tmp_path / 'slow.py'}:slow", call_timeout=60.0)
+    options = dict(num_prompts=3 * n_ranks, reward=f"{tmp_path / 'slow.py'}:slow", max_steps=50)
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n_ranks}"]
-    launch += ["--standalone", "--shutdown_timeout=10"]
-    launch += [f"{HERE}/grpo.py", *flags_of(small_config(out, **options))]
+    launch += ["--standalone", f"--shutdown_timeout={10 * len(outs)}"]
+    launch += [script, *flags_of(small_config(tmp_path / "run", **options | MORE))]
     log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(launch, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen(launch, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() or len(metrics_of(out)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    for out in outs:
+        path = tmp_path / out / "metrics.jsonl"
+        while not path.exists() or path.read_text().count("\n") < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
     time.sleep(0.3)
-    if whole_group:  # as scancel, a preemption and a terminal do
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    process.wait(90)
-    return out
+    return process
 
 
 @pytest.mark.slow
 def test_a_launcher_that_kills_in_a_long_rollout_loses_no_step(tmp_path):
     """torchrun waits for 30 s, here 10, and kills. In a step of 50 s the last one is saved at the
     signal."""
-    out = stop_torchrun(tmp_path, 5, "0", signal.SIGINT, whole_group=False)
-    assert steps_of(out) == [2]
+    process = start_torchrun(tmp_path, 5, "0")
+    process.send_signal(signal.SIGINT)
+    process.wait(90)
+    assert steps_of(tmp_path / "run") == [2]
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_another_saves_too(tmp_path):
-    out = stop_torchrun(tmp_path, 10, "1", signal.SIGTERM, whole_group=False, n_ranks=2)
-    assert steps_of(out) == [2]
+def test_two_ranks_are_one_process_and_a_rank_that_waits_for_another_saves_too(tmp_path):
+    """As a user starts two ranks."""
+    process = start_torchrun(tmp_path, 10, "1", n_ranks=2)
+    process.send_signal(signal.SIGTERM)
+    process.wait(90)
+    assert steps_of(tmp_path / "run") == [2]
+    options = dict(num_prompts=6, reward=f"{tmp_path / 'slow.py'}:slow", max_steps=2)
+    small_run(tmp_path / "one", **options | MORE)
+    for a, b in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "run"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_a_signal_to_launcher_and_ranks_is_one_request(part, tmp_path):
-    """Twelve times in all: the rank's own signal, and the launcher's soon after."""
-    for _ in range(3):
-        out = stop_torchrun(tmp_path, 0.1, "0", signal.SIGTERM, whole_group=True)
-        assert steps_of(out)[-1] == len(metrics_of(out)) >= 2
+def test_a_signal_to_launcher_and_ranks_is_one_request(tmp_path):
+    """As scancel and a preemption send it. Twelve runs, each somewhere in a step, get their own
+    signal, and the launcher's 0.02 to 0.24 s later."""
+    outs = [f"run{number}" for number in range(12)]
+    script = tmp_path / "forks.py"
+    script.write_text(TWELVE_RUNS.format(here=HERE, n=len(outs), out=str(tmp_path / "run")))
+    process = start_torchrun(tmp_path, 0.1, "0", script, outs)
+    for pid in (tmp_path / "run.forks").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.wait(150)
+    codes = (tmp_path / "run.forks").read_text().splitlines()[1]
+    assert codes.split() == ["0"] * len(outs)
+    for out in outs:
+        assert steps_of(tmp_path / out)[-1] == len(metrics_of(tmp_path / out)) >= 2
 
 
 @pytest.mark.slow

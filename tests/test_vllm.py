@@ -1,9 +1,11 @@
 """The vLLM engine: its samples are the policy's after every push, and what a push misses ends the
-run. An engine cannot be started twice in a process, and a start takes 25 CPU seconds: all runs of
-the bundled model on one rank have the same engine."""
+run. An engine cannot be started twice in a process, so its processes are forks of one that has
+imported vLLM, which takes longer than a start; and all runs of the bundled model on one rank have
+the same engine."""
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,11 +24,12 @@ from tests.common import (
     CPU,
     GAP,
     HERE,
+    be_forked,
     draw_from,
     flags_of,
+    free_port,
     lines,
     metrics_of,
-    on_ranks,
     small_config,
     small_run,
     tiny_model,
@@ -44,23 +47,48 @@ FAULTS = {  # what goes wrong from the second push on, and what the run says
 }
 
 
-def in_a_process(function, *args):
-    """What a function of this file prints as JSON in its last line."""
-    code = f"from tests import test_vllm as m; m.{function}(*{list(map(str, args))!r})"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=600)
+def in_forks(*calls):
+    """Calls "module.function", each on so many ranks with these arguments."""
+    pytest.importorskip("vllm")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        pytest.skip("libnuma1 is not installed")
+    code = f"from tests import test_vllm as m; m.fork_all({calls!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+
+
+def fork_all(calls):
+    """One call after the other, up to the first that fails."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for n_ranks, function, *args in calls:
+        meet = dict(WORLD_SIZE=str(n_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        forks = []
+        for rank in range(n_ranks):
+            own = meet | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if n_ranks > 1 else {}
+            forks.append(os.fork())
+            if forks[-1] == 0:
+                be_forked(own, [], HERE, function, args)
+        failed = [os.waitpid(fork, 0)[1] != 0 for fork in forks]
+        if any(failed):
+            sys.exit(f"{function} {args}")
 
 
 # ------------------------------------------------------------------------------------------------
 # A push, for several architectures
 
 
-def gap_after_pushes(kind, tied, folder):
-    """The largest gap to the policy after three pushes: these weights, others, these again. The
-    config says tied even where the head is not."""
-    options = dict(tie_word_embeddings=tied == "True", vocab_size=64)
+def agree_after_pushes(kind, tied, folder):
+    """Three pushes: these weights, others, these again. The config says tied even where the head is
+    not."""
+    options = dict(tie_word_embeddings=tied, vocab_size=64)
     first = tiny_model(kind, **options)
     first.save_pretrained(folder)
     config = json.loads(Path(folder, "config.json").read_text())
@@ -68,7 +96,6 @@ def gap_after_pushes(kind, tied, folder):
     cfg = Config(model=folder, dtype="float32", max_completion_length=16)
     sampler = grpo.VLLMSampler(first, [1], 80, cfg)
     prompts = [np.arange(5, 5 + n) for n in (3, 40, 40, 7)]
-    gaps = []
     for model in (first, tiny_model(kind, seed=7, **options), first):
         sampler.load_weights(model)
         samples = []
@@ -79,7 +106,7 @@ def gap_after_pushes(kind, tied, folder):
             samples.append(Sample(0, Prompt(prompt, "", {}), ids, logps))
         ours, _ = grpo.Policy(model, 0.9)(grpo.collate(samples, CPU))
         theirs = np.concatenate([s.sampler_logps for s in samples])
-        gaps.append(float(np.abs(ours.detach().numpy() - theirs).max()))
+        assert np.abs(ours.detach().numpy() - theirs).max() < 1e-4
         # The same seeds give the same texts, and temperature 0 the most likely token.
         again = draw_from(sampler, prompts, seeds, 0.9)
         assert [ids.tolist() for ids, _ in again] == [s.completion_ids.tolist() for s in samples]
@@ -87,24 +114,15 @@ def gap_after_pushes(kind, tied, folder):
         logits = model(torch.from_numpy(prompts[0])[None]).logits[0, -1]
         assert greedy.tolist() == [int(logits.argmax())]
     sampler.close()
-    print(json.dumps(max(gaps)))
 
 
-def needs_vllm():
-    pytest.importorskip("vllm")
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError:
-        pytest.skip("libnuma1 is not installed")
+KINDS = dict(qwen2=True, llama=False, gemma2=True, mixtral=False)  # is the head tied?
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, tied", [("qwen2", True), ("llama", False), ("gemma2", True), ("mixtral", False)]
-)
-def test_engine_and_trainer_agree_before_and_after_a_push(kind, tied, tmp_path):
-    needs_vllm()
-    assert in_a_process("gap_after_pushes", kind, tied, tmp_path) < 1e-4
+def test_engine_and_trainer_agree_before_and_after_a_push(tmp_path):
+    function = "tests.test_vllm.agree_after_pushes"
+    in_forks(*[(1, function, kind, tied, f"{tmp_path}/{kind}") for kind, tied in KINDS.items()])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -144,7 +162,7 @@ def plant(fault, engine, patch):
 
 
 def runs_of_one_engine(folder):
-    """Prints what a run with each fault says at its end. Before the first push of a resume the
+    """said.json: what a run with each fault says at its end. Before the first push of a resume the
     engine has the weights of another run's end."""
     import vllm
 
@@ -174,45 +192,28 @@ def runs_of_one_engine(folder):
     small_run(f"{folder}/parts", max_steps=2, **adapters)
     small_run(f"{folder}/whole", **adapters)
     small_run(f"{folder}/parts", resume=True, **adapters)
-    print(json.dumps(said))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of the runs, and what those with a fault said."""
-    needs_vllm()
-    folder = tmp_path_factory.mktemp("runs")
-    return folder, in_a_process("runs_of_one_engine", folder)
+    Path(folder, "said.json").write_text(json.dumps(said))
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("engine")
-def test_planted_faults_end_a_run(runs):
-    folder, said = runs
+def test_planted_faults_end_a_run_and_a_resume_and_two_ranks_are_exact(tmp_path):
+    two = flags_of(small_config(tmp_path / "two", rollout="vllm", max_steps=2))
+    one_engine = (1, "tests.test_vllm.runs_of_one_engine", str(tmp_path))
+    in_forks(one_engine, (2, "tests.common.main", *two))
+
+    said = json.loads((tmp_path / "said.json").read_text())
     for fault, words in FAULTS.items():
         assert words in said[fault]
-    assert [m["step"] for m in metrics_of(folder / "none")] == [1, 2, 3]
-    assert all(m[GAP] < 1e-5 for m in metrics_of(folder / "none"))
+    assert [m["step"] for m in metrics_of(tmp_path / "none")] == [1, 2, 3]
+    assert all(m[GAP] < 1e-5 for m in metrics_of(tmp_path / "none"))
 
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("engine")
-def test_resume_to_the_bit_with_vllm_and_adapters(runs):
-    whole, parts = (metrics_of(runs[0] / name) for name in ("whole", "parts"))
+    # With adapters, to the bit.
+    whole, parts = (metrics_of(tmp_path / name) for name in ("whole", "parts"))
     assert whole == parts and [m["step"] for m in whole] == [1, 2, 3, 4]
     assert all(m[GAP] < 1e-4 for m in whole)
 
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("engine")
-def test_two_ranks_with_vllm(runs, tmp_path):
-    """Two engines: the samples of one rank."""
-    flags = flags_of(small_config(tmp_path / "two", rollout="vllm", max_steps=2))
-    done = on_ranks(2, "tests.common.main", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (
-        lines(folder / "completions.jsonl") for folder in (runs[0] / "none", tmp_path / "two")
-    )
+    # Two engines: the samples of one rank.
+    one, two = (lines(tmp_path / name / "completions.jsonl") for name in ("none", "two"))
     assert [row["completion"] for row in two] == [
         row["completion"] for row in one if row["step"] < 3
     ]
