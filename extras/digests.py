@@ -75,13 +75,16 @@ WRITTEN_FOR = dict(
     prompts_of_step="8bfe5595",
     samples_of_eval="e670d561",
     rollout="ed783471",
+    save_if_due="c404d74d",
+    write="253b0ef0",
 )
 
 
-def changed(*names) -> list[str]:
-    """Those of these functions and classes of grpo.py whose code differs from WRITTEN_FOR."""
+def changed(*names, of=None) -> list[str]:
+    """Those of these functions and classes of grpo.py whose code differs from WRITTEN_FOR. of: the
+    object whose methods are meant; None: those of RunFiles."""
     page = sys.modules["grpo"]
-    own = {name: getattr(page, name) for name in names}
+    own = {name: getattr(of or page, name, getattr(page.RunFiles, name, None)) for name in names}
     return [n for n, x in own.items() if of_code(x) != WRITTEN_FOR[n] or is_wrapped(x)]
 
 
@@ -260,5 +263,6 @@ if __name__ == "__main__":
 
     text = Path(__file__).read_text()
     for known in WRITTEN_FOR:
-        text = re.sub(rf'\b{known}="\w*",', f'{known}="{of_code(getattr(grpo, known))}",', text)
+        code = getattr(grpo, known, None) or getattr(grpo.RunFiles, known)
+        text = re.sub(rf'\b{known}="\w*",', f'{known}="{of_code(code)}",', text)
     Path(__file__).write_text(text)

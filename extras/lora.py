@@ -4,6 +4,8 @@ The model is frozen. Adapters are added to all its linear layers but the head. I
 all experts in one tensor, adapters are added to the attention only.
 """
 
+import contextlib
+import copy
 import re
 from collections.abc import Mapping
 
@@ -12,6 +14,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
+
+from extras import ranks
+from extras.errors import require
 
 
 def add_adapters(model, checkpoint: dict, cfg) -> None:
@@ -35,8 +40,13 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     # peft finds the names of experts in model.config, and would mistake other layers for them.
     holder = nn.ModuleList([model]) if has_experts else model
     torch.manual_seed(cfg.seed)  # the same draws on all ranks
+    yours = added_parameters(model)
     config = LoraConfig(r=cfg.lora_rank, lora_alpha=32, target_modules=products)
-    inject_adapter_in_model(config, holder)
+    inject_adapter_in_model(config, holder)  # it freezes all other parameters
+    for p in yours.values():
+        p.requires_grad_(True)
+    if yours:
+        ranks.say(f"your load_model added {', '.join(yours)}: trained beside the adapters")
     adapters = checkpoint.get("adapters", {})
     missing, _ = model.load_state_dict(adapters, strict=False)
     lost = [name for name in missing if ".lora_" in name]
@@ -45,6 +55,15 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
     used = getattr(model, "_weight_conversions", None)
     if not (used or get_model_conversion_mapping(model, add_legacy=False)):
         model._weight_conversions = None  # else transformers would read all and rename none
+
+
+def added_parameters(model) -> dict:
+    """Trainable parameters that your load_model added: another model of this config lacks them."""
+    known = model
+    with contextlib.suppress(Exception), torch.device("meta"):  # a class of yours may differ
+        known = type(model)(copy.deepcopy(model.config))
+    names = {name for name, _ in known.named_parameters()}
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and n not in names}
 
 
 def halve_frozen(model) -> None:
@@ -68,6 +87,9 @@ class AdaptersOff:
         self.collate = policy.collate
 
     def __call__(self, batch: dict):
+        for name, p in self.model.named_parameters():
+            why = f"{name} is trained beside the adapters, so the KL needs a separate model"
+            require(not p.requires_grad or ".lora_" in name, "reference", why)
         layers = [module for module in self.model.modules() if hasattr(module, "lora_A")]
         for layer in layers:
             layer.enable_adapters(False)

@@ -66,26 +66,36 @@ def holds_something(folder: str | Path) -> bool:
     return any(os.path.getsize(path) for path in Path(folder).glob("*"))
 
 
+def config_in(folder: Path) -> dict:
+    """config.json as a dict; {} if your RunFiles writes another file or format."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(Path(folder, "config.json").read_text())
+    return {}
+
+
 # -- Logs
 
 
 def cut_log(path: Path, step: int) -> None:
-    """Removes the lines after this step, which the resumed run writes again. The last line may be
-    incomplete."""
-    length = 0
+    """Removes the rows of later steps, which the resumed run writes again, and an incomplete last
+    row. Lines in another format of yours stay."""
     with open(path, "ab+") as file:
-        file.seek(0)
+        length = file.seek(0)
         for line in file:
-            with contextlib.suppress(ValueError):  # an incomplete line
-                if line.endswith(b"\n") and json.loads(line).get("step", 0) <= step:
-                    length += len(line)
-                    continue
-            break
+            is_over = line.startswith(b"{") and not line.endswith(b"\n")
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                is_over = is_over or json.loads(line)["step"] > step
+            if is_over:
+                break
+            length += len(line)
         file.truncate(length)
 
 
 def without_nan(metrics: dict) -> dict:
-    """JSON has no nan or inf: such metrics are left out."""
+    """JSON has no nan or inf: such metrics are left out. Scalars of numpy and torch become Python's
+    numbers."""
+    scalars = [name for name, x in metrics.items() if getattr(x, "ndim", 1) == 0]
+    metrics = metrics | {name: metrics[name].item() for name in scalars}
     return {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
@@ -216,7 +226,11 @@ class Files(grpo.RunFiles):
         self.completed = 0, {}  # the last complete step, and run.state after it
 
     def load_model(self, cfg, device: torch.device) -> tuple:
-        """Loads the newest checkpoint that can be read."""
+        """Loads the newest checkpoint that can be read. The model of the run is loaded last, since
+        your load_model may keep a reference to it."""
+        of_base = None
+        if cfg.resume and self.checkpoints() and cfg.lora_rank == 0:
+            of_base = digests.of_weights(grpo.load_model(cfg.model, cfg, device))
         while True:
             try:
                 model, saved = super().load_model(cfg, device)
@@ -238,11 +252,10 @@ class Files(grpo.RunFiles):
         self.notes_before = {name: saved[name] for name in names if name in saved}
         loaded = digests.of_weights(model)
         base = model
-        if saved:
-            if cfg.lora_rank > 0:
-                model = None  # frees the merged model: a GPU may not hold two
+        if saved and cfg.lora_rank > 0:
+            model = None  # frees the merged model: a GPU may not hold two
             base = grpo.load_model(cfg.model, cfg, device)
-        self.notes["identity"] = dict(model=digests.of_weights(base))
+        self.notes["identity"] = dict(model=of_base or digests.of_weights(base))
         both = digests.of_values(self.notes["identity"], loaded)
         ranks.require_same({"the weights": both})
         if cfg.lora_rank > 0:
@@ -263,8 +276,8 @@ class Files(grpo.RunFiles):
         self.complete(run)
         before = {}
         if ranks.is_first() and run.step > 0:
-            before = json.loads(Path(self.path, "config.json").read_text()).get("about", {})
-        with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError)):
+            before = config_in(self.path).get("about", {})
+        with mistakes_in(f"--out_dir {self.path}", (OSError, ValueError, TypeError)):
             if ranks.is_first():
                 self.check_room(run)
             super().open(run)
@@ -305,7 +318,7 @@ class Files(grpo.RunFiles):
             raise ValueError("contains files already; name another directory, or use --resume")
         lock(cleanup.enter_context(open(self.path / ".lock", "a")))
         ranks.remember(f"directory of run {len(opened)}", str(self.path))
-        if cfg.report_to != "none":
+        if cfg.report_to in ("wandb", "trackio"):  # other dashboards are yours
             with mistakes_in(f"--report_to {cfg.report_to}"):
                 from extras import dashboard
 
@@ -316,7 +329,7 @@ class Files(grpo.RunFiles):
 
     def write_config(self, run, before: dict) -> None:
         """Adds digests of the files that were read, and first_day, the date of chat templates."""
-        written = json.loads(Path(self.path, "config.json").read_text())
+        written = asdict(run.cfg) | config_in(self.path)
         added = sorted(written.keys() - vars(run.cfg).keys())  # keys of your RunFiles
         config = dict(first_day=run.cfg.began or ranks.now(), added=added) | written
         config |= dict(out_dir=str(self.path), began="", about={})
@@ -325,11 +338,14 @@ class Files(grpo.RunFiles):
             config["about"], edited = digests.about(run, before)
             if edited:
                 ranks.say(f"edited since the run began: {', '.join(edited)}")
-        self.write("config.json", json.dumps(config, indent=1))
+        self.write("config.json", json.dumps(config, indent=1, default=str))
 
     def write(self, name: str, text: str, mode: str = "w") -> None:
         """Writes all or nothing. Log lines that do not fit on the disk wait for the next write."""
         path = self.path / name
+        if mode == "w" and digests.changed("write", of=super()):  # yours may check the name
+            super().write(name, text)
+            return
         if mode == "w":
             super().write(f".{name}", text)
             os.replace(self.path / f".{name}", path)
@@ -345,11 +361,12 @@ class Files(grpo.RunFiles):
             ranks.say(f"a step is not logged yet in {path}: {one_line(error)}")
 
     def log(self, run, metrics: dict, samples: list) -> None:
-        metrics = without_nan(metrics)
+        shown, metrics = metrics, without_nan(metrics)
         try:
             super().log(run, metrics, samples)
         except OSError as error:  # such as a full disk: the run goes on
             ranks.say(f"step {metrics['step']} is not logged: {one_line(error)}")
+        shown |= metrics  # with metrics that your RunFiles added
         if self.dashboard is not None:
             try:
                 self.dashboard.log(metrics)
@@ -389,7 +406,7 @@ class Files(grpo.RunFiles):
     def save_if_due(self, run) -> None:
         self.complete(run, is_due=True)
         super().save_if_due(run)
-        if run.step == self.best_step():
+        if run.step == self.best_step() and not digests.changed("save_if_due", of=super()):
             self.save(run)
 
     def save(self, run, as_it_is: bool = True) -> None:
@@ -416,8 +433,12 @@ class Files(grpo.RunFiles):
         self.must_not_save = False
 
     def trainer_state(self, run) -> dict:
-        named = run.policy.model.named_parameters()
-        adapters = {name: p for name, p in named if ".lora_" in name}
+        named, learned = run.policy.model.named_parameters(), run.optimizer.state
+        adapters = {}  # and other parameters that learn or have learned
+        if run.cfg.lora_rank > 0:
+            adapters = {
+                name: p for name, p in named if ".lora_" in name or p.requires_grad or p in learned
+            }
         now, run.state = run.state, self.completed[1]  # run.state may be a step ahead
         try:
             return dict(adapters=adapters) | self.notes | super().trainer_state(run)
