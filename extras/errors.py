@@ -35,6 +35,8 @@ def mistakes_in(what: str, expected: tuple = (Exception, SystemExit)):
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:500] or type(error).__name__
+    if is_name_of_mark(error):
+        text += ": @extra needs the function's own name, which functools.wraps keeps"
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, MISTAKES) or type(error) is RuntimeError:
         places = [f for f in frames if f.filename == grpo.__file__ and f.name != "wrapped"]
@@ -47,6 +49,12 @@ def one_line(error: BaseException) -> str:
     return text
 
 
+def is_name_of_mark(error: BaseException) -> bool:
+    """True if a marked function was renamed, or a decorator below @extra hides its name."""
+    obj = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    return obj is grpo or getattr(obj, "__name__", "").startswith("extras.")
+
+
 def require(condition, flag: str, why: str) -> None:
     if not condition:
         raise ConfigError(f"--{flag}: {why}")
@@ -54,7 +62,8 @@ def require(condition, flag: str, why: str) -> None:
 
 def describe(error: BaseException) -> tuple:
     """The error's line and exit code. An empty line means that the traceback is needed."""
-    if isinstance(error, (ConfigError, ImportError)):  # a missing package or file
+    is_missing = isinstance(error, ImportError) or is_name_of_mark(error)
+    if is_missing or isinstance(error, ConfigError):
         return one_line(error), 2
     if isinstance(error, TrainingError):
         return str(error), 1

@@ -21,8 +21,14 @@ PATIENCE = 10.0  # seconds from the end of the run to the end of the process
 
 
 def print_help():
-    """Prints the lines of Config, since argparse's own help has no comments."""
-    _, _, fields = inspect.getsource(grpo.Config).partition("class Config:\n")
+    """Prints the lines of Config and its bases, since argparse's own help has no comments."""
+    fields = ""
+    for kind in grpo.Config.__mro__[-2::-1]:
+        with contextlib.suppress(OSError, TypeError):  # made by make_dataclass
+            header = r"(?s).*?\bclass \w+(\([^)]*\))?:.*?\n"
+            fields += re.sub(header, "", inspect.getsource(kind), count=1)
+    hidden = {name: x for name, x in vars(grpo.Config()).items() if f" {name}: " not in fields}
+    fields += "".join(f"    {name}: {x!r}\n" for name, x in hidden.items())
     print("usage: python grpo.py [--name value] ...\n")
     print(re.sub(r"(?m)^ +(?=\w+: )", "  --", fields).replace("    # ", "# "))
     print("Without --model: the bundled task, with the values of BUNDLED in grpo.py.")

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -23,7 +24,6 @@ from transformers.utils.hub import cached_file
 import grpo
 from extras import digests, fast, preflight, ranks
 from extras.errors import cleanup, mistakes_in, require
-from reward import load_rewards
 
 
 def checked(cfg):
@@ -34,7 +34,7 @@ def checked(cfg):
         preflight.check_values(cfg)
         preflight.check_marks(cfg)
     with mistakes_in(f"--reward {cfg.reward}"):
-        load_rewards(cfg.reward)
+        grpo.load_rewards(cfg.reward)
     model = cfg.model
     if os.path.isdir(model):  # else a name on the hub
         model = os.path.abspath(model)
@@ -53,6 +53,9 @@ def say(message) -> None:
 
 def config_of(path: str):
     preflight.check_folder(path)
+    adapters = Path(path, "adapter_config.json")
+    if adapters.exists():  # your load_model adds them to this model
+        path = json.loads(adapters.read_text())["base_model_name_or_path"]
     return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 

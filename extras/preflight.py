@@ -117,8 +117,8 @@ SERVES = dict(
 def check_marks(cfg):
     """Rejects a flag that would be ignored, because the @extra that it needs has been deleted."""
     for name, flags in SERVES.items():
-        is_marked = digests.is_marked(getattr(grpo, name))
-        for flag in flags.split():
+        is_marked = digests.is_marked(getattr(grpo, name, None))
+        for flag in grpo.ONLY_WITH_EXTRAS.keys() & flags.split():  # others are yours
             if not is_marked and getattr(cfg, flag) not in (grpo.ONLY_WITH_EXTRAS[flag], "off"):
                 raise ValueError(f"--{flag}: grpo.{name} has no @extra, which this flag needs")
 
@@ -299,7 +299,7 @@ def check_folder(path):
         raise ValueError(f"is {kind}: name the folder or hub model that it was made from")
     if path.startswith((".", "/")) and not os.path.isdir(path):
         raise ValueError("no such folder")
-    if os.path.exists(f"{path}/adapter_config.json"):
+    if os.path.exists(f"{path}/adapter_config.json") and not digests.changed("load_model"):
         raise ValueError("contains adapters: merge them into their model first")
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import transformers
 from tqdm import tqdm
 
+import grpo
 from extras import digests, preflight, ranks
 from extras.errors import ConfigError, one_line, require
 from extras.tokens import text_message
-from reward import load_function, load_rewards
+from reward import load_function
 
 ROLE = r"""\s*\[\s*\{\s*["'](role|content)["']\s*:"""
 END = object()  # end of the rows; not None, as null may be a row
@@ -172,7 +173,7 @@ def loaded(reward: str, environment: str) -> tuple:
     """The reward functions, and the environment or None."""
     from extras import agents
 
-    return load_rewards(reward), agents.load(environment) if environment else None
+    return grpo.load_rewards(reward), agents.load(environment) if environment else None
 
 
 class Encoder:

@@ -102,7 +102,9 @@ def test_the_table_of_known_code_is_new():
     """`python -m extras.digests` renews it. Each Python from 3.11 on must compute the same: they
     differ in f-strings."""
     assert digests.changed(*digests.WRITTEN_FOR) == []
-    page = {getattr(node, "name", ""): node for node in ast.parse(TEXT).body}
+    nodes = ast.parse(TEXT).body
+    [files] = (node for node in nodes if getattr(node, "name", "") == "RunFiles")
+    page = {getattr(node, "name", ""): node for node in files.body + nodes}
     for name in digests.WRITTEN_FOR:
         assert not [x for x in ast.walk(page[name]) if isinstance(x, ast.JoinedStr)], name
 
@@ -463,6 +465,151 @@ def test_the_pages_value_wins(tmp_path):
         assert b'"lora_A"' in (saved / "model.safetensors").read_bytes()[:10000]
         if flags:
             same_numbers(page / "run", page / "plain")
+
+
+OF_FILES = r"""
++    logs: Path = Path("my/logs")
+     seed: int = 0
+
+-    report_to: Literal["none",
++    report_to: Literal["none", "tensorboard",
+
+-            self.write("config.json", json.dumps(asdict(run.cfg), indent=1))
++            self.write("config.json", json.dumps(asdict(run.cfg), default=str))
+
+-        self.history.append(metrics)
++        metrics["tokens_per_s"] = 7.5
++        self.history.append(metrics)
+
+-            rows.append(dict(step=run.step, group=s.group) | texts | dict(reward=s.reward))
++            rows.append(dict(step=f"{run.step}/3", group=s.group) | texts | dict(reward=s.reward))
+
++        text = text.replace("{", '{"note": "mine",', 1) if name == "config.json" else text
+         with open(self.path / name, mode) as file:
+
+-        if run.is_due(run.cfg.save_every):
+-            self.save(run)
++        return
+
+-    return "".join(json.dumps(row) + "\n" for row in rows)
++    indents = [0 if row.get("group") == 0 else None for row in rows]
++    texts = [json.dumps(row, indent=n) for row, n in zip(rows, indents)]
++    return "".join(f"{text}\n" for text in texts)
+
++    accuracy = np.float32(run.step)
+     metrics = dict(eval_accuracy
+
+-    model, info = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
+-    for name in info["missing_keys"]:  # they would be random
+-        raise ValueError("its files have no weights for " + name)
+-    return model.to(device).eval()
++    global LAST
++    import peft
++    model = kind.from_pretrained(cfg.model, dtype=dtype)
++    if os.path.exists(f"{path}/adapter_config.json"):
++        LAST = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
++    else:
++        LAST = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
++    return LAST
+
+-    run_loop(run)
++    print("MY MODEL IS", LAST is run.policy.model)
++    run_loop(run)
+
+-class Config:
++class MyFlags:
++    mine: int = 7  # MY OWN
++
++
++@dataclass
++class Config(MyFlags):
+"""
+
+
+def test_files_of_mine_and_flags_of_mine(tmp_path):
+    """Logs in a layout of mine are not cut; of the others see tests/test_safety.py."""
+    page = page_with(tmp_path / "page", patched(OF_FILES))
+    options = dict(eval_data=small_rows(tmp_path), eval_every=1, beta=0.0)
+    for steps in (2, 3):
+        flags = ["--report_to", "tensorboard", "--logs", "here"]
+        said = run_page(page, *flags, max_steps=steps, resume=steps == 3, **options)
+        assert said.count("tokens_per_s 7.5") == {2: 5, 3: 2}[steps]  # steps and evals
+        assert "MY MODEL IS True" in said
+        assert [path[-1] for path in checkpoints(page / "run")] == ["2", "3"][: steps - 1]
+        text = Path(page, "run", "completions.jsonl").read_text()
+        assert [text.count(f'"step": "{step}/3"') for step in (1, 2, 3)][:steps] == [15] * steps
+        config = json.loads(Path(page, "run", "config.json").read_text())
+        assert config["note"] == "mine" and config["logs"] == "here" and config["about"]["files"]
+    assert [m["eval_accuracy"] for m in metrics_of(page / "run")[::2]] == [0, 1, 2, 3]
+    said = run_page(page, "--help")
+    assert "--mine: int = 7  # MY OWN\n" in said and "--seed: int = 0" in said
+
+
+MORE_LEARN = r"""
+-    return model.to(device).eval()
++    model.scale = nn.Parameter(torch.ones(1))
++    model.lm_head.register_forward_hook(lambda module, _, y: y * model.scale)
++    return model.to(device).eval()
+
++    policy.model.model.norm.weight.requires_grad_(True)
+     options: dict = dict(lr=cfg.learning_rate, w
+
+-    run_loop(run)
++    show_mine = lambda: print("MINE", model.scale.item(), *model.model.norm.weight.tolist())
++    model = run.policy.model
++    show_mine()
++    run_loop(run)
++    show_mine()
+"""
+
+
+def test_what_learns_beside_adapters_is_saved_and_refuses_a_reference_without(tmp_path):
+    page = page_with(tmp_path / "page", patched(MORE_LEARN))
+    said = run_page(page, "--lora_rank", "2", beta=0.0)
+    begin, end = (line.split()[1:] for line in said.split("\n") if line.startswith("MINE"))
+    assert begin[0] == "1.0" != end[0] and not set(begin[1:]) & set(end[1:])
+    said = run_page(page, "--lora_rank", "2", beta=0.1, max_steps=2, resume=True, code=2)
+    assert f"MINE {' '.join(end)}\n" in said and "error: --reference: " in said
+
+
+ELSEWHERE = r"""
+-    log_completions=64, report_to="none")
++    log_completions=64, report_to="none"); del ONLY_WITH_EXTRAS["weight_decay"]
+
+-@extra("models")
+-def make_optimizer(
++def make_optimizer(
+
+-        with open(self.path / name, mode) as file:
++        (self.path / "logs").mkdir(exist_ok=True)
++        with open(self.path / "logs" / name, mode) as file:
+
++def load_rewards(spec, theirs=load_rewards):
++    return theirs(spec.replace("mine", "overlong"))
++
++
+ HERE = os
+"""
+
+
+def test_files_elsewhere_rewards_and_a_served_flag_of_mine(tmp_path):
+    page = page_with(tmp_path / "page", patched(ELSEWHERE.replace("    log_c", "dict(log_c")))
+    run_page(page, "--weight_decay", "0.1", reward="mine")
+    assert len(metrics_of(page / "run" / "logs")) == 1
+    config = json.loads(Path(page, "run", "logs", "config.json").read_text())
+    assert config["weight_decay"] == 0.1 and config["about"]["files"]
+
+
+def test_a_mark_over_another_name_is_one_line(tmp_path):
+    """Renamed; or below it a decorator that hides the name."""
+    hidden = '@extra("models")\n@(lambda f: lambda *args: f(*args))\ndef load_tokenizer('
+    edits = [("make_optimizer", [("def make_optimizer(", "def my_optimizer(")])]
+    edits[0][1].append(("optimizer = make_optimizer(", "optimizer = my_optimizer("))
+    edits.append(("<lambda>", [('@extra("models")\ndef load_tokenizer(', hidden)]))
+    for number, (name, pairs) in enumerate(edits):
+        said = run_page(page_with(tmp_path / f"{number}", replaced(*pairs)), code=2)
+        assert "Traceback" not in said and "error: " in said and "functools.wraps" in said
+        assert name.replace("make", "my") in said
 
 
 def test_what_cannot_count_is_refused_or_names_the_line(tmp_path):
