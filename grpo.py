@@ -729,7 +729,7 @@ def sample_metrics(samples: list[Sample]) -> dict:
     groups = {s.group for s in samples}
     with_signal = {s.group for s in samples if s.advantages_in_loss.any()}
     metrics = {
-        "frac_reward_zero_std": 1 - len(with_signal) / len(groups),  # no advantage in the loss
+        "frac_reward_zero_std": 1 - len(with_signal) / len(groups),
         "completions/mean_length": float(np.mean(lengths)),
         "completions/clipped_ratio": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tokens": sum(s.total_length for s in samples),

@@ -131,7 +131,7 @@ def check_cards(cfg) -> None:
     if is_there and cfg.device != "cpu":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", grpo.LOCAL_RANK + 1))
         cards = torch.cuda.device_count()
-        require(ranks <= cards, "device", f"{ranks} ranks need a GPU each, but there are {cards}")
+        require(ranks <= cards, "device", f"{ranks} ranks need a GPU each, and {cards} can be used")
     if not is_there and cfg.device == "auto" and has_card():
         why = "there is a GPU that torch cannot use: its driver is too old, or torch is a CPU build"
         raise ConfigError(f"--device: {why}; --device cpu runs without it")

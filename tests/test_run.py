@@ -117,7 +117,7 @@ def test_gpus_that_no_rank_can_use_are_said_in_a_line(tmp_path, monkeypatch, cap
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert grpo.main(["--out_dir", f"{tmp_path}/run"]) == 2
-    assert "2 ranks, but 1 GPU" in capfd.readouterr().err
+    assert "2 ranks need a GPU each, and 1 can" in capfd.readouterr().err
 
 
 def test_the_help_has_all_flags(capsys):
