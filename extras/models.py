@@ -75,8 +75,9 @@ def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
         if not is_yours:  # BERT's cleanup, set in others: rewards would get "x!= y" for "x != y"
             tokenizer.clean_up_tokenization_spaces = False
     write = datetime.fromisoformat(cfg.began or ranks.now()).strftime
-    template = functools.partial(tokenizer.apply_chat_template, strftime_now=write)
-    tokenizer.apply_chat_template = template
+    if hasattr(tokenizer, "apply_chat_template"):  # a class of yours may have none
+        template = functools.partial(tokenizer.apply_chat_template, strftime_now=write)
+        tokenizer.apply_chat_template = template
     if path != cfg.reference:
         say(preflight.check_think_tag(tokenizer))
     return tokenizer

@@ -9,10 +9,13 @@ grpo.py alone reads JSON lines, and uses messages as they are. Parquet's types b
     other times, durations, UUID, bytes  Python's types; extras/preflight.py rejects some
 """
 
+import contextlib
 import csv
 import functools
 import importlib
+import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -37,11 +40,13 @@ place: dict = dict(file="", row=0, rows=0)
 
 # -- A file -> rows
 def read_rows(plain, path: str, *args, **kwargs):
-    """Reads files, functions or the hub."""
+    """Reads files, functions or the hub. A read_rows of yours may read several files at once."""
     place["rows"] = 0
-    for one in digests.paths_of(path):
+    whole = rows_of_yours(plain, path, *args, **kwargs)
+    for one in [path] if whole else digests.paths_of(path):
         place.update(file=one, row=0)
-        rows = iter(tqdm(rows_of(plain, one, *args, **kwargs), one, unit=" rows", **bar()))
+        rows = whole or rows_of(plain, one, *args, **kwargs)
+        rows = iter(tqdm(rows, one, unit=" rows", **bar()))
         while True:
             place["row"] += 1
             row = next(rows, END)
@@ -55,22 +60,26 @@ def bar() -> dict:
     return dict(delay=10, disable=not ranks.is_first())  # shown after 10 s
 
 
+def rows_of_yours(plain, path: str, *args, **kwargs):
+    """None: read_rows is not yours, or does not know this kind, as its first row shows."""
+    if digests.changed("read_rows"):
+        with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, OSError):
+            rows = iter(plain(path, *args, **kwargs))
+            first = [*itertools.islice(rows, 1)]
+            if all(isinstance(row, dict) for row in first):
+                return itertools.chain(first, rows)
+
+
 def rows_of(plain, path: str, *args, **kwargs):
     """`plain` reads only JSON lines. If it is yours, it is tried on other files, too."""
+    if rows := rows_of_yours(plain, path, *args, **kwargs):
+        return rows
     kind = Path(path).suffix.lower()
     if ".py:" in path:
         return load_function(path)()
     text = ""
     if kind in (".json", ".jsonl", ".ndjson"):
         text = Path(path).read_text("utf-8-sig").lstrip()
-    is_plain = text and not text.startswith("[")
-    if digests.changed("read_rows") and not is_plain:
-        try:
-            rows = list(plain(path, *args, **kwargs))
-            if all(isinstance(row, dict) for row in rows):
-                return rows
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError):  # yours cannot read this kind
-            pass
     parse = json.JSONDecoder(object_pairs_hook=preflight.json_object).decode
     if text.startswith("["):
         return parse(text)
@@ -149,6 +158,7 @@ def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
     """A row that cannot be used ends the run."""
     flag = "train_data" if path == cfg.train_data else "eval_data"
     loaded.cache_clear()
+    encoder_of.cache_clear()
     place.update(file=path, row=0, rows=0)
     try:
         prompts = plain(path, tokenizer, cfg, *args, **kwargs)
@@ -182,8 +192,10 @@ class Encoder:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.n_added = tokenizer.num_special_tokens_to_add()
+        self.keep_eos = digests.changed("load_tokenizer")  # yours may add it on purpose
         kind, own = type(tokenizer), transformers.PreTrainedTokenizerFast  # a subclass may differ
         same = [getattr(kind, f, 0) is getattr(own, f) for f in ("__call__", "_encode_plus")]
+        same.append("_encode_plus" not in vars(tokenizer))
         tokenizer("")  # resets a truncation set in its file
         self.encode = tokenizer.backend_tokenizer.encode if all(same) else None
 
@@ -196,7 +208,11 @@ class Encoder:
         return dict(input_ids=self.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
-encoder_of = functools.lru_cache(2)(Encoder)
+@functools.lru_cache(2)
+def encoder_of(tokenizer) -> Any:
+    """The tokenizer itself if its class is yours, or make_prompt, which may use all of it."""
+    is_known = isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+    return Encoder(tokenizer) if is_known and not digests.changed("make_prompt") else tokenizer
 
 
 def copy_of(cfg):  # copy.copy takes 6 us
@@ -214,10 +230,13 @@ def make_prompt(
     if _said is None:
         preflight.check_row(row, rewards, environment, cfg)
     own = copy_of(cfg)
-    own._opening = _said or "", tokenizer, environment  # for content_of
+    opening = _said or "", tokenizer, environment
+    vars(own).update(_opening=opening)  # for content_of; a Config of yours may be frozen
     encoder = encoder_of(tokenizer)
     try:
         prompt = plain(row, row_number, encoder, own, *args, **kwargs)
+        if not isinstance(prompt, grpo.Prompt):  # yours, for a load_prompts of yours
+            return prompt
         prompt.text[0]
     except Exception as error:
         content = row.get("prompt")
@@ -228,9 +247,10 @@ def make_prompt(
             why = f"has no column 'prompt', only {', '.join(row)}: use one in --prompt_template"
         raise ValueError(why) from error
     preflight.check_prompt(row, prompt.messages, prompt.text, tokenizer, cfg)
+    if encoder is tokenizer:  # the ids are yours
+        return prompt
     if prompt.messages is None and encoder.n_added > 0:
-        if not digests.changed("make_prompt"):  # else BOS and EOS are yours
-            prompt.ids = without_added_ends(prompt, tokenizer)
+        prompt.ids = without_added_ends(prompt, tokenizer, encoder.keep_eos)
     if row_number == 0 and _said is None:
         told = preflight.check_tokenizer(tokenizer, prompt)
         if told:
@@ -238,20 +258,20 @@ def make_prompt(
     return prompt
 
 
-def without_added_ends(prompt, tokenizer):
+def without_added_ends(prompt, tokenizer, keep_eos):
     """The ids without a second BOS (a rendered chat has one already), and without an EOS that the
     tokenizer added."""
     ids, eos = prompt.ids, tokenizer.eos_token_id
     if prompt.text.startswith(tokenizer.bos_token or "\0") and ids[0] == ids[1]:
         ids = ids[1:]
     own = prompt.text.endswith(tokenizer.eos_token or "\0") and ids[-2] != eos
-    return ids[:-1] if ids[-1] == eos and not own else ids
+    return ids[:-1] if ids[-1] == eos and not (own or keep_eos) else ids
 
 
 def content_of(plain, row: dict, cfg, *args, **kwargs):
     """Messages in the form that templates need. In a CSV they are JSON texts, and --prompt_template
     may be just their column, as {chat}."""
-    template = with_newlines(cfg.prompt_template)
+    given, template = row, with_newlines(cfg.prompt_template)
     column = template[1:-1] if template else "prompt"
     chat = row.get(column)
     if isinstance(chat, str) and re.match(ROLE, chat):
@@ -262,15 +282,20 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
     if isinstance(chat, list):
         row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
     said, tokenizer, environment = getattr(cfg, "_opening", ("", None, None))
-    if template:
+    if template and calls_format(plain):
         template = format_of(template, row)
     elif environment is not None and environment.classes and "prompt" not in row:
         row = row | dict(prompt=[dict(role="user", content="")])  # as in TRL: reset() has the text
     filled = cfg
     if template != cfg.prompt_template:
         filled = copy_of(cfg)
-        filled.prompt_template = template
-    content = plain(row, filled, *args, **kwargs)
+        vars(filled).update(prompt_template=template)
+    try:
+        content = plain(row, filled, *args, **kwargs)
+    except Exception:
+        if row is given:
+            raise
+        content = plain(given, cfg, *args, **kwargs)  # yours may parse a chat's JSON itself
     if content and isinstance(content, str) and cfg.system_prompt:
         content = [dict(role="user", content=content)]
     if not isinstance(content, list):
@@ -286,12 +311,20 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         content, options["tools"] = environment.open_chat(content, row, said, tokenizer)
     elif row.get("tools"):  # a single turn, which may call them
         options["tools"] = preflight.schemas_of(row) or None
-    if tokenizer is not None and not (tokenizer.chat_template or options.get("chat_template")):
+    known = getattr(tokenizer, "chat_template", None) or options.get("chat_template")
+    if tokenizer is not None and not known and not digests.changed("make_prompt", "load_tokenizer"):
         mend = "leave out --system_prompt and --chat, and use texts as prompts"
         raise ValueError(f"the tokenizer has no chat template: {mend}")
-    if tokenizer is not None:
-        cfg.chat_template_kwargs = json.dumps(options)  # for this row; make_prompt reads it next
+    if tokenizer is not None:  # for this row; make_prompt reads it next
+        vars(cfg).update(chat_template_kwargs=json.dumps(options))
     return content
+
+
+@functools.cache
+def calls_format(content_of) -> bool:
+    """As format_of expects. A content_of of yours may fill in the template in another way."""
+    code = getattr(inspect.unwrap(content_of), "__code__", None)
+    return "format" in getattr(code, "co_names", ())
 
 
 def format_of(template: str, row: dict) -> str:

@@ -121,7 +121,8 @@ def more_columns(rows: list[dict], samples: list, tokenizer) -> list[dict]:
         if s.group in detailed:
             tokens = dict(logp=s.sampler_logps, advantage=s.advantages, sampled=s.sampled)
             tokens = {name: x.astype(float).round(3).tolist() for name, x in tokens.items()}
-            row["tokens"] = tokens | dict(text=tokenizer.batch_decode(s.completion_ids[:, None]))
+            texts = [tokenizer.decode(i) for i in s.completion_ids[:, None]]
+            row["tokens"] = tokens | dict(text=texts)
         shown.append(without_nan(row | own))
     return shown
 

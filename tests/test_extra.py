@@ -612,6 +612,89 @@ def test_a_mark_over_another_name_is_one_line(tmp_path):
         assert name.replace("make", "my") in said
 
 
+SEEN = """
+     run_loop(run)
++    seen = [[p.text, run.tokenizer.decode(p.ids)] for p in run.train_prompts]
++    Path("seen.json").write_text(json.dumps(seen))
+"""
+# Of each page, how it makes prompts: rows of all files in turns, chats in JSON, a cut on the left;
+# another way to fill in --prompt_template, ids that are not the file's; a class of its own.
+PROMPTS = """
+-@dataclass
++@dataclass(frozen=True)
+ class Config:
+
+-    return [p for p in prompts if len
++    return [p for p in prompts if p and len
+
+-    with open(path, encoding="utf-8-sig") as lines:  # some editors write a byte order mark
+-        yield from map(json.loads, filter(str.strip, lines))
++    lines = [line for many in zip(*map(open, path.split(","))) for line in many]
++    yield from (json.loads(line) for line in lines if not line.startswith("//"))
+
+-    text, messages = content_of(row, cfg), None
++    text, messages = content_of(row, cfg), None
++    if text is None:
++        return None
++    tokenizer.truncation_side = "left"
++    tokenizer.chat_template = "{{ messages[0].content }}="
+
+-    ids = tokenizer(text, add_special_tokens=messages is None)["input_ids"]
++    ids = tokenizer.encode(text, truncation=True, max_length=4)
+
+-    content = row.get("prompt")
++    content = row["prompt"] and json.loads(row["prompt"])
+"""
+FILLED = """
+-        content = cfg.prompt_template.format(**row)
++        content = cfg.prompt_template.replace("{{prompt}}", row["prompt"])
+
+-    return transformers.AutoTokenizer.from_pretrained(path)
++    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
++    make, ids = tokenizer._encode_plus, dict(special_tokens=[("<eos>", 1)])
++    from tokenizers.processors import TemplateProcessing
++    end = TemplateProcessing("$A <eos>", **ids)
++    tokenizer.backend_tokenizer.post_processor = end
++    tokenizer._encode_plus = lambda text, **options: make("<pad>" + text, **options)
++    return tokenizer
+"""
+OWN_CLASS = """
++class Digits:
++    eos_token_id = 1
++
++    def __call__(self, text, **options):
++        return dict(input_ids=[5 + "0123456789+= ".index(letter) for letter in text])
++
++    def decode(self, ids, **options):
++        return "".join("0123456789+= "[i - 5] for i in ids if i > 4)
++
++    def save_pretrained(self, folder): ...
++
++
+ @extra("models")
+ def load_tokenizer(
+
+-    return transformers.AutoTokenizer.from_pretrained(path)
++    return Digits()
+"""
+
+
+def test_rows_prompts_and_ids_are_those_that_the_page_makes(tmp_path):
+    chats = [json.dumps([dict(role="user", content=f"{i}+{i}")]) for i in range(10, 14)]
+    texts = [json.dumps(dict(prompt=chat)) + "\n" for chat in chats]
+    expected = [[f"{i}+{i}=", f"+{i}="] for i in (10, 12, 13)]
+    cases = [(PROMPTS, "a.jsonl,b.jsonl", "", expected)]
+    cases += [(FILLED, "c.jsonl", "{{prompt}}0=", [["7+10=", "<pad>7+10=<eos>"]])]
+    cases += [(OWN_CLASS, "c.jsonl", "{prompt}0=", [["7+10=", "7+10="]])]
+    for n, (change, files, template, expected) in enumerate(cases):
+        page = page_with(tmp_path / str(n), patched(SEEN, patched(change)))
+        (page / "a.jsonl").write_text(texts[0] + "// a note\n" + texts[3])
+        (page / "b.jsonl").write_text('{"prompt": null}\n' + texts[2] + '{"prompt": null}\n')
+        (page / "c.jsonl").write_text('{"prompt": "7+1"}\n')
+        run_page(page, train_data=files, prompt_template=template)
+        assert json.loads((page / "seen.json").read_text()) == expected, change
+
+
 def test_what_cannot_count_is_refused_or_names_the_line(tmp_path):
     """An error in a function of the page; a mark that serves a flag and is gone, train's, too."""
     page = page_with(tmp_path / "page", replaced(("    cache = None  #", "    cache = oops  #")))
