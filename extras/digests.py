@@ -70,6 +70,7 @@ WRITTEN_FOR = dict(
     resolve_auto="6310a68e",
     load_reference="780ab9db",
     load_tokenizer="5510918b",
+    content_of="c596de4c",
     make_prompt="91c0f8eb",
     read_rows="8e84d75b",
     prompts_of_step="8bfe5595",

@@ -293,7 +293,7 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
     try:
         content = plain(row, filled, *args, **kwargs)
     except Exception:
-        if row is given:
+        if row is given or not digests.changed("content_of"):
             raise
         content = plain(given, cfg, *args, **kwargs)  # yours may parse a chat's JSON itself
     if content and isinstance(content, str) and cfg.system_prompt:
