@@ -210,8 +210,8 @@ class Encoder:
 
 @functools.lru_cache(2)
 def encoder_of(tokenizer) -> Any:
-    """The tokenizer itself if its class is yours, or make_prompt, which may use all of it."""
-    is_known = isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+    """The tokenizer itself if make_prompt is yours, which may use all of it, or a simple class."""
+    is_known = hasattr(tokenizer, "num_special_tokens_to_add")
     return Encoder(tokenizer) if is_known and not digests.changed("make_prompt") else tokenizer
 
 
