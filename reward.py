@@ -223,6 +223,8 @@ def load_function(spec: str):
     """Returns `name` of "path/to/file.py:name", by `import file`. Errors: a one-line ValueError."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().absolute()
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent))  # for its own imports, and for child processes
     try:
         module = import_module(path.stem)

@@ -56,7 +56,13 @@ def config_of(path: str):
     adapters = Path(path, "adapter_config.json")
     if adapters.exists():  # your load_model adds them to this model
         path = json.loads(adapters.read_text())["base_model_name_or_path"]
-    return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        why = "the model needs custom code of its own (trust_remote_code), which is never run here"
+        raise ValueError(why) from error
 
 
 def load_tokenizer(plain, path: str, cfg, *args, **kwargs):

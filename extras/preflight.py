@@ -139,6 +139,8 @@ def check_row(row, rewards, environment, cfg):
     for reward in rewards:
         try:
             reward.check_row(row)
+        except ModuleNotFoundError:
+            raise
         except Exception as error:
             raise ValueError(f"--reward {reward.name}: {error}") from error
     for column, value in row.items():

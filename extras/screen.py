@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections import Counter
 
 import numpy as np
 import torch
@@ -119,9 +120,9 @@ def details(samples: list) -> dict:
 def show_failures(samples: list, is_first: bool) -> None:
     """Prints failures, and how often functions returned None, perhaps for a forgotten `return`: in
     the first step for all functions, later only if a sample has no reward at all."""
-    failures = [s.failure for s in samples if s.failure]
-    if failures:
-        ranks.say(f"in {len(failures)} of {len(samples)} samples: {failures[0]}")
+    failures = Counter(s.failure for s in samples if s.failure)
+    for failure, n in failures.most_common(3):
+        ranks.say(f"in {n} of {len(samples)} samples: {failure}")
     for name in samples[0].rewards:
         n = sum(math.isnan(s.rewards[name]) for s in samples)
         if n and (is_first or any(math.isnan(s.reward) for s in samples)):

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 import transformers
 
 import grpo
-from extras import errors, models
+from extras import errors, models, screen
 from extras.errors import ConfigError, TrainingError
 from grpo import Config
 from reward import load_function
@@ -172,6 +174,19 @@ def test_models_that_cannot_be_trained_are_one_line(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigError, match=word):
             grpo.load_model(str(tmp_path), Config(), CPU)
+
+
+def test_failures_of_two_kinds_are_both_said(capsys):
+    samples = [SimpleNamespace(failure=f, rewards={}, reward=0.0) for f in ("a", "b", "", "b")]
+    screen.show_failures(samples, True)
+    assert capsys.readouterr().out.split() == "in 2 of 4 samples: b in 1 of 4 samples: a".split()
+
+
+def test_a_package_that_a_reward_needs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    path = write(tmp_path, [dict(prompt="1+2=", answer="3")])
+    with pytest.raises(ConfigError, match=r"pip install 'math-verify\[antlr4_13_2\]'"):
+        prompts_in(path, tokenizer_of(f"{HERE}/sample_data/model"), rewards="math")
 
 
 def test_an_eval_by_other_weights_ends_the_run(tmp_path, monkeypatch):

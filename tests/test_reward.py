@@ -328,7 +328,7 @@ LOAD_ERRORS = {
     "gsm9k": "'answer', 'gsm8k', 'math', 'format', 'countdown', 'overlong', 'environment'",
     **dict.fromkeys(("gsm8k:nan", "gsm8k:", "gsm8k:a", "", "gsm8k,"), "file.py:function[:weight]"),
     "gsm8k,gsm8k:2": "two rewards are called gsm8k",
-    "missing.py:f": "No module named 'missing'",
+    "missing.py:f": "no such file",
     "FILE:nothing": "nothing",
     "FILE:constant": "3 is not a callable",
     **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), "is no fn(completion, row)"),

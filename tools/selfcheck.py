@@ -95,4 +95,6 @@ if __name__ == "__main__":
     parser.add_argument("script")
     parser.add_argument("--only", nargs=1, choices=QUESTIONS, default=QUESTIONS)
     args, flags = parser.parse_known_args()
+    if not os.path.exists(args.script):
+        parser.error(f"{args.script}: no such file")
     sys.exit(main(args.only, args.script, *flags))
