@@ -283,6 +283,8 @@ def leave(error: BaseException) -> None:
         traceback.print_exception(error)
     word = "error" if why == own else "ends"
     tell(node, rank, f"{word}: {why}")
+    if is_first() and not is_torchruns():
+        time.sleep(1)  # the store is in this process, and the others ask it who failed first
     with saving:
         os._exit(code)
 
