@@ -228,7 +228,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
 
     scale: what r - mean is divided by. "group": the standard deviation of the group, so that
     rewards of 0 and 1 teach as much as 0 and 100 (DeepSeekMath, arXiv 2402.03300). "batch": the
-    one of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
+    standard deviation of all rewards. "none": nothing (Dr. GRPO, arXiv 2503.20783).
     """
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     mean = grouped.nanmean(1, keepdim=True)  # [N / G, 1]

@@ -82,8 +82,8 @@ WRITTEN_FOR = dict(
 
 
 def changed(*names, of=None) -> list[str]:
-    """Those of these functions and classes of grpo.py whose code differs from WRITTEN_FOR. of: the
-    object whose methods are meant; None: those of RunFiles."""
+    """Those of these functions and classes of grpo.py, or methods of its RunFiles, whose code
+    differs from WRITTEN_FOR. of: an object whose methods of these names are checked instead."""
     page = sys.modules["grpo"]
     own = {name: getattr(of or page, name, getattr(page.RunFiles, name, None)) for name in names}
     return [n for n, x in own.items() if of_code(x) != WRITTEN_FOR[n] or is_wrapped(x)]
