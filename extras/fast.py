@@ -11,8 +11,10 @@ Shapes: n sampled tokens, H hidden units, V words (tokens) in the vocabulary, v 
 import contextlib
 import ctypes
 import functools
+import math
 import mmap
 import os
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +145,7 @@ def compiled(function) -> Any:
 
 def fused(function, temperature: float, *tensors, out=None) -> Any:
     """function(temperature, *tensors), which reads the tensors from memory only once: compiled on a
-    GPU, a few rows at a time on a CPU, which writes into `out` if there is one."""
+    GPU, a few rows at a time on a CPU, where it writes into `out` if given."""
     z = tensors[0]
     if z.is_cuda:
         torch._dynamo.mark_static(z, 1)  # rows of a known length are read faster
@@ -185,7 +187,7 @@ OF_POLICY = "Policy collate padded micro_batches logps_of log_probabilities".spl
 
 
 def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
-    """For a large model, the first of four policies whose numbers match the plain one: packed, then
+    """For a large model, the first of four policies with the plain one's numbers: packed, then
     padded sequences, each with this head, then with the model's."""
     with mistakes_in(f"--{preflight.flag_of(model.name_or_path, cfg)}", (ValueError,)):
         preflight.check_room(preflight.positions_of(model), prompts, cfg)
@@ -228,7 +230,7 @@ def make_policy(plain, model, prompts: list, cfg, *args, **kwargs):
 
 
 def refuse_late_changes(policy, *_) -> None:
-    """A hook of the form that stands in for `policy`, since a later change would not run in it."""
+    """A late change of `policy` is an error: the form in its place would not run the change."""
     late = digests.changed(*OF_POLICY) or what_is_added(policy)
     if late:
         how = "change it before the model is loaded, or use --fast false"
@@ -321,8 +323,19 @@ def gradients_of(policy, samples: list) -> dict:
     return described
 
 
+def by_kind(gradients: dict) -> dict:
+    """Adds up those of the same parameter in all layers. Layers have the same compiled code, so its
+    mistakes remain, while the rounding of single parameters averages out."""
+    added = {}
+    for name, (norm, *products) in gradients.items():
+        kind = re.sub(r"\d+", "N", name)
+        before, *others = added.get(kind, [0.0] * (1 + len(products)))
+        added[kind] = [math.hypot(before, norm), *np.add(others, products)]
+    return added
+
+
 def same_gradient(gradients: dict, expected: dict, rtol: float) -> bool:
-    """Compares them up to rounding. Gradients much smaller than the largest may be all rounding."""
+    """Compares gradients up to rounding. Ones much smaller than the largest may be all rounding."""
     if gradients.keys() != expected.keys():
         return False
     largest = max((norm for norm, *_ in expected.values()), default=0.0)
@@ -403,8 +416,8 @@ def tune_memory() -> None:
 def ask_for_large_pages(libc) -> None:
     """A tensor outside the cache is read 1.3 to 1.9 times as fast from pages of 2 MB as from pages
     of 4 KB: an update of 135 M parameters takes .97 of the time, .84 to .90 if other processes load
-    the memory. Many kernels give large pages on request only (madvise). So this takes addresses for
-    half of the machine's memory and frees them into the heap of later tensors. It uses no memory,
+    the memory. Many kernels give large pages on request only (madvise). So this allocates
+    addresses for half of the machine's memory and frees them for later tensors. It uses no memory,
     except where the kernel promises no more than it has (overcommit 2)."""
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     libc.aligned_alloc.restype = ctypes.c_void_p
@@ -447,13 +460,16 @@ def filled(micro_batches, tokens: int, samples: list, cfg) -> list[list]:
 def compile_layers(policy, samples: list) -> str:
     """Compiles the layers if that works. Returns an error text if their gradient would be wrong."""
     layers = [m for m in policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    expected = gradients_of(policy, samples)
+    with exact(policy):
+        expected = by_kind(gradients_of(policy, samples))
     for layer in layers:
         layer.compile(dynamic=True)
-    rtol = dict(bfloat16=0.2).get(policy.dtype, 1e-3)  # compiled code rounds elsewhere
+    # In bfloat16 SmolLM2-135M's gradient is off by 0.05, compiled or not. Its products with random
+    # directions are off by as much on average, and by four times that among so many.
+    rtol = dict(bfloat16=0.25).get(policy.dtype, 1e-3)
     wrong = why = ""
     try:
-        if not same_gradient(gradients_of(policy, samples), expected, rtol):
+        if not same_gradient(by_kind(gradients_of(policy, samples)), expected, rtol):
             wrong = why = "the gradient of compiled layers is wrong on this machine"
     except Exception as error:  # no C compiler, or code that torch cannot compile
         why = one_line(error)
@@ -466,7 +482,7 @@ def compile_layers(policy, samples: list) -> str:
 
 
 def tokens_that_fit(policy, batch: dict) -> int:
-    """How many tokens of a micro-batch fit on this GPU, estimated from the peak of a small one."""
+    """How many tokens of a micro-batch fit on this GPU, from the peak memory of a small one."""
     make_gradient(policy, batch)  # allocates the gradients
     taken = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
