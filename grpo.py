@@ -19,19 +19,19 @@ A whole step, in ten lines. (test_grpo.py runs them, and compares the gradient w
             (-advantage * logps.sum() / n_tokens).backward()
     optimizer.step()  # and optimizer.zero_grad() before the next
 
-It is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
+GRPO is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
 advantage, which is negative below the mean of the group. The reward is only a number, and no
 gradient goes through it. n_tokens counts the tokens of all answers of the optimizer step, so each
 token has the same weight. With a mean over each answer, tokens of short answers would weigh more.
-With a mean over each batch (a usual mistake of gradient accumulation), so would tokens of small
+With a mean over each batch (a common mistake in gradient accumulation), so would tokens of small
 batches.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
 (n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. So where the
 ratio (below) is 1, by default in every step, the loss is nearly 0, too, if all answers are equally
 long and --beta is 0. Its gradient is not 0: the first and last answer become more likely, the
-others less. So watch the reward, not the loss. Had all four the same reward, all A would be 0, and
-the group would teach nothing (although its tokens count in n_tokens).
+others less. So watch the reward, not the loss. If all four had the same reward, all A would be 0,
+and the group would teach nothing (although its tokens count in n_tokens).
 
 Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
 product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
@@ -50,7 +50,7 @@ answers (by default there is none) a ratio of 1.2 means that new answers would h
 times as often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
 A > 0) or below 0.8 (if A < 0) it gets no further push: its loss is clipped to a constant.
 
-Words: the policy is the model that is trained, a completion is an answer. A step is a rollout,
+Terms: the policy is the model that is trained; a completion is an answer. A step is a rollout,
 which samples and scores, and an update, which learns from the samples in one optimizer step or in
 several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes through
 the model in micro-batches, whose gradients add up. A rank is one of the processes that torchrun
@@ -115,7 +115,7 @@ class Prompt:
     ids: np.ndarray  # [P] token ids
     text: str
     row: dict  # the row of the data file
-    messages: list | None = None  # the chat; None: the prompt is a plain text
+    messages: list | None = None  # the chat; None: the prompt is plain text
     row_number: int = 0  # in the data file, from 0
 
 
@@ -126,7 +126,7 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the EOS, unless cut off: the policy learns to stop
-    # Log-probabilities of these tokens. sampler_logps and old_logps have the same weights, but the
+    # Log-probabilities of these tokens. sampler_logps and old_logps use the same weights, but the
     # sampler computes differently (a cache of keys and values, vLLM): they differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     # By the policy, before the first optimizer step. None if there is no second one, because
@@ -173,7 +173,7 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # and the load_weights and save before this step
+        run.record_time("eval")  # includes load_weights and the save before this step
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
@@ -183,15 +183,15 @@ def training_loop(run: Run) -> None:
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
 
-        # The loss needs the policy's logps from before the first optimizer step, and those of the
-        # reference. With one optimizer step its own forward pass gives the former.
+        # The loss needs the policy's logps from before the first optimizer step, and the logps of
+        # the reference. With one optimizer step the update's forward pass gives the policy's.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:  # --beta > 0
             add_logps("ref_logps", run.reference, samples, cfg)
         run.record_time("logps")
 
-        # How much better is each completion than its group? Then the optimizer step, or several.
+        # How much better is each completion than its group? Then update, in one step or several.
         assign_advantages(samples, cfg, run.state)
         metrics = update(run.policy, run.ddp, run.optimizer, samples, step, cfg)
         run.record_time("update")
@@ -223,7 +223,7 @@ def score(samples: list[Sample], run: Run) -> None:
 
 
 def group_advantages(rewards, group_size: int, scale: str = "group", eps: float = 1e-4):
-    """How much better than the mean of its group each sample is: rewards [N], group after group,
+    """How much better each sample is than the mean of its group: rewards [N], group after group,
     -> [N]. Equal rewards give exactly 0. A nan is ignored; its advantage is 0.
 
     scale: what r - mean is divided by. "group": the standard deviation of the group, so that
@@ -381,7 +381,7 @@ def assign_loss_weights(minibatch: list[Sample], cfg: Config) -> None:
 # -- Step, backward
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config) -> dict:
     """All optimizer steps on a rollout, by default one. ddp: the policy in DistributedDataParallel,
-    or itself. All ranks have the same samples. Returns metrics."""
+    or the bare policy. All ranks have the same samples. Returns metrics."""
     sums, largest = Counter(), {}
     norms = []
     steps_taken = 0
@@ -392,7 +392,7 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             set_learning_rate(optimizer, earlier_steps, cfg)
             optimizer.zero_grad(set_to_none=True)
             new_sums = accumulate_gradient(policy, ddp, [samples[i] for i in chosen], cfg)
-            if not norms:  # The weights are still the sampler's: more than rounding is a fault.
+            if not norms:  # The weights are still the sampler's: a gap beyond rounding is a fault.
                 tokens = max(1, new_sums["sampled_tokens"])
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
@@ -428,8 +428,8 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
         if start + RANK < len(batches):
             samples = batches[start + RANK]  # each rank takes one
         else:
-            # No batch is left for this rank, but DDP waits for its backward. It repeats the last
-            # batch without targets (n is 0), so its loss and its gradient are 0.
+            # No batch is left for this rank, but DDP waits for its backward. The rank repeats the
+            # last batch without targets (n is 0), so its loss and its gradient are 0.
             samples = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
         # DDP all-reduces in the last backward; before that, each rank only adds up (no_sync).
         is_last = start + WORLD_SIZE >= len(batches)
@@ -438,7 +438,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
         with sync:
             logps, entropy = ddp(batch)  # [n] both
             # With one optimizer step old_logps are these logps, detached: the ratio is 1, and its
-            # gradient is the one of logps.
+            # gradient is the gradient of logps.
             old_logps = batch.get("old_logps", logps.detach())
             ref_logps, sampler_logps = batch.get("ref_logps"), batch["sampler_logps"]
             rest = batch["advantages"], batch["loss_weights"], cfg, batch["lengths"]
@@ -456,8 +456,8 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
     """G scored samples of each prompt, group after group. Rank r samples for the prompts r,
     r + WORLD_SIZE and so on; then every rank gets all samples.
 
-    stream: of random numbers, SAMPLING or EVAL. first: the index of prompts[0] in the eval data, as
-    an eval calls this in pieces.
+    stream: of random numbers, SAMPLING or EVAL. first: the index of prompts[0] in the eval data,
+    because each call of an eval gets a part of the data.
     """
     places = [(group, i) for group in range(RANK, len(prompts), WORLD_SIZE) for i in range(G)]
     # A seed for each sample: its random numbers depend on no other sample, and not on the ranks.
@@ -479,7 +479,7 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
         samples.append(s)
     score(samples, run)
     samples = sorted(all_gather(samples), key=lambda s: s.group)
-    # nan: a broken sampler. A check here, because samples of advantage 0 may not be in the update.
+    # nan: a broken sampler. Checked here: the update may leave out samples of advantage 0.
     if not all(np.isfinite(s.sampler_logps).all() for s in samples):
         check_gap(math.nan, run.cfg)  # raises TrainingError
     return samples
@@ -488,7 +488,7 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
 @torch.no_grad()
 def sample_batch(model, prompts, seeds, temperature: float, limits, stop_ids, cfg) -> list[dict]:
     """A completion of each prompt: completion_ids and sampler_logps, [T] both. limits: the
-    maximal length of each. VLLMSampler is faster, but this needs no other package."""
+    maximum length of each. VLLMSampler is faster, but this needs no other package."""
     randoms = [np.random.default_rng(seed).random(max(limits)) for seed in seeds]
     randoms = torch.tensor(np.array(randoms), device=model.device)  # [N, T], in [0, 1)
     ids = padded([p.ids for p in prompts], side="left").to(model.device)  # [N, P]
@@ -538,14 +538,15 @@ USE_EXTRAS = WRAP_GRPO and is_first and "--plain" not in sys.argv  # not in a se
 
 
 def extra(file: str):
-    """With extras/, a call runs the function of the same name in extras/FILE.py. It gets the one
-    below as its first argument, calls it, and adds checks, kinds of models and data, and recovery
-    from errors. Without extras/, or with --plain, the one below runs alone.
+    """With extras/, a call of the function below runs the function of the same name in
+    extras/FILE.py, which gets the function below as its first argument, calls it, and adds checks,
+    more kinds of models and data, and recovery from errors. Without extras/, or with --plain, the
+    function below runs alone.
 
-    So all code of this file runs, with two exceptions, which the screen names: large models get a
-    faster Policy (no padding, another head) until you edit this file's, and models and data that
-    this file does not support get other code. Your values win over those of extras/. If you delete
-    an @extra, a flag that needs it ends the run."""
+    So all code of this file runs, with two exceptions: large models get a faster Policy (no
+    padding, another head; the run prints its name) until you edit this file's, and models and data
+    that this file does not support get other code. Your values win over the values of extras/. If
+    you delete an @extra, a flag that needs it ends the run."""
 
     def mark(plain):
         @functools.wraps(plain)
@@ -562,12 +563,12 @@ def extra(file: str):
 
 # -- The options of the loss: what grpo_loss calls if a flag asks for it
 def sequence_ratio(logps, old_logps, lengths: list[int]):
-    """[n]: one ratio for the whole completion, exp of the mean difference of its tokens, because
+    """[n]: one ratio for the whole completion, exp of its tokens' mean logp - old_logp, because
     the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     of_samples = (logps - old_logps).split(lengths)  # [T] each
     mean = torch.cat([d.mean().expand_as(d) for d in of_samples])  # [n]
-    # Its value is the mean. Its gradient is the one of each token's own logp, so that tokens may
-    # have advantages and masks of their own (GSPO-token):
+    # The exponent has the mean as its value, and the gradient of each token's own logp, so that
+    # tokens may have advantages and masks of their own (GSPO-token):
     return (mean.detach() + logps - logps.detach()).exp()
 
 
@@ -584,15 +585,16 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
         wk3 = w k3            w d          right; the default
 
     Right: on average the gradient of each token's KL, given the tokens before it (kl_from_here_on
-    has the effect on later ones). k3's, where w is 1, is that of KL(reference || policy). k1 to k3
-    are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv 2512.02556).
+    adds the effect on later tokens). Where w is 1, k3 has the gradient of KL(reference || policy).
+    k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
+    2512.02556).
     """
     d = (logps.double() - ref_logps).detach()  # in float32, exp(-d) + d loses d below -20
     w = (logps.double() - old_logps).detach().exp()
     k3 = torch.expm1(-d) + d
     values = dict(k1=d, k2=d.square() / 2, k3=k3, k4=w * d, wk3=w * k3)
     derivatives = dict(k1=d**0, k2=d, k3=-torch.expm1(-d), k4=w * (1 + d), wk3=w * d)
-    # By the table: autograd would compute some as a difference of large terms, which is rounding.
+    # From the table: autograd would compute some as a difference of large terms, mostly rounding.
     derivative = derivatives[estimator].clamp(-1e30, 1e30)
     return values[estimator] + derivative * (logps - logps.detach())
 
@@ -610,7 +612,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
-REWARDS = 2  # reward functions; step: the last whole one; index: the rank
+REWARDS = 2  # reward functions; step: the last complete one; index: the rank
 MINIBATCHES = 4  # order of a rollout's samples; index: the pass over them
 
 
@@ -620,7 +622,7 @@ def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The next num_prompts. Each pass over the data has an order of its own, if --shuffle."""
+    """The prompts of a step. With --shuffle each pass over the data has an order of its own."""
     first = (step - 1) * cfg.num_prompts
     places = [divmod(first + i, len(prompts)) for i in range(cfg.num_prompts)]  # pass, place in it
     seeds = {k: (cfg.seed, ORDER, 0, k) for k in dict(places)}
@@ -655,7 +657,7 @@ def micro_batches(samples: list[Sample], cfg: Config) -> list[list[Sample]]:
 
 @torch.no_grad()
 def add_logps(name: str, policy, samples: list[Sample], cfg: Config) -> None:
-    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets them all."""
+    """Fills in old_logps or ref_logps: each rank computes a part, and every rank gets all parts."""
     batches = policy.micro_batches(samples, cfg)
     computed = []
     for samples_of_batch in batches[RANK::WORLD_SIZE]:
@@ -758,7 +760,7 @@ def evaluate(run: Run) -> dict:
 
 
 def first_rewards(run: Run, samples: list[Sample], k: int) -> np.ndarray:
-    """[prompts, k], of the prompts to which the first reward applies. A failed call counts 0."""
+    """[prompts, k], of the prompts to which the first reward applies. A failed call counts as 0."""
     name = run.reward_functions[0].name
     values = np.array([s.rewards[name] for s in samples]).reshape(-1, k)
     return values[~np.isnan(values).any(1)]
@@ -766,7 +768,7 @@ def first_rewards(run: Run, samples: list[Sample], k: int) -> np.ndarray:
 
 @extra("screen")
 def samples_of_eval(run: Run, k: int, temperature: float) -> list[Sample]:
-    """k samples of each eval prompt, at most as many at once as in a step."""
+    """k samples of each eval prompt, at most as many at a time as a step has."""
     at_once = max(1, run.cfg.num_prompts * run.cfg.num_generations // k)
     samples = []
     for first in range(0, len(run.eval_prompts), at_once):
@@ -780,10 +782,10 @@ def samples_of_eval(run: Run, k: int, temperature: float) -> list[Sample]:
 class Config:
     # model and data
     model: str = ""  # policy: directory or hub name; empty: the bundled task
-    reference: str = ""  # model from which the KL is measured; empty: the policy as it starts
+    reference: str = ""  # model from which the KL is measured; empty: the initial policy
     train_data: str = ""  # JSON lines; extras/ reads JSON, CSV, parquet, the hub, functions, too
     eval_data: str = ""  # held-out rows, same formats; empty: no eval
-    reward: str = "answer"  # name[:weight],... or file.py:function; the first is the eval accuracy
+    reward: str = "answer"  # name[:weight],... or file.py:function; the first: eval accuracy
     call_timeout: float = 10.0  # seconds for one call of a reward function
     prompt_template: str = ""  # text with columns: '{question} Think first.'; empty: column prompt
     chat: bool = False  # string prompts become a user's turn in the chat template
@@ -803,7 +805,7 @@ class Config:
     scale_rewards: Literal["group", "batch", "none"] = "group"  # advantages are divided by its std
     loss_reduction: Literal["token", "sequence", "constant"] = "token"  # how losses are averaged
     kl_estimator: Literal["k1", "k2", "k3", "k4", "wk3"] = "wk3"  # KL term of the loss
-    kl_in: Literal["loss", "reward"] = "loss"  # or subtracted from advantages (k1)
+    kl_in: Literal["loss", "reward"] = "loss"  # reward: subtracted from advantages (k1)
     beta: float = 0.0  # KL coefficient; 0: no reference model
     clip_low: float = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: float = 0.28  # the ratio is clipped above 1 + clip_high
@@ -813,7 +815,7 @@ class Config:
     # update
     num_minibatches: int = 1  # optimizer steps per pass over a rollout
     num_epochs: int = 1  # passes over a rollout
-    micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048
+    micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048, or what a GPU holds
     learning_rate: float = 1e-6  # AdamW, on float32 parameters
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
     warmup_steps: int = 0  # optimizer steps until the learning rate is full; GRPO needs none
@@ -826,12 +828,12 @@ class Config:
     out_dir: str = "out"  # directory of the run
     eval_every: int = 10  # steps between evals; 0: only before the first and after the last step
     eval_samples: int = 0  # completions per eval prompt, for pass@k; 0: greedy only
-    save_every: int = 10  # steps between checkpoints; 0: only the last
+    save_every: int = 10  # steps between checkpoints; 0: only the last (and the best)
     keep: int = 2  # newest checkpoints kept; 0: all
     resume: bool = False  # continue the run in --out_dir
     plain: bool = False  # run this file without extras/
     # only with extras/: see ONLY_WITH_EXTRAS
-    lora_rank: int = 0  # adapters' rank; 0: all weights learn. Adapters want 10 x learning_rate
+    lora_rank: int = 0  # adapters' rank; 0: all weights learn. Adapters need 10 x learning_rate
     environment: str = ""  # file.py:name that plays turns with the policy (extras/agents.py)
     max_turns: int = 8  # turns of the policy in an episode with --environment
     system_prompt: str = ""  # message before every prompt; implies --chat
@@ -898,7 +900,7 @@ def saved_flags(given) -> dict:
 
 @extra("models")
 def resolve_auto(cfg: Config, model) -> Config:
-    """Replaces `auto` by the machine's value."""
+    """Replaces `auto` with the machine's value."""
     dtype = dict(cpu="float32", cuda="bfloat16")[model.device.type]
     auto = dict(device=model.device.type, dtype=dtype, rollout="hf")
     return replace(cfg, **{k: value for k, value in auto.items() if getattr(cfg, k) == "auto"})
@@ -953,7 +955,7 @@ def make_prompt(row: dict, row_number: int, tokenizer, cfg: Config) -> Prompt:
         options = dict(tokenize=False, add_generation_prompt=True)
         options |= json.loads(cfg.chat_template_kwargs or "{}")
         text = tokenizer.apply_chat_template(messages, **options)
-    # One BOS: a chat template writes it; to a plain text the tokenizer adds it.
+    # One BOS: a chat template writes it; the tokenizer adds it to plain text.
     ids = tokenizer(text, add_special_tokens=messages is None)["input_ids"]
     return Prompt(np.array(ids, np.int64), text, row, messages, row_number)
 
@@ -1043,7 +1045,7 @@ def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
     """Sampler and trainer have the same weights. If their log-probabilities differ by more than
     rounding, the samples are not the policy's, and training on them is wrong. tokens: how many were
     averaged."""
-    # In bfloat16 a mean of 0.05 is rounding: SmolLM2-135M with vLLM on a CPU. Over few tokens it
+    # In bfloat16 a mean of 0.05 is rounding (SmolLM2-135M with vLLM on a CPU). Over few tokens it
     # may be more (1.0 over one, 0.3 over four), and the tokens of a group may be alike.
     limit = cfg.max_sampler_gap or dict(bfloat16=0.1).get(cfg.dtype, 1e-4)
     limit *= max(1, 10 * math.sqrt(cfg.num_generations / tokens))
@@ -1114,7 +1116,7 @@ class VLLMSampler:
         self.SamplingParams = vllm.SamplingParams
 
     def load_weights(self, model) -> None:
-        """Sends the policy's weights. First it sets all to nan, so that a weight that is not sent
+        """Sends the policy's weights. First it sets all weights to nan, so that a weight not sent
         ends the run (check_gap)."""
         if self.asleep:  # first the weights, then the cache: one peak of memory at a time
             torch.cuda.empty_cache()
@@ -1130,7 +1132,7 @@ class VLLMSampler:
             self.asleep = False
 
     def sleep(self) -> None:
-        """Frees the GPU for the update. Level 2 drops the weights: load_weights brings them."""
+        """Frees the GPU for the update. Level 2 drops the weights: load_weights sends them."""
         if self.on_cuda and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True
@@ -1164,9 +1166,9 @@ def vllm_options(model, longest: int, cfg: Config) -> dict:
         dtype=cfg.dtype,
         max_model_len=longest,  # prompt and completion
         skip_tokenizer_init=True,
-        generation_config="vllm",  # not the model's own, which may have top-p
+        generation_config="vllm",  # not the model's own, which may set top-p
         logprobs_mode="processed_logprobs",  # after the temperature, as the trainer's are
-        load_format="dummy",  # load_weights brings them
+        load_format="dummy",  # load_weights sends the weights
     )
     if model.device.type == "cuda":
         share = cfg.vllm_gpu_memory_utilization
@@ -1213,8 +1215,8 @@ def make_files(cfg: Config) -> RunFiles:
 
 
 class RunFiles:
-    """The directory of a run: config.json, metrics.jsonl, completions.jsonl, and checkpoints:
-    step_NNNNNN, a model directory with trainer_state.pt. Rank 0 writes them."""
+    """The directory of a run: config.json, metrics.jsonl, completions.jsonl, and checkpoints
+    (step_NNNNNN, a model directory with trainer_state.pt). Rank 0 writes them."""
 
     def __init__(self, cfg: Config):
         self.path = Path(cfg.out_dir).expanduser().absolute()
@@ -1236,7 +1238,7 @@ class RunFiles:
             self.write("metrics.jsonl", json_lines(self.history))
 
     def make_directory(self, cfg: Config) -> None:
-        self.path.mkdir(parents=True, exist_ok=cfg.resume)  # a new run needs a new one
+        self.path.mkdir(parents=True, exist_ok=cfg.resume)  # a new run needs a new directory
 
     def log(self, run: Run, metrics: dict, samples: list[Sample]) -> None:
         self.history.append(metrics)
@@ -1306,7 +1308,7 @@ class Run:
         self.longest = max(len(p.ids) for p in prompts) + cfg.max_completion_length  # tokens
         self.files = make_files(cfg)
         model, saved = self.files.load_model(cfg, self.device)
-        self.step = saved.get("step", 0)  # the last whole step
+        self.step = saved.get("step", 0)  # the last complete step
         self.state = saved.get("state", {})  # of an algorithm that remembers more than GRPO
         self.cfg = cfg = resolve_auto(cfg, model)
         self.policy = make_policy(model, prompts, cfg)

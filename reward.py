@@ -56,7 +56,7 @@ def math_reward(completion, row):
     r"""1.0 if math-verify finds row["answer"] in \boxed{} or, if none, after "the answer is"."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel("ERROR")  # it warns without its own time limit
+    logging.getLogger("math_verify").setLevel("ERROR")  # it warns if its own time limit is off
     gold = as_text(row["answer"])
     if not re.search(r"(?<!\\)\$|\\boxed", gold):  # \$ is a dollar sign
         gold = f"\\boxed{{{gold}}}"
@@ -82,7 +82,7 @@ def countdown_reward(completion, row):
     numbers = sorted(map(str, row["numbers"]))
     target = Fraction(as_text(row["target"]))
     if not "".join(numbers).isdecimal():
-        raise ValueError("its numbers must be a list of whole numbers")
+        raise ValueError("column 'numbers' must be a list of whole numbers")
     line = parts_of(completion, row)[1].rpartition("\n")[2]
     term = line.partition("=")[0].strip(" .*`")
     if re.fullmatch(ARITHMETIC, term) and sorted(re.findall("[0-9]+", term)) == numbers:
@@ -92,7 +92,7 @@ def countdown_reward(completion, row):
 
 
 def overlong_reward(completion, row):
-    """0.0 up to 80 % of the maximal length, then down to -1.0 (DAPO, arXiv 2503.14476, eq. 13)."""
+    """0.0 up to 80 % of the maximum length, then down to -1.0 (DAPO, arXiv 2503.14476, eq. 13)."""
     return min(0.0, max(-1.0, 4 - 5 * len(row["completion_ids"]) / row["max_completion_length"]))
 
 
@@ -115,7 +115,7 @@ NUMBER = rf"[-+]?{DIGITS}"
 MARKED = r"####\s*([-+.]?[0-9][^\n#]*|[^\n#]*\Z)"  # the rest of the line, not "#### Step 1"
 BOX = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # the text in it
 WORD = r"\\.|(?<=[a-z]{2})-(?=[a-z]{2})|[^\\0-9=,;<>^+*/\xb1\xbc-\xbe\xd7\xf7\u2150-\u221a\u03c0-]"
-ONE_NUMBER = (  # a text with one number, maybe a unit or "x =": not 70 or 72, [0, 1), 1/2, y - 4
+ONE_NUMBER = (  # text with one number, maybe a unit or "x ="; not "70 or 72", "[0, 1)", "1/2"
     r"(?s)^(?!.*\\(?:d?frac|sqrt|pi|[lg]e|times|cdot|div|pm|log|ln|binom))(?:[^=]*=)?"
     rf"(?!.*(?<![A-Za-z\\])[inxyz](?![A-Za-z]))(?:(?!_){WORD})*?"
     rf"((?:(?<![A-Za-z)}}\]])(?<!\b[A-Za-z] )[-+])?{DIGITS})(?![!\xb2\xb3\xb9])"
@@ -155,7 +155,8 @@ def value_of(text):  # a number if the text is one and nothing else, else the te
 
 
 def final_number(text):
-    r"""The only number after the last ####, else in the last \boxed{}; else the last; else None"""
+    r"""The one number after the last ####; without ####, in the last \boxed{}; else the last one.
+    None if there is none, or if the text after #### or in the box is not one number."""
     text = re.sub(THOUSANDS + r"|\\?\$|(?<![0-9])\*|\*(?![0-9])", "", text)  # \$1,042 and **18**
     found = re.findall(MARKED, text) or re.findall(BOX, text)
     numbers = re.findall(ONE_NUMBER, found[-1]) if found else re.findall(NUMBER, text)
@@ -174,7 +175,7 @@ class RewardFunction(NamedTuple):
         """An error if a data row lacks a column, or if no completion can earn its reward."""
         for column in self.columns:
             if column not in row:
-                raise ValueError(f"has no column {column!r}")
+                raise ValueError(f"the row has no column {column!r}")
         if self.batched:
             inspect.signature(self.function).bind(**dict.fromkeys([*row, *OF_TRL]))
         elif self.columns and self.function in BUILT_IN.values():
@@ -201,7 +202,7 @@ def load_rewards(spec: str) -> list[RewardFunction]:
         parameters = inspect.signature(function).parameters
         batched = "**" in str(parameters) and not {"completion", "row"} & parameters.keys()
         if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
-            raise ValueError(f"{name} is no fn(completion, row) and no fn(completions, **columns)")
+            raise ValueError(f"{name} is not fn(completion, row) or fn(completions, **columns)")
         columns = getattr(function, "columns", ())
         rewards[name] = RewardFunction(name, float(weight or 1), function, columns, batched)
     return list(rewards.values())
@@ -279,7 +280,7 @@ FAILURES = (Exception, SystemExit, TimeUp, asyncio.CancelledError)  # KeyboardIn
 
 @contextmanager
 def time_limit(seconds):
-    """Raises TimeUp in the code inside after so many seconds, and then every second. It does not
+    """Raises TimeUp in the code inside after `seconds`, and then every second. It does not
     work in other threads, in compiled code that checks no signals, or if the code sets an alarm."""
 
     def ring(*_):
@@ -336,7 +337,8 @@ def finish(future):
 @torch_kept()
 def call_reward(reward, completions, rows, seconds):
     """Calls a function for each completion, or in TRL's form once, within `seconds`. Returns
-    values: for each completion a float, or a list of its tokens'. nan: no reward; 0.0: it failed
+    values: for each completion a float, or a list of floats, one for each token. nan: no reward;
+            0.0: its call failed
     failures: {index of a completion: the reason why its call failed, in one line}
     metrics: {name: mean}, columns: {name: a text for each completion}, which TRL's form may log"""
     values, failures, logged, columns = [], {}, {}, {}

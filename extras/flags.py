@@ -72,9 +72,9 @@ def parse_flags(plain, argv=None, *args, **kwargs):
         cfg = replace(cfg, resume=False)
     for name, before in saved.items():
         if name != "out_dir" and getattr(cfg, name) != before:
-            ranks.say(f"--{name} was {before!r} and is {getattr(cfg, name)!r}")
+            ranks.say(f"--{name} was {before!r} and is now {getattr(cfg, name)!r}")
     if cfg.lr_schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
-        ranks.say(f"--lr_schedule {cfg.lr_schedule}: with new --max_steps the learning rate jumps")
+        ranks.say(f"--lr_schedule {cfg.lr_schedule}: with a new --max_steps the rate jumps")
     return cfg
 
 
@@ -104,5 +104,5 @@ def main(plain, *args, **kwargs) -> int:
 
 def end_process(code: int) -> None:
     """Python waits for users' threads, and a thread may wait for a server that never answers."""
-    print("a thread of yours still runs: the process ends without it", file=sys.stderr, flush=True)
+    print("your thread is still running: the process ends without it", file=sys.stderr, flush=True)
     os._exit(code)

@@ -54,7 +54,7 @@ def add_adapters(model, checkpoint: dict, cfg) -> None:
         raise ValueError(f"the checkpoint has no {lost[0]}")
     used = getattr(model, "_weight_conversions", None)
     if not (used or get_model_conversion_mapping(model, add_legacy=False)):
-        model._weight_conversions = None  # else transformers would read all and rename none
+        model._weight_conversions = None  # else transformers would read all weights and rename none
 
 
 def added_parameters(model) -> dict:

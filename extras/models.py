@@ -1,5 +1,5 @@
 """Models, tokenizers and chat templates of all kinds: checks, and fixes where transformers leaves
-parts out, gets them wrong or cannot save them. grpo.py alone only calls from_pretrained."""
+parts out, gets them wrong or cannot save them. By itself grpo.py only calls from_pretrained."""
 
 import contextlib
 import copy
@@ -75,10 +75,10 @@ def load_tokenizer(plain, path: str, cfg, *args, **kwargs):
         text = "a b\n\n  c"
         is_yours = digests.changed("load_tokenizer")
         if not is_yours and text not in tokenizer.decode(tokenizer(text)["input_ids"]):
-            # transformers 5 follows the class in the config, and may build another tokenizer than
+            # transformers 5 follows the class in the config, and may not build the tokenizer that
             # tokenizer.json describes. PreTrainedTokenizerFast uses the file as it is.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-        if not is_yours:  # BERT's cleanup, set in others: rewards would get "x!= y" for "x != y"
+        if not is_yours:  # BERT's cleanup, also in others: rewards would get "x!= y" for "x != y"
             tokenizer.clean_up_tokenization_spaces = False
     write = datetime.fromisoformat(cfg.began or ranks.now()).strftime
     if hasattr(tokenizer, "apply_chat_template"):  # a class of yours may have none
@@ -213,7 +213,7 @@ def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
         merged = lora.Merged(without_tied(weights, model), model).items()
         weights = {name: x.cpu() for name, x in merged}  # one at a time on a GPU
         saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
-    # In parts, as there may be little memory, such as after an out-of-memory error.
+    # In parts, as there may be little memory, for example after an out-of-memory error.
     parts = (part for x in weights.values() for part in x.flatten().split(2**22))
     if not all(part.isfinite().all() for part in parts):
         raise ValueError("the weights are not finite")
@@ -270,7 +270,7 @@ def copy_files(model: str, folder: Path) -> None:
 
 
 def resolve_auto(plain, cfg, model, *args, **kwargs):
-    """Replaces `auto` by the best values for the model and the machine; config.json has them. The
+    """Replaces `auto` with the best values for the model and the machine; config.json has them. The
     plain function decides the others."""
     is_small = model.num_parameters() < fast.SMALL
     theirs = plain(cfg, model, *args, **kwargs)
@@ -393,7 +393,7 @@ def start_vllm(run, start):
     with mistakes_in(f"--rollout {cfg.rollout}: vLLM did not start (hf works without it)"):
         sampler = start()
     sampler.load_weights = nan_in_new_memory()(sampler.load_weights)
-    for module in run.policy.model.modules():  # since vLLM's import, their classes read this
+    for module in run.policy.model.modules():  # after vLLM's import, their classes read this
         module.do_not_compile = True
     return sampler
 
@@ -439,7 +439,7 @@ class GenerateSampler(grpo.HFSampler):
             columns.append(logp)
             return torch.full_like(logits, -math.inf).scatter(1, token, 0.0)
 
-        own = model.generation_config  # it may have top-p, and other end tokens
+        own = model.generation_config  # it may set top-p, and other end tokens
         model.generation_config = transformers.GenerationConfig()
         with grpo.autocast(model.device, cfg.dtype, keep_weights=True):
             ids = model.generate(
@@ -480,7 +480,7 @@ def repack(plain, engine_model, *args, **kwargs) -> None:
 
 def fill_with_nan(plain, engine_model, *args, **kwargs) -> None:
     """vLLM's CPU build multiplies by packed copies of the weights, which it renews when weights
-    arrive. Those of experts it makes with their kernel, so the kernel is removed."""
+    arrive. It makes the experts' copies with their kernel, so the kernel is removed."""
     plain(engine_model, *args, **kwargs)
     on_cpu = next(engine_model.parameters()).device.type == "cpu"
     for module in engine_model.modules():
@@ -496,7 +496,7 @@ def only_nan(linear, *args):
 
 @contextlib.contextmanager
 def nan_in_new_memory():
-    """vLLM joins some weights, such as q, k and v, in newly allocated memory. If one of them does
+    """vLLM joins some weights, such as q, k and v, in newly allocated memory. If one of them did
     not arrive, its part would keep the memory's old content, perhaps the old weights."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills in nan

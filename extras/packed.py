@@ -196,7 +196,7 @@ AttentionMaskInterface.register("packed", mask_of_layers)
 
 
 def use_packed_attention(model) -> None:
-    """For models where only attention mixes tokens, by the usual formula."""
+    """Switches to packed attention if only attention, by the usual formula, mixes tokens."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     is_plain = set(kinds) <= {"full_attention", "sliding_attention"}
     is_plain = is_plain and AttentionInterface()["sdpa"] is sdpa_attention_forward  # else yours

@@ -1,4 +1,4 @@
-"""Checks the start of a run for silent failures that people have reported of trainers, libraries
+"""Checks the start of a run for silent failures that people have reported in trainers, libraries
 and files. A new report becomes a new check here.
 
 A check raises a ValueError, which ends the run with one line that names the flag, the file and the
@@ -57,7 +57,7 @@ def check_values(cfg):
         if hasattr(cfg, name):
             raise ValueError(f"--{name} is a name that extras/ uses: rename it")
     if cfg.plain:
-        raise ValueError("--plain: only for the command line; in Python set grpo.USE_EXTRAS")
+        raise ValueError("--plain is for the command line; in Python set grpo.USE_EXTRAS = False")
     if not cfg.model:
         raise ValueError("--model is empty; Config(**BUNDLED) is the bundled task")
     if not cfg.train_data:
@@ -202,7 +202,7 @@ def refuse_bytes(value):
 
 
 def check_prompt(row, messages, text, tokenizer, cfg):
-    """Checks a prompt's text. messages: the chat that was rendered; None if it is no chat."""
+    """Checks a prompt's text. messages: the chat that was rendered; None if it is not a chat."""
     text.encode()  # an error if it is not Unicode: tokenizers raise none
     if messages is not None:
         check_chat(messages, text, cfg)
@@ -213,8 +213,8 @@ def check_prompt(row, messages, text, tokenizer, cfg):
 
 
 def check_chat(messages, text, cfg):
-    """The chat template must render each message, and at most one system message. The policy
-    continues a last message of the assistant."""
+    """The chat template must render each message. With --system_prompt a row must not have a system
+    message. If the last message is the assistant's, the policy continues it."""
     if cfg.system_prompt and [m["role"] for m in messages].count("system") > 1:
         raise ValueError("has a system message, and --system_prompt would be a second one")
     for m in messages:
@@ -231,7 +231,7 @@ def check_chat(messages, text, cfg):
 
 
 def check_control_tokens(row, messages, text, tokenizer, cfg):
-    """The text of a row must not have control tokens: they could end a turn. Allowed are a text
+    """The text of a row must not have control tokens: they could end a turn. Exceptions are a text
     that is the whole prompt, as it may be a rendered chat, and tokens in --prompt_template, in
     --system_prompt or in the row's column `control_tokens`."""
     if messages is not None:
@@ -248,8 +248,8 @@ def check_control_tokens(row, messages, text, tokenizer, cfg):
 
 @functools.lru_cache(2)
 def control_names(tokenizer):
-    """Special tokens in brackets, and DeepSeek's <|User|>, which is not marked so. Not <think>."""
-    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()  # a class of yours has none
+    """Special tokens in brackets, and DeepSeek's <|User|>, not marked special. Not <think>."""
+    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()  # yours may have none
     special = r"[<\[].*[>\]]"
     return [t.content for t in tokens if re.match(special if t.special else "<[|｜]", t.content)]
 
@@ -313,7 +313,7 @@ def check_config(config):
 def check_weights(model):
     ignored = ", ".join(sorted(model._keys_to_ignore_on_load_unexpected))
     if ignored:
-        return f"transformers ignores {ignored} in its files, so checkpoints will lack them"
+        return f"transformers ignores {ignored} in the model's files, so checkpoints will lack them"
 
 
 def check_room(positions, prompts, cfg):
@@ -376,7 +376,7 @@ def check_reference(path, load_tokenizer, tokenizer, model, policy_model):
         raise ValueError(f"has another tokenizer than --model: it differs in the ids {other[:3]}")
     n_ids = [m.get_input_embeddings().num_embeddings for m in (model, policy_model)]
     if n_ids[0] < n_ids[1]:
-        raise ValueError(f"has {n_ids[0]} token ids, --model has {n_ids[1]}")
+        raise ValueError(f"has {n_ids[0]} token ids, but --model has {n_ids[1]}")
 
 
 def check_think_tag(tokenizer):

@@ -1,5 +1,5 @@
 """Ranks connect, compare code, flags and data, wait for each other as long as it takes, and end
-together. Also prints lines on the screen."""
+together. This file also prints lines."""
 
 import contextlib
 import functools
@@ -66,7 +66,7 @@ def is_torchruns() -> bool:
 
 
 def store():
-    """torchrun's store, which lives as long as the job, across restarts; else the one of rank 0."""
+    """torchrun's store, which lives as long as the job, across restarts; else rank 0's store."""
     return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
@@ -131,14 +131,14 @@ def check_cards(cfg) -> None:
     if is_there and cfg.device != "cpu":
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", grpo.LOCAL_RANK + 1))
         cards = torch.cuda.device_count()
-        require(ranks <= cards, "device", f"{ranks} ranks need a GPU each, and {cards} can be used")
+        require(ranks <= cards, "device", f"{ranks} ranks need a GPU each, but {cards} can be used")
     if not is_there and cfg.device == "auto" and has_card():
         why = "there is a GPU that torch cannot use: its driver is too old, or torch is a CPU build"
         raise ConfigError(f"--device: {why}; --device cpu runs without it")
 
 
 def has_card() -> bool:
-    """Checks /dev, not /proc, where a container may see GPUs of others."""
+    """Runs nvidia-smi, then checks /dev: in /proc a container may see GPUs of others."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):  # hidden on purpose
         return False
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -305,7 +305,7 @@ def end_for_another() -> None:
     """Ends this rank from a thread: the main thread may be in an all-reduce that never ends."""
     node, rank, why = store().get(failure()).decode().split(" ", 2)
     tell(node, rank, f"ends: {why}")
-    os.kill(os.getpid(), signal.SIGTERM)  # runs.py then saves the last whole step
+    os.kill(os.getpid(), signal.SIGTERM)  # runs.py then saves the last complete step
     time.sleep(GRACE)
     with saving:
         os._exit(1)

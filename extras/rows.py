@@ -1,6 +1,6 @@
 """Reads rows from JSON, CSV, parquet, the hub and functions, and makes prompts of them. Templates
 may have LaTeX, chats get the form that chat templates need, and rows may not have control tokens.
-grpo.py alone reads JSON lines, and uses messages as they are. Parquet's types become:
+By itself grpo.py reads only JSON lines, and uses messages as they are. Parquet's types become:
 
     text, number, Decimal, bool, null    the same; 0.1 in 32 bits becomes 0.1
     list, struct, map                    list, dict, dict
@@ -61,7 +61,7 @@ def bar() -> dict:
 
 
 def rows_of_yours(plain, path: str, *args, **kwargs):
-    """None: read_rows is not yours, or does not know this kind, as its first row shows."""
+    """None if read_rows is not yours, or cannot read this kind, as its first row shows."""
     if digests.changed("read_rows"):
         with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, OSError):
             rows = iter(plain(path, *args, **kwargs))
@@ -210,7 +210,7 @@ class Encoder:
 
 @functools.lru_cache(2)
 def encoder_of(tokenizer) -> Any:
-    """The tokenizer itself if make_prompt is yours, which may use all of it, or a simple class."""
+    """An Encoder; the tokenizer itself if its class is simple, or if make_prompt is yours."""
     is_known = hasattr(tokenizer, "num_special_tokens_to_add")
     return Encoder(tokenizer) if is_known and not digests.changed("make_prompt") else tokenizer
 
@@ -278,7 +278,7 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         try:
             chat = json.loads(chat)
         except ValueError as error:
-            raise ValueError(f"begins like a chat, but is no JSON: {chat[:80]!r}") from error
+            raise ValueError(f"begins like a chat, but is not JSON: {chat[:80]!r}") from error
     if isinstance(chat, list):
         row, template = row | dict(prompt=[text_message(message) for message in chat]), ""
     said, tokenizer, environment = getattr(cfg, "_opening", ("", None, None))
@@ -322,7 +322,7 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
 
 @functools.cache
 def calls_format(content_of) -> bool:
-    """As format_of expects. A content_of of yours may fill in the template in another way."""
+    """True if content_of calls `format`, as format_of expects. Yours may do without it."""
     code = getattr(inspect.unwrap(content_of), "__code__", None)
     return "format" in getattr(code, "co_names", ())
 
@@ -354,5 +354,5 @@ def format_of(template: str, row: dict) -> str:
 
 
 def with_newlines(text: str) -> str:
-    r"""A shell passes \n as two characters. (Before a small letter they are LaTeX, as in \neq.)"""
+    r"""A shell passes \n as two characters. (Before lowercase it is LaTeX, as in \neq.)"""
     return re.sub(r"\\n(?![a-z])", "\n", text)

@@ -132,7 +132,7 @@ def mean_abs(advantages) -> float:
 
 
 def advantage_columns(advantages) -> dict:
-    """The mean over a sample's tokens. If they differ, also sum, mean size and largest size."""
+    """The mean of a sample's advantages. If they differ, also sum, mean size and largest size."""
     total = float(advantages.sum())
     columns = dict(advantage=total / max(1, len(advantages)))
     if len(set(advantages)) > 1:
@@ -246,7 +246,7 @@ class Files(grpo.RunFiles):
                 self.unreadable.add(path)
         require(saved or not self.unreadable, "resume", f"no checkpoint in {self.path} can be read")
         is_old = any(isinstance(key, int) for key in saved.get("moments", {}))
-        why = f"{self.path} is of an earlier version (unnamed moments): resume with that version"
+        why = f"{self.path} is from an earlier version (unnamed moments): resume with that version"
         require(not is_old, "resume", why)
         self.saved = saved.get("step", 0)
         names = "identity", "evals", "graders"

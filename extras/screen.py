@@ -118,7 +118,7 @@ def details(samples: list) -> dict:
 
 
 def show_failures(samples: list, is_first: bool) -> None:
-    """Prints failures, and how often functions returned None, perhaps for a forgotten `return`: in
+    """Prints failures, and how often functions returned None, perhaps from a forgotten `return`: in
     the first step for all functions, later only if a sample has no reward at all."""
     failures = Counter(s.failure for s in samples if s.failure)
     for failure, n in failures.most_common(3):
@@ -132,12 +132,12 @@ def show_failures(samples: list, is_first: bool) -> None:
 
 
 def show_sample(s) -> None:
-    ranks.say(f"to {s.prompt.text!r}")
+    ranks.say(f"to the prompt {s.prompt.text!r}")
     if "episode" in s.info:
         episode = s.info["episode"]
         for turn, reply in zip(episode.turns, episode.replies, strict=False):
-            ranks.say(f"it writes {turn!r}, and gets {reply!r}")
-    ranks.say(f"it answers {s.text!r}, and the reward is {s.reward:.3g}")
+            ranks.say(f"the policy writes {turn!r}, and gets {reply!r}")
+    ranks.say(f"the policy answers {s.text!r}, and the reward is {s.reward:.3g}")
 
 
 def show_end(run, started: float) -> None:

@@ -44,7 +44,7 @@ def text_message(message: dict) -> dict:
     if isinstance(message.get("content"), list):
         for part in message["content"]:
             if not isinstance(part, dict) or part.get("type") != "text":
-                raise ValueError(f"the model would not see a part that is no text: {part!r:.80}")
+                raise ValueError(f"the model would not see a part that is not text: {part!r:.80}")
         message["content"] = "".join(part["text"] for part in message["content"])
     for call in message.get("tool_calls", []):
         function = call.get("function", call)

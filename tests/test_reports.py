@@ -330,9 +330,9 @@ def test_what_the_screen_says_of_a_step(tmp_path, capsys):
     said = capsys.readouterr().out
     first = lines(tmp_path / "run" / "completions.jsonl")[0]
     assert f"first prompt:\n{first['prompt']!r}\n" in said
-    answers = said.split(f"to {first['prompt']!r}\n")
+    answers = said.split(f"to the prompt {first['prompt']!r}\n")
     assert len(answers) == 2 and f" {first['completion']!r}" in answers[1]
-    assert said.count("it answers") == 2
+    assert said.count("the policy answers") == 2
     assert said.count("NO OPTIMIZER STEP") == 2  # no completion has the format
     assert said.count("\nmine 0 format 0\n") == said.count("earn nothing") == 2
     assert (

@@ -331,8 +331,8 @@ LOAD_ERRORS = {
     "missing.py:f": "no such file",
     "FILE:nothing": "nothing",
     "FILE:constant": "3 is not a callable",
-    **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), "is no fn(completion, row)"),
-    "FILE:neither_form": "is no fn(completion, row) and no fn(completions, **columns)",
+    **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), "is not fn(completion, row)"),
+    "FILE:neither_form": "is not fn(completion, row) or fn(completions, **columns)",
     "FOLDER/broken.py:f": "ZeroDivisionError('division by zero')",
     "FOLDER/exits.py:f": "SystemExit",
     "FOLDER/reward.py:f": "reward.py",  # ours is called so

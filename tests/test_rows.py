@@ -86,7 +86,7 @@ def test_a_chat_may_be_a_json_text(name, tmp_path):
     options = dict(chat_template_kwargs=JSON(dict(chat_template="{{ messages[0].content }}")))
     [prompt] = load(MODEL, [read], tmp_path, **options)
     assert prompt.text == "3+4=" and prompt.messages == CHAT
-    with pytest.raises(ConfigError, match="row 1: .*no JSON"):
+    with pytest.raises(ConfigError, match="row 1: .*not JSON"):
         load(MODEL, [dict(prompt=str(CHAT))], tmp_path, **options)
 
 
@@ -106,7 +106,8 @@ def test_a_message_of_the_user_has_content(tmp_path):
     assert load(MODEL, [dict(prompt=CHAT)], tmp_path, **options)[0].text == "13+4=="
     sharegpt = {"from": "human", "value": "Hi"}
     messages = [(dict(role="user", content=content), "no content") for content in (None, "", [])]
-    messages += [(dict(role="user", content=[part]), "no text") for part in ("Hi", dict(text="Hi"))]
+    parts = ("Hi", dict(text="Hi"))
+    messages += [(dict(role="user", content=[part]), "not text") for part in parts]
     for message, why in [*messages, (sharegpt, "no role, only from, value")]:
         with pytest.raises(ConfigError, match=f"row 1: .*{why}"):
             load(MODEL, [dict(prompt=[message])], tmp_path, **options)

@@ -8,7 +8,7 @@
 data that a run read at its start has changed since, a new run is made in a new directory. (Not
 checked: --model, environment variables, installed packages, files opened or imported later.)
 
-Only one metric is tested, as one in ten may differ by chance: the mean of `reward` over the steps
+Only one metric is tested, as one in twenty differs by chance: the mean of `reward` over the steps
 that all runs have, which shows which side learns sooner. If the sides' rewards are not comparable,
 it is `eval_accuracy`. --metric NAME tests another metric. The interval (95 %) is Student's for the
 differences by seed. If no seed is on both sides, it is Welch's, with the degrees of freedom of the
