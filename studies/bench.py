@@ -11,7 +11,8 @@ each in a process with one thread. Both sample with the same vLLM engine (the bu
 with Hugging Face, as --rollout auto does). TRL computes the head at completion positions only, as
 it does on CUDA. A side prints a JSON line: CPU seconds of a step and of its rollout, tokens (of all
 prompts and completions), memory (peak of scoring and update in MB, above what is in memory after
-sampling, without the gradients). Of TRL's costs over ours come least, median and most.
+sampling, without the gradients). At the end come the least, median and largest ratio of TRL's cost
+to ours.
 """
 
 import argparse

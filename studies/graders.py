@@ -1,9 +1,10 @@
 """What does each grader pay?   python studies/graders.py FOLDER
 
-The same 60 answers, each with the right one, are judged by 31 graders of 16 packages, and so are 12
-wrong answers that name the right one (graders.toml). Each package is installed from PyPI into a
-folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not installed again), with what its
-graders need. They run in a process that sees this folder and Python's own modules only.
+The same 60 answers, each with the right one, are judged by 28 graders of 16 packages and
+three of ours, and so are 12 wrong answers that name the right one (graders.toml). Each package is
+installed from PyPI into a folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not
+installed again), with what its graders need.
+They run in a process that sees this folder and Python's own modules only.
 
 A grader gets the whole completion. If it takes an answer that is cut out already, its package's own
 function cuts it out; the three that have none get what stands in the last box. lm-eval's filters
