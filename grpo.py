@@ -27,27 +27,27 @@ With a mean over each batch (a common mistake in gradient accumulation), so woul
 batches.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-(n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. So where the
-ratio (below) is 1, by default in every step, the loss is nearly 0, too, if all answers are equally
-long and --beta is 0. Its gradient is not 0: the first and last answer become more likely, the
-others less. So watch the reward, not the loss. If all four had the same reward, all A would be 0,
-and the group would teach nothing (although its tokens count in n_tokens).
+(n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. The loss
+of this file is the mean of -A * ratio, and the ratio (below) is 1 by default: so the loss is nearly
+0, too, if all answers are equally long and --beta is 0. Its gradient is not 0: the first and last
+answer are pushed up, the others down. So watch the reward, not the loss. If all four had the same
+reward, all A would be 0, and only the KL of --beta would have a gradient there.
 
 Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
 product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
 p * reward over all answers. As grad p is p * grad log p, the gradient of that sum is the mean of
 reward * grad log p over sampled answers. A number b that does not depend on the answer may be
 subtracted from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. Only
-the noise changes; a b near the mean reward lowers it. The mean of the group's other answers is such
-a b, and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). This
+the noise changes; a b near the mean reward usually lowers it. The mean of the group's other answers
+is such a b, and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). This
 argument leaves out two divisions: by n_tokens (a step of long answers counts less), and by the
 standard deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
 times as likely a token has become since it was sampled; old_logp is a constant. In the first
-optimizer step on a rollout the ratio is 1, with the gradient of logp. In a second step on the same
-answers (by default there is none) a ratio of 1.2 means that new answers would have this token 1.2
-times as often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
+optimizer step on a rollout the ratio is 1, with the gradient of logp. In a later optimizer step (by
+default there is none) a ratio of 1.2 means that new answers would have this token 1.2 times as
+often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
 A > 0) or below 0.8 (if A < 0) it gets no further push: its loss is clipped to a constant.
 
 Terms: the policy is the model that is trained; a completion is an answer. A step is a rollout,
