@@ -815,7 +815,7 @@ class Config:
     # update
     num_minibatches: int = 1  # optimizer steps per pass over a rollout
     num_epochs: int = 1  # passes over a rollout
-    micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048, or what a GPU holds
+    micro_batch_tokens: int = 0  # tokens per forward and backward; 0: 2048
     learning_rate: float = 1e-6  # AdamW, on float32 parameters
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
     warmup_steps: int = 0  # optimizer steps until the learning rate is full; GRPO needs none
@@ -828,7 +828,7 @@ class Config:
     out_dir: str = "out"  # directory of the run
     eval_every: int = 10  # steps between evals; 0: only before the first and after the last step
     eval_samples: int = 0  # completions per eval prompt, for pass@k; 0: greedy only
-    save_every: int = 10  # steps between checkpoints; 0: only the last (and the best)
+    save_every: int = 10  # steps between checkpoints; 0: only the last
     keep: int = 2  # newest checkpoints kept; 0: all
     resume: bool = False  # continue the run in --out_dir
     plain: bool = False  # run this file without extras/

@@ -324,8 +324,8 @@ def gradients_of(policy, samples: list) -> dict:
 
 
 def by_kind(gradients: dict) -> dict:
-    """Adds up those of the same parameter in all layers. Layers have the same compiled code, so its
-    mistakes remain, while the rounding of single parameters averages out."""
+    """Adds up what `gradients_of` gives for a parameter over all layers: they run the same compiled
+    code, so its mistakes add up, while the rounding of single layers averages out."""
     added = {}
     for name, (norm, *products) in gradients.items():
         kind = re.sub(r"\d+", "N", name)

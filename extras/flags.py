@@ -74,7 +74,7 @@ def parse_flags(plain, argv=None, *args, **kwargs):
         if name != "out_dir" and getattr(cfg, name) != before:
             ranks.say(f"--{name} was {before!r} and is now {getattr(cfg, name)!r}")
     if cfg.lr_schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
-        ranks.say(f"--lr_schedule {cfg.lr_schedule}: with a new --max_steps the rate jumps")
+        ranks.say(f"--lr_schedule {cfg.lr_schedule}: the learning rate jumps (new --max_steps)")
     return cfg
 
 

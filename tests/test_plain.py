@@ -73,7 +73,7 @@ def test_the_two_files_alone_and_with_extras_go_on_with_each_others_runs(tmp_pat
     newest = [checkpoints(tmp_path / name)[-1] for name in ("run", "whole")]
     assert torch.equal(*map(weights_of, newest))  # by from_pretrained
     said = run_page(page, "--plain=true", out="other", code=2)
-    assert "for the command line" in said
+    assert "--plain is for the command line" in said
 
 
 STOPS = """

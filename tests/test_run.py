@@ -386,7 +386,7 @@ def test_a_resume_by_the_command_line_takes_the_runs_own_flags(tmp_path, capsys)
     assert len(train(resumed)) == 3
     said = capsys.readouterr().out
     assert "step 2 of 3" in said and "--max_steps was 2 and is now 3" in said
-    assert "--seed" not in said and "the rate jumps" in said
+    assert "--seed" not in said and "the learning rate jumps" in said
     assert len(train(dataclasses.replace(resumed, max_steps=1))) == 3
     assert "step 3 of 1" in capsys.readouterr().out
 

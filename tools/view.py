@@ -27,7 +27,7 @@ import numpy as np
 PANELS = [  # title, unit, names in metrics.jsonl as patterns, the most important one first
     ("Reward", "mean of the samples", "reward|rewards/.*/mean"),
     ("Eval accuracy", "share right, ± 1 standard error", "eval_accuracy|eval_pass@.*"),
-    ("Length", "tokens per completion", "completions/mean_length|eval_length"),
+    ("Length", "tokens a completion", "completions/mean_length|eval_length"),
     ("No signal", "share of groups, all advantages 0", "frac_reward_zero_std"),
     ("Gradient norm", "before clipping", "grad_norm"),
     ("KL to the reference", "nats a token", "kl|kl_k1"),
