@@ -233,8 +233,8 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     mean = grouped.nanmean(1, keepdim=True)  # [N / G, 1]
     advantages = grouped - mean
-    # 0.1 + 0.2 and 0.3 are the same reward: their difference is rounding, and teaches nothing.
-    advantages[torch.isclose(grouped, mean, rtol=1e-15, atol=0.0)] = 0.0
+    # 0.1 + 0.2 and 0.3 are the same reward, and 0.1 + 0.2 - 0.3 is 0: a difference is rounding.
+    advantages[torch.isclose(grouped, mean, rtol=1e-15, atol=1e-12)] = 0.0
     if scale == "group":
         advantages = advantages / (nanstd(grouped) + eps)  # [N / G, G] / [N / G, 1]
     elif scale == "batch":

@@ -643,9 +643,11 @@ def test_group_advantages():
 @pytest.mark.parametrize("scale", SCALES)
 def test_equal_rewards_give_exactly_zero(scale):
     rounding = [0.1 + 0.2, 0.3, 0.3]  # the first differs in its last bit, which is no signal
-    rewards = torch.tensor([*rounding, 0.1, 0.2, 0.7], dtype=F64)
-    assert (group_advantages(rewards, 3, scale)[:3] == 0).all()
-    assert (group_advantages(rewards, 3, scale)[3:] != 0).any()
+    # Two weighted rewards that are 0: the first is 5.6e-17.
+    near_zero = [0.1 + 0.2 - 0.3, 0.0, 0.0]
+    rewards = torch.tensor([*rounding, *near_zero, 0.1, 0.2, 0.7], dtype=F64)
+    assert (group_advantages(rewards, 3, scale)[:6] == 0).all()
+    assert (group_advantages(rewards, 3, scale)[6:] != 0).any()
     assert (group_advantages(torch.full((6,), 0.7), 3, scale) == 0).all()
 
 
