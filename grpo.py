@@ -6,7 +6,8 @@ that beat the mean of their group more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout vllm --chat \
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-A whole step, in ten lines. (test_grpo.py runs them, and compares the gradient with this file's.)
+A whole step in ten lines. This file adds two small things, --tis_cap and --max_grad_norm; without
+them it has the same gradient. (test_grpo.py runs the lines, and compares.)
 
     groups = [[sample(model, prompt) for _ in range(8)] for prompt, row in prompts]
     n_tokens = sum(len(answer) for answers in groups for answer in answers)
@@ -43,19 +44,20 @@ is such a b, and reward - (mean of the group) is (G - 1) / G * (reward - (mean o
 argument leaves out two divisions: by n_tokens (a step of long answers counts less), and by the
 standard deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
 
-The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
-times as likely a token has become since it was sampled; old_logp is a constant. In the first
-optimizer step on a rollout the ratio is 1, with the gradient of logp. In a later optimizer step (by
-default there is none) a ratio of 1.2 means that new answers would have this token 1.2 times as
-often after the same tokens, so it counts 1.2 times: importance sampling. Above 1.28 (if
-A > 0) or below 0.8 (if A < 0) it gets no further push: its loss is clipped to a constant.
-
 Terms: the policy is the model that is trained; a completion is an answer. A step is a rollout,
 which samples and scores, and an update, which learns from the samples in one optimizer step or in
 several (--num_minibatches, --num_epochs), each with a minibatch of them. A minibatch goes through
 the model in micro-batches, whose gradients add up. A rank is one of the processes that torchrun
 starts. The reference is a frozen model, by default the initial policy; --beta adds a penalty, the
 KL divergence, that keeps the policy near it.
+
+The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
+times as likely a token has become since it was sampled; old_logp is a constant. Its gradient is
+ratio * grad logp. In the first optimizer step on a rollout (by default there is no other) the ratio
+is 1, so both losses have the same gradient. In a later one a ratio of 1.2 means that new answers
+would have this token 1.2 times as often after the same tokens, so it counts 1.2 times: importance
+sampling. Above 1.28 (if A > 0) or below 0.8 (if A < 0) the loss of the token is clipped to a
+constant, which has no gradient: the token gets no further push.
 
 Where this file has the ten lines, with batches, ranks and options:
 
@@ -126,11 +128,11 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the EOS, unless cut off: the policy learns to stop
-    # Log-probabilities of these tokens. sampler_logps and old_logps use the same weights, but the
-    # sampler computes differently (a cache of keys and values, vLLM): they differ by rounding.
+    # Log-probabilities of these tokens. Sampler and policy have the same weights at first, but the
+    # sampler computes differently (a cache of keys and values, vLLM): the logps differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     # By the policy, before the first optimizer step. None if there is no second one, because
-    # accumulate_gradient then uses the logps of the loss, detached.
+    # accumulate_gradient then uses the logps of its own forward pass, as constants.
     old_logps: np.ndarray | None = None
     ref_logps: np.ndarray | None = None  # by the reference; None without a KL term
     sampled: np.ndarray = LATER  # True: by the policy; False: by a tool or an environment
@@ -288,8 +290,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). For large
-    models extras/ runs a faster one, unless you edit this one."""
+    entropy [n], how uncertain the model was there (in nats, for the log). For a large
+    model extras/ has a faster Policy, which runs in place of this one until you edit this one."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -350,8 +352,8 @@ def grpo_loss(
     is_clipped = clipped > losses
     losses = torch.maximum(losses, clipped)
 
-    # Truncated importance sampling (TIS) by p_policy / p_sampler. The sampler computes a little
-    # differently: a token that it draws too often counts less, and a token drawn too rarely more.
+    # Truncated importance sampling (TIS): a token counts p_policy / p_sampler times. The sampler
+    # computes a little differently (see Sample): a token that it draws too often counts less.
     if sampler_logps is not None and cfg.tis_cap > 0:
         losses = losses * (old_logps - sampler_logps).exp().clamp(max=cfg.tis_cap)
     if ref_logps is not None and cfg.kl_in == "loss":  # --beta > 0, as in the bundled task
@@ -392,15 +394,16 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             set_learning_rate(optimizer, earlier_steps, cfg)
             optimizer.zero_grad(set_to_none=True)
             new_sums = accumulate_gradient(policy, ddp, [samples[i] for i in chosen], cfg)
-            if not norms:  # The weights are still the sampler's: a gap beyond rounding is a fault.
+            if not norms:  # The sampler still has these weights: a gap beyond rounding is a fault.
                 tokens = max(1, new_sums["sampled_tokens"])
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
-            # No step if the gradient is (a) nan or inf, (b) 0, as with equal rewards in all groups
-            # (Adam's momentum would still move the weights), or (c) only rounding, which Adam would
-            # scale up to a full step: until the run's first optimizer step the policy is the
-            # reference, so the KL has no gradient (k1 and k4: none on average). If there is no
-            # advantage either, only rounding is left.
+            # No step if the gradient is
+            # - nan or inf;
+            # - 0, as with equal rewards in all groups: Adam's momentum would move the weights;
+            # - only rounding, which Adam would scale up to a full step. Until the run's first step
+            #   the policy is the reference, so the KL has no gradient (k1 and k4: none on average).
+            #   If there is no advantage either, only rounding is left.
             still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
             has_signal = any(samples[i].advantages_in_loss.any() for i in chosen)
             is_rounding = still_reference and not has_signal
@@ -422,7 +425,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
     # Without a KL, a sample whose advantages are 0 has no gradient. (With a new term in the loss:
     # needed = minibatch.)
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
-    batches = policy.micro_batches(needed or minibatch[:1], cfg)
+    batches = policy.micro_batches(needed or minibatch[:1], cfg)  # one, so that there are sums
     sums = []
     for start in range(0, len(batches), WORLD_SIZE):
         if start + RANK < len(batches):
@@ -545,8 +548,8 @@ def extra(file: str):
 
     So all code of this file runs, with two exceptions: large models get a faster Policy (no
     padding, another head; the run prints its name) until you edit this file's, and models and data
-    that this file does not support get other code. Your values win over the values of extras/. If
-    you delete an @extra, a flag that needs it ends the run."""
+    that this file does not support get other code. A value that you change here wins over the value
+    in extras/. If you delete an @extra, a flag that needs it ends the run."""
 
     def mark(plain):
         @functools.wraps(plain)
@@ -1031,7 +1034,7 @@ def tensors_of(model, cfg: Config) -> dict:
 def set_learning_rate(optimizer, index: int, cfg: Config) -> None:
     """index: the number of the optimizer step in the run, from 0."""
     total = cfg.max_steps * cfg.num_minibatches * cfg.num_epochs
-    progress = (index - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # in [0, 1)
+    progress = (index - cfg.warmup_steps) / max(1, total - cfg.warmup_steps)  # < 1; below 0: warmup
     factors = dict(constant=1, linear=1 - progress, cosine=(1 + math.cos(math.pi * progress)) / 2)
     factor = factors[cfg.lr_schedule]
     if index < cfg.warmup_steps:
@@ -1042,9 +1045,9 @@ def set_learning_rate(optimizer, index: int, cfg: Config) -> None:
 
 # -- Samplers
 def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
-    """Sampler and trainer have the same weights. If their log-probabilities differ by more than
-    rounding, the samples are not the policy's, and training on them is wrong. tokens: how many were
-    averaged."""
+    """gap: the mean |sampler's - policy's log-probability| of `tokens` tokens, in nats. The weights
+    are the same. If the gap is larger than rounding, the samples are not the policy's, and training
+    on them is wrong."""
     # In bfloat16 a mean of 0.05 is rounding (SmolLM2-135M with vLLM on a CPU). Over few tokens it
     # may be more (1.0 over one, 0.3 over four), and the tokens of a group may be alike.
     limit = cfg.max_sampler_gap or dict(bfloat16=0.1).get(cfg.dtype, 1e-4)
@@ -1190,7 +1193,8 @@ def fill_with_nan(engine_model) -> None:
 
 @extra("models")
 def repack(engine_model) -> None:
-    """vLLM's CPU build has its own copy of a head that is tied to the embeddings."""
+    """vLLM's CPU build computes with a copy of a head that is tied to the embeddings. This makes
+    the copy anew from the weights."""
     head = engine_model.lm_head
     head.quant_method.process_weights_after_loading(head)
 
