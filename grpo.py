@@ -6,8 +6,8 @@ that beat the mean of their group more likely.
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --rollout vllm --chat \
         --train_data train.jsonl --prompt_template '{question}' --reward gsm8k
 
-A whole step in ten lines. This file adds two small things, --tis_cap and --max_grad_norm; without
-them it has the same gradient. (test_grpo.py runs the lines, and compares.)
+A whole step in ten lines. This file adds --tis_cap (a weight near 1 per token), --max_grad_norm
+and, in the bundled task, --beta; without them it has the same gradient. (test_grpo.py compares.)
 
     groups = [[sample(model, prompt) for _ in range(8)] for prompt, row in prompts]
     n_tokens = sum(len(answer) for answers in groups for answer in answers)
@@ -20,29 +20,29 @@ them it has the same gradient. (test_grpo.py runs the lines, and compares.)
             (-advantage * logps.sum() / n_tokens).backward()
     optimizer.step()  # and optimizer.zero_grad() before the next
 
-GRPO is fine-tuning on the model's own answers: the cross-entropy of each answer, weighted by its
-advantage, which is negative below the mean of the group. The reward is only a number, and no
-gradient goes through it. n_tokens counts the tokens of all answers of the optimizer step, so each
-token has the same weight. With a mean over each answer, tokens of short answers would weigh more.
-With a mean over each batch (a common mistake in gradient accumulation), so would tokens of small
-batches.
+GRPO is fine-tuning on the model's own answers. The loss is the cross-entropy of each answer times
+its advantage, which is negative for an answer below the mean of its group. The reward is only a
+number: no gradient goes through it. n_tokens counts the tokens of all answers of the optimizer
+step, so each token has the same weight. A mean over each answer would give the tokens of short
+answers more weight; a mean over each micro-batch (a common mistake in gradient accumulation) would
+give the tokens of small micro-batches more weight.
 
 One group: four answers with the rewards 1, 0, 0, 1. Their mean is 0.5 and their standard deviation
-(n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. The loss
-of this file is the mean of -A * ratio, and the ratio (below) is 1 by default: so the loss is nearly
-0, too, if all answers are equally long and --beta is 0. Its gradient is not 0: the first and last
-answer are pushed up, the others down. So watch the reward, not the loss. If all four had the same
-reward, all A would be 0, and only the KL of --beta would have a gradient there.
+(n - 1) is 0.58, so the advantages A are +0.87, -0.87, -0.87, +0.87. They add up to 0. The loss of
+this file is the mean of -A * ratio over the tokens. The ratio (below) is 1 by default, so with
+answers of equal length and no KL penalty the loss is nearly 0, too. Its gradient is not 0: the
+first and last answer are pushed up, the others down. So watch the reward, not the loss. With four
+equal rewards all A would be 0, and only the KL penalty (--beta, below) would have a gradient.
 
 Why it works (the policy gradient: REINFORCE, Williams 1992). Let p be an answer's probability, the
 product of its tokens' probabilities: log p is logps.sum() above. The expected reward is the sum of
 p * reward over all answers. As grad p is p * grad log p, the gradient of that sum is the mean of
 reward * grad log p over sampled answers. A number b that does not depend on the answer may be
 subtracted from the reward: the mean of b * grad log p is b * grad(sum of p) = b * grad(1) = 0. Only
-the noise changes; a b near the mean reward usually lowers it. The mean of the group's other answers
-is such a b, and reward - (mean of the group) is (G - 1) / G * (reward - (mean of the others)). This
-argument leaves out two divisions: by n_tokens (a step of long answers counts less), and by the
-standard deviation (times 2.8 if 1 answer of 8 is right, 1.9 if 4 are; off: --scale_rewards none).
+the noise changes; a b near the mean reward usually lowers it. The mean reward of the group's other
+answers is such a b, and reward - (mean of the group) is (G - 1) / G * (reward - b): the same but
+for a factor. Two divisions are left out here: by n_tokens (a step of long answers counts less), and
+by the standard deviation (A * 2.8 if 1 answer of 8 is right, 1.9 if 4; off: --scale_rewards none).
 
 Terms: the policy is the model that is trained; a completion is an answer. A step is a rollout,
 which samples and scores, and an update, which learns from the samples in one optimizer step or in
@@ -52,12 +52,12 @@ starts. The reference is a frozen model, by default the initial policy; --beta a
 KL divergence, that keeps the policy near it.
 
 The ten lines use -A * logp, this file -A * ratio. The ratio, exp(logp - old_logp), tells how many
-times as likely a token has become since it was sampled; old_logp is a constant. Its gradient is
-ratio * grad logp. In the first optimizer step on a rollout (by default there is no other) the ratio
-is 1, so both losses have the same gradient. In a later one a ratio of 1.2 means that new answers
-would have this token 1.2 times as often after the same tokens, so it counts 1.2 times: importance
-sampling. Above 1.28 (if A > 0) or below 0.8 (if A < 0) the loss of the token is clipped to a
-constant, which has no gradient: the token gets no further push.
+times as likely a token has become since it was sampled. As old_logp is a constant, the gradient of
+the ratio is ratio * grad logp. In the first optimizer step on a rollout (by default the only one)
+the ratio is 1, so both losses have the same gradient. In a later one a ratio of 1.2 means that the
+policy would now sample this token, after the same tokens, 1.2 times as often: so the token counts
+1.2 times (importance sampling, token by token). Above 1.28 (if A > 0) or below 0.8 (if A < 0) its
+loss is clipped to a constant, which has no gradient: the token gets no further push.
 
 Where this file has the ten lines, with batches, ranks and options:
 
@@ -128,8 +128,8 @@ class Sample:
     group: int  # index of the prompt in the step
     prompt: Prompt
     completion_ids: np.ndarray  # with the EOS, unless cut off: the policy learns to stop
-    # Log-probabilities of these tokens. Sampler and policy have the same weights at first, but the
-    # sampler computes differently (a cache of keys and values, vLLM): the logps differ by rounding.
+    # Log-probabilities of these tokens. Sampler and policy have the same weights until the update,
+    # but the sampler computes with a cache, or in vLLM, so the two logps differ by rounding.
     sampler_logps: np.ndarray  # by the sampler, when it drew the tokens
     # By the policy, before the first optimizer step. None if there is no second one, because
     # accumulate_gradient then uses the logps of its own forward pass, as constants.
@@ -142,7 +142,7 @@ class Sample:
     finish_reason: str = "stop"  # or "length": cut off
     text: str = LATER  # without the EOS; a reward function gets it
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
-    reward: float = math.nan  # their weighted sum; nan: no reward function applies
+    reward: float = math.nan  # their weighted sum, or --non_stop_reward; nan: none apply
     failure: str = ""  # why a reward function or the sampler failed
     info: dict = field(default_factory=dict)  # further notes of reward functions and extras/
 
@@ -175,7 +175,7 @@ def training_loop(run: Run) -> None:
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
     while not run.should_stop():
-        run.record_time("eval")  # includes load_weights and the save before this step
+        run.record_time("eval")  # since the last update: load_weights, eval and save
 
         # Sample a group of G completions for each prompt, and score them.
         step, G = run.step + 1, cfg.num_generations
@@ -185,8 +185,8 @@ def training_loop(run: Run) -> None:
         run.sampler.sleep()  # the update needs the memory
         run.record_time("rollout")
 
-        # The loss needs the policy's logps from before the first optimizer step, and the logps of
-        # the reference. With one optimizer step the update's forward pass gives the policy's.
+        # The loss needs old_logps, the policy's before its first optimizer step, and ref_logps. If
+        # there is only one optimizer step, the forward pass of the update yields the old_logps.
         if cfg.num_minibatches * cfg.num_epochs > 1:
             add_logps("old_logps", run.policy, samples, cfg)
         if run.reference is not None:  # --beta > 0
@@ -235,7 +235,7 @@ def group_advantages(rewards, group_size: int, scale: str = "group", eps: float 
     grouped = rewards.double().view(-1, group_size)  # [N / G, G]
     mean = grouped.nanmean(1, keepdim=True)  # [N / G, 1]
     advantages = grouped - mean
-    # 0.1 + 0.2 and 0.3 are the same reward, and 0.1 + 0.2 - 0.3 is 0: a difference is rounding.
+    # Weighted sums round: 0.1 + 0.2 must count as equal to 0.3, and 0.1 + 0.2 - 0.3 as equal to 0.
     advantages[torch.isclose(grouped, mean, rtol=1e-15, atol=1e-12)] = 0.0
     if scale == "group":
         advantages = advantages / (nanstd(grouped) + eps)  # [N / G, G] / [N / G, 1]
@@ -290,8 +290,8 @@ def collate(samples: list[Sample], device: torch.device) -> dict:
 
 class Policy(nn.Module):
     """policy(policy.collate(samples)) -> logps [n], the log-probability of each sampled token, and
-    entropy [n], how uncertain the model was there (in nats, for the log). For a large
-    model extras/ has a faster Policy, which runs in place of this one until you edit this one."""
+    entropy [n], how uncertain the model was there (in nats, for the log). extras/ runs a faster
+    Policy for a large model, unless you have edited this class or a function that it calls."""
 
     def __init__(self, model, temperature: float, dtype: str = "float32"):
         super().__init__()
@@ -397,19 +397,18 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
             if not norms:  # The sampler still has these weights: a gap beyond rounding is a fault.
                 tokens = max(1, new_sums["sampled_tokens"])
                 check_gap(new_sums["sampler_gap"] / tokens, cfg, tokens)
+
             norm = nn.utils.clip_grad_norm_(ddp.parameters(), cfg.max_grad_norm or math.inf).item()
-            # No step if the gradient is
+            # Adam makes a full step of any gradient, however small. So no step if the gradient is
             # - nan or inf;
-            # - 0, as with equal rewards in all groups: Adam's momentum would move the weights;
-            # - only rounding, which Adam would scale up to a full step. Until the run's first step
-            #   the policy is the reference, so the KL has no gradient (k1 and k4: none on average).
-            #   If there is no advantage either, only rounding is left.
-            still_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state
-            has_signal = any(samples[i].advantages_in_loss.any() for i in chosen)
-            is_rounding = still_reference and not has_signal
-            if 0 < norm < math.inf and not is_rounding:
+            # - 0 (equal rewards in all groups), when momentum alone would move the weights;
+            # - the KL's alone while the policy still is the reference: rounding (k1, k4: noise).
+            has_advantage = any(samples[i].advantages_in_loss.any() for i in chosen)
+            is_reference = cfg.beta > 0 and not cfg.reference and not optimizer.state  # no step yet
+            if 0 < norm < math.inf and (has_advantage or not is_reference):
                 optimizer.step()
                 steps_taken += 1
+
             norms.append(norm)  # before clipping
             for name in [name for name in new_sums if name.endswith("max")]:
                 largest[name] = max(new_sums.pop(name), largest.get(name, -math.inf))
@@ -420,24 +419,23 @@ def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config
 
 def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Counter:
     """The gradient of one optimizer step, a sum over its micro-batches. Returns sums over all
-    ranks, for the log."""
+    ranks, for the log: without a KL only over the samples whose advantage is not 0."""
     assign_loss_weights(minibatch, cfg)  # a minibatch has the samples of all ranks
     # Without a KL, a sample whose advantages are 0 has no gradient. (With a new term in the loss:
     # needed = minibatch.)
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
-    batches = policy.micro_batches(needed or minibatch[:1], cfg)  # one, so that there are sums
+    batches = policy.micro_batches(needed or minibatch[:1], cfg)  # never none: the log needs sums
+    # DDP needs as many backward passes on each rank. The last ones may be of copies without targets
+    # (n is 0), whose loss and gradient are 0.
+    empty = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
+    batches += [empty] * (-len(batches) % WORLD_SIZE)  # now a multiple of WORLD_SIZE
+
     sums = []
-    for start in range(0, len(batches), WORLD_SIZE):
-        if start + RANK < len(batches):
-            samples = batches[start + RANK]  # each rank takes one
-        else:
-            # No batch is left for this rank, but DDP waits for its backward. The rank repeats the
-            # last batch without targets (n is 0), so its loss and its gradient are 0.
-            samples = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
+    for i in range(RANK, len(batches), WORLD_SIZE):  # the batches of this rank
         # DDP all-reduces in the last backward; before that, each rank only adds up (no_sync).
-        is_last = start + WORLD_SIZE >= len(batches)
+        is_last = i + WORLD_SIZE >= len(batches)
         sync = contextlib.nullcontext() if WORLD_SIZE == 1 or is_last else ddp.no_sync()
-        batch = policy.collate(samples)
+        batch = policy.collate(batches[i])
         with sync:
             logps, entropy = ddp(batch)  # [n] both
             # With one optimizer step old_logps are these logps, detached: the ratio is 1, and its
@@ -482,7 +480,7 @@ def rollout(run: Run, prompts, stream, step, G: int, temperature, first=0) -> li
         samples.append(s)
     score(samples, run)
     samples = sorted(all_gather(samples), key=lambda s: s.group)
-    # nan: a broken sampler. Checked here: the update may leave out samples of advantage 0.
+    # A nan shows a broken sampler. The update would miss it in a sample that it leaves out.
     if not all(np.isfinite(s.sampler_logps).all() for s in samples):
         check_gap(math.nan, run.cfg)  # raises TrainingError
     return samples
@@ -592,7 +590,7 @@ def kl_estimate(logps, ref_logps, old_logps, estimator: str):
     k1 to k3 are Schulman's (joschu.net/blog/kl-approx.html), wk3 is DeepSeek-V3.2's (arXiv
     2512.02556).
     """
-    d = (logps.double() - ref_logps).detach()  # in float32, exp(-d) + d loses d below -20
+    d = (logps.double() - ref_logps).detach()  # float32: exp(-d) overflows below -88
     w = (logps.double() - old_logps).detach().exp()
     k3 = torch.expm1(-d) + d
     values = dict(k1=d, k2=d.square() / 2, k3=k3, k4=w * d, wk3=w * k3)
@@ -625,14 +623,14 @@ def seed_of(cfg: Config, stream: int, step: int, index: int) -> int:
 
 
 def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Prompt]:
-    """The prompts of a step. With --shuffle each pass over the data has an order of its own."""
-    first = (step - 1) * cfg.num_prompts
-    places = [divmod(first + i, len(prompts)) for i in range(cfg.num_prompts)]  # pass, place in it
-    seeds = {k: (cfg.seed, ORDER, 0, k) for k in dict(places)}
-    orders = {k: np.random.default_rng(seeds[k]).permutation(len(prompts)) for k in seeds}
-    if not cfg.shuffle:
-        orders = dict.fromkeys(seeds, range(len(prompts)))
-    return [prompts[orders[k][i]] for k, i in places]
+    """The next num_prompts prompts. With --shuffle each pass over the data has its own order."""
+    chosen, orders = [], {}
+    for place in range((step - 1) * cfg.num_prompts, step * cfg.num_prompts):
+        k, i = divmod(place, len(prompts))  # the pass over the data, and the place in it
+        if k not in orders:
+            orders[k] = np.random.default_rng((cfg.seed, ORDER, 0, k)).permutation(len(prompts))
+        chosen.append(prompts[orders[k][i] if cfg.shuffle else i])
+    return chosen
 
 
 # -- Batches
@@ -798,7 +796,7 @@ class Config:
     # rollout
     num_prompts: int = 32  # prompts per step, over all ranks
     num_generations: int = 8  # completions per prompt: the group, G
-    max_completion_length: int = 512  # tokens; a completion that reaches this is cut off
+    max_completion_length: int = 512  # tokens; a completion without EOS by then is cut off
     temperature: float = 1.0  # for sampling, and for all log-probabilities
     rollout: Literal["auto", "vllm", "hf"] = "auto"  # sampler: vLLM, or the policy's model
     vllm_gpu_memory_utilization: float = 0.3  # share of the GPU for vLLM while it samples
