@@ -2,10 +2,10 @@
 
 Counts the steps until the mean reward of 3 steps reaches a threshold.
 
-(a) With noise on the standardised advantages, with a warmup and without. It was proposed so that
-    the loss is not 0, and to learn "in 15 steps instead of 100". The reduction is `sequence`.
+(a) With noise on the standardized advantages, with a warmup and without. The noise was proposed to
+    make the loss nonzero, and to learn "in 15 steps instead of 100". The reduction is `sequence`.
 (b) With a linear warmup. If progress depends only on the sum of the learning rates so far, and a
-    run needs s steps without warmup, then with a warmup of w > s steps it needs some sqrt(2 w s).
+    run needs s steps without warmup, it needs about sqrt(2 w s) with a warmup of w > s steps.
 """
 
 import common
@@ -36,7 +36,7 @@ def reached(metrics):
 
 
 def predicted_steps(warmup, full_steps):
-    """Steps until the learning rates add up to those of `full_steps` steps without warmup."""
+    """Steps until the learning rates add up to the sum of `full_steps` steps without warmup."""
     rates, step = 0.0, 0
     while rates < full_steps - 1e-9:
         step += 1
@@ -78,7 +78,7 @@ if __name__ == "__main__":
         ten = five = range(1)
     noisy = common.scan(run, (limit, "sequence"), with_noise, ten, args.jobs)
     for (noise, _), runs in noisy.items():
-        # the only certain effect of the noise: the loss that is printed
+        # the only certain effect of the noise is on the printed loss
         silent = [abs(run[0]["loss"]) < 1e-6 for run in runs]
         assert silent == [noise == 0] * len(runs), "the first loss is 0 without noise, only then"
     compare(args, "advantage_noise", noisy, limit)

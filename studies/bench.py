@@ -7,12 +7,12 @@
     python studies/bench.py --settings bundled            # without TRL
 
 Both sides have the same model, prompts, G, lengths, learning rate, beta and dtype, and take turns,
-each in a process with one thread. Both sample with the same vLLM engine (the bundled model: ours
-with Hugging Face, as --rollout auto does). TRL computes the head at completion positions only, as
-it does on CUDA. A side prints a JSON line: CPU seconds of a step and of its rollout, tokens (of all
-prompts and completions), memory (peak of scoring and update in MB, above what is in memory after
-sampling, without the gradients). At the end come the least, median and largest ratio of TRL's cost
-to ours.
+each in a process with one thread. Both sample with the same vLLM engine (but ours samples the
+bundled model with Hugging Face, as --rollout auto does). TRL computes the head at completion
+positions only, as it does on CUDA. Each side prints a JSON line: CPU seconds of a step and of its
+rollout, tokens (of all prompts and completions), and memory (the peak of scoring and update in MB,
+above the memory in use after sampling, without the gradients). At the end, the script prints the
+smallest, median and largest ratio of TRL's cost to ours.
 """
 
 import argparse
@@ -59,12 +59,12 @@ KINDS = ("step", "logps and update", "memory")
 
 
 def position(completions, **_) -> list[float]:
-    """The reward: each sample of a step has another."""
+    """The reward, which differs among the samples of a step."""
     return [i % 13 / 13 for i in range(len(completions))]
 
 
 def prepare(spec: dict, folder: str) -> dict:
-    """Paths of the model, the rows and the reward; the dtype that --dtype auto takes on a CPU."""
+    """Paths of the model, rows and reward; the dtype that --dtype auto selects on a CPU."""
     files = dict(reward=f"{os.path.abspath(__file__)}:position", dtype="float32")
     if "shape" not in spec:
         return files | {name: grpo.BUNDLED[name] for name in ("model", "train_data")}
@@ -96,7 +96,7 @@ def make_random_model(spec: dict, folder: str) -> None:
 
 
 def write_random_prompts(spec: dict, path: str) -> None:
-    """The tokens of prompts end no completion: they are from the vocabulary's second half."""
+    """The prompts' tokens, from the vocabulary's second half, never end a completion."""
     V = spec["shape"]["vocab_size"]
     rng = np.random.default_rng(0)
     with open(path, "w") as file:
@@ -105,14 +105,14 @@ def write_random_prompts(spec: dict, path: str) -> None:
 
 
 def memory_now() -> tuple[int, int]:
-    """Bytes of this process in memory, now and at the peak (Linux)."""
+    """Memory of this process in bytes, now and at the peak (Linux)."""
     with open("/proc/self/status") as status:
         values = dict(line.split(":", 1) for line in status)
     return tuple(1024 * int(values[name].split()[0]) for name in ("VmRSS", "VmHWM"))
 
 
 def forget_peak() -> None:
-    """Returns freed memory to the system and starts a new peak. Takes time: not for timed steps."""
+    """Returns freed memory to the system and resets the peak. This is too slow for timed steps."""
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -120,7 +120,7 @@ def forget_peak() -> None:
 
 class Record:
     """CPU seconds of each step and of its rollout. The first step warms up, and the last one
-    measures memory, which takes time: neither counts for the seconds."""
+    measures memory, which takes time: the seconds of both are left out."""
 
     def __init__(self, n_timed: int):
         self.n_timed = n_timed
@@ -256,8 +256,8 @@ def run_side(python: str, side: str, setting: str, files: dict) -> dict:
 
 
 def costs_of(result: dict) -> list[float]:
-    """Of the step and of what is not its rollout, per token, because the sides draw completions of
-    other lengths; and memory."""
+    """Seconds per token of the step and of the step without its rollout, and memory. (Per token,
+    because the sides draw completions of different lengths.)"""
     step, rest = result["step"], result["step"] - result["rollout"]
     return [step / result["tokens"], rest / result["tokens"], result["memory"]]
 

@@ -1,9 +1,9 @@
 """Big groups in small memory, and what the group size is good for.   python studies/big_groups.py
 
 (a) One group of G completions, in micro-batches of 512 tokens and all at once: the most memory that
-    autograd holds for the backward pass, without the parameters, and how far the gradients differ.
-(b) The advantage of a right answer, over all outcomes of the rest of its group, enumerated: its
-    mean, its spread, and how often a group gives no signal at all.
+    autograd saves for the backward pass, without the parameters, and how far the gradients differ.
+(b) The advantage of a right answer, by enumeration of all outcomes of the rest of its group: its
+    mean, its standard deviation, and how often a group gives no signal at all.
 (c) Learning with 64 samples a step, divided into few big or many small groups.
 """
 
@@ -20,8 +20,8 @@ SAMPLES, BUDGET, THRESHOLD = 64, 512, 0.8
 
 
 class Saved:
-    """The most bytes that autograd saves for one backward pass: each storage once, however many
-    tensors are views of it, and those of parameters not at all."""
+    """The most bytes that autograd saves for one backward pass. Each storage counts once, however
+    many tensors are views of it; storages of parameters do not count."""
 
     def __init__(self, parameters):
         self.parameters = {p.untyped_storage().data_ptr() for p in parameters}
@@ -55,7 +55,7 @@ def memory_of_group(budget, G, seed):
 
 def advantage_when_right(G, p):
     """Mean and standard deviation of a right answer's advantage, if each of the G - 1 others is
-    right with probability p; and the probability that the group gives no signal."""
+    right with probability p; and the probability that a group gives no signal."""
     values, chances = [], []
     for k in range(G):  # k others are right
         rewards = torch.tensor([1.0] * (k + 1) + [0.0] * (G - 1 - k), dtype=torch.float64)
@@ -74,7 +74,7 @@ def learn(steps, G, seed):
 def check(peak, worst, budget):
     """peak: {G: (MiB in micro-batches, MiB at once, ...)}; worst: {G: gradient difference}."""
     assert max(worst.values()) < 1e-4, f"the split changes the gradient: {worst}"
-    # from `small` on a group fills more than one micro-batch: here a completion has about 8 tokens
+    # from `small` on, a group fills several micro-batches: here a completion has about 8 tokens
     small = min(G for G in peak if 8 * G > budget)
     big = max(peak)
     assert peak[big][0] < 1.3 * peak[small][0], "memory grows with the group"

@@ -1,5 +1,5 @@
 """The code that the studies share: grpo.train with hooks around its update, runs in parallel
-processes, figures and tables. Sides are compared as tools/compare.py does it."""
+processes, figures and tables. Sides are compared as in tools/compare.py."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-# before torch is imported: each run gets one core, and `--jobs` runs go on at a time
+# before torch is imported: each run gets one core, and `--jobs` runs go on at the same time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -43,7 +43,7 @@ plt.rc("savefig", dpi=110)
 
 def arguments(doc: str, *names: str):
     """The study's arguments, some by name ("folder", "many*", "--switch"); when it began; and where
-    its figure goes, with `--quick` a temporary directory: what is published is of full runs."""
+    its figure goes: with `--quick` to a temporary directory, as only full runs are published."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     for name in names:
@@ -81,7 +81,7 @@ def save(args, name: str, panels: list[tuple], *tables: list) -> None:
 
 
 def install(at, *packages: str) -> None:
-    """Puts packages into a folder, without what they need."""
+    """Installs packages into a folder, without their dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
     pip += ["--ignore-requires-python", "--target", str(at)]
     subprocess.run([*pip, *packages], check=True)
@@ -89,11 +89,11 @@ def install(at, *packages: str) -> None:
 
 def train(before=None, after=None, stop=None, evals=False, **options) -> list[dict]:
     """A run of the bundled task, but with 8 prompts a step; `options` are other flags. Returns the
-    metrics of each step, with those of the eval after it.
+    metrics of each step, with the metrics of the eval after the step.
 
     before(policy, samples, step) and after(policy, samples, step) are called around the update.
-    They may change the samples, and may return metrics. stop(metrics) ends the run. evals: before
-    the first step, every eval_every steps, and after the last."""
+    They may change the samples, and may return metrics. stop(metrics) ends the run. evals: also run
+    evals before the first step, every eval_every steps, and after the last step."""
     update, is_over = grpo.update, grpo.Run.should_stop
 
     def update_with_hooks(policy, ddp, optimizer, samples, step, cfg):
@@ -141,7 +141,7 @@ def rollout(**options) -> tuple:
 
 
 def gradient_of(policy, samples: list, **options):
-    """[P]: what grpo.update would give to the optimizer, before it is clipped."""
+    """[P]: the gradient that grpo.update would give to the optimizer, before it is clipped."""
     cfg = grpo.Config(**dict(tis_cap=0.0, micro_batch_tokens=2048) | options)
     policy.zero_grad()
     grpo.accumulate_gradient(policy, policy, samples, cfg)
@@ -175,7 +175,7 @@ def grid(*axes) -> list[tuple]:
 
 def steps_to(threshold: float, metrics: list[dict], window: int = 3) -> float:
     """The first step at which the mean reward of the last `window` steps reaches the threshold;
-    inf if none does."""
+    inf if no step does."""
     rewards = [m["reward"] for m in metrics if "reward" in m]
     for n in range(window, len(rewards) + 1):
         if np.mean(rewards[n - window : n]) >= threshold:
@@ -203,8 +203,8 @@ def difference(values, others) -> str:
 
 
 def figure_of(panels: list[tuple]):
-    """A panel is a title, a metric, and {label: runs}: by step the mean over the seeds, up to where
-    the first run ends, and all seeds as a band."""
+    """A panel is a title, a metric, and {label: runs}. It shows by step the mean over the seeds, up
+    to the end of the first run, and all seeds as a band."""
     n_rows = (len(panels) + 1) // 2
     figure = plt.figure(figsize=(10, 3.6 * n_rows), layout="constrained")
     for number, (title, metric, sides) in enumerate(panels, 1):

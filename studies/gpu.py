@@ -3,8 +3,8 @@
     python studies/gpu.py                    # all points, some ten minutes
     python studies/gpu.py float32 resume     # some of them
 
-Each point is a process of its own, and prints one line: "right", "WRONG" or "skipped", and what was
-seen. The exit code is 1 if a point is WRONG. RESULTS.md has what an H200 gave.
+Each point runs in a process of its own, and prints one line: "right", "WRONG" or "skipped", and the
+measurements. The exit code is 1 if a point is WRONG. RESULTS.md contains the numbers of an H200.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def cosine(a, b) -> float:
 
 
 def against_the_cpu(dtype: str, least_cosine: float, most_error: float) -> tuple:
-    """The plain policy on the GPU, against float64 on the CPU."""
+    """Compares the plain policy on the GPU with float64 on the CPU."""
     folder = model_folder("30M")
     logps, gradients = [], []
     for device, kind in ((CPU, "float64"), (CUDA, dtype)):
@@ -90,19 +90,19 @@ def against_the_cpu(dtype: str, least_cosine: float, most_error: float) -> tuple
 
 
 def point_float32():
-    """Log-probabilities and gradient in float32 are those of a CPU."""
+    """Log-probabilities and gradient in float32 equal the CPU's."""
     return against_the_cpu("float32", 0.99999, 1e-5)
 
 
 def point_bfloat16():
-    """The same in bfloat16, within its rounding."""
+    """The same in bfloat16, up to its rounding."""
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise Skip("this GPU has no fast bfloat16")
     return against_the_cpu("bfloat16", 0.99, 2e-2)
 
 
 def point_fast():
-    """extras/fast.py has the numbers of the plain policy; how much faster it is, and smaller."""
+    """extras/fast.py computes the plain policy's numbers; how much time and memory both need."""
     folder = model_folder("500M")
     is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = "bfloat16" if is_fast else "float32"
@@ -128,8 +128,8 @@ def point_fast():
 
 
 def run(*flags, ranks: int = 0, resumed: str = "") -> tuple:
-    """A run of grpo.py on the GPU, with ranks by torchrun, or on from a run's directory: its
-    directory and the lines of metrics.jsonl."""
+    """Runs grpo.py on the GPU, with ranks by torchrun, or resumes the run in a directory. Returns
+    the run's directory and the lines of metrics.jsonl."""
     out = resumed or tempfile.mkdtemp()
     command = [sys.executable]
     if ranks > 0:
@@ -159,7 +159,7 @@ def point_default():
 
 
 def point_vllm(ranks: int = 0):
-    """vLLM has the trainer's weights after a sleep and an update; the phases' seconds."""
+    """vLLM has the trainer's weights after a sleep and an update; the seconds of the phases."""
     if not importlib.util.find_spec("vllm"):
         raise Skip("vllm is not installed")
     flags = ["--rollout", "vllm", "--learning_rate", "1e-3", "--max_steps", "3"]
@@ -173,14 +173,14 @@ def point_vllm(ranks: int = 0):
 
 
 def point_vllm_ranks():
-    """The same by torchrun, an engine in each rank: two ranks, or one if there is one GPU."""
+    """The same by torchrun, with an engine in each rank: two ranks, or one if there is one GPU."""
     ranks = min(2, torch.cuda.device_count())
     right, shown = point_vllm(ranks)
     return right, f"{ranks} ranks, {shown}"
 
 
 def point_resume():
-    """A resumed run goes on as the uninterrupted one; the largest difference of its losses."""
+    """A resumed run continues like an uninterrupted one; the largest difference of the metrics."""
     flags = ["--rollout", "hf", "--eval_data", ""]
     _, whole = run(*flags, "--max_steps", "6")
     out, _ = run(*flags, "--max_steps", "3")
@@ -195,7 +195,7 @@ def same_run(lines, others) -> tuple:
 
 
 def point_ranks():
-    """Two GPUs make the run of one."""
+    """Two GPUs reproduce the run of one."""
     if torch.cuda.device_count() < 2:
         raise Skip("one GPU")
     flags = ["--rollout", "hf", "--eval_data", "", "--max_steps", "3"]
@@ -204,7 +204,7 @@ def point_ranks():
 
 
 def point_micro_batch():
-    """The micro-batch that --micro_batch_tokens 0 chooses fits, at long answers."""
+    """The micro-batch that --micro_batch_tokens 0 chooses fits in memory with long answers."""
     flags = ["--rollout", "hf", "--max_steps", "1", "--num_prompts", "4"]
     out, lines = run_500M(*flags, "--max_completion_length", "1024")
     chosen = json.loads(Path(out, "config.json").read_text())["micro_batch_tokens"]
@@ -212,7 +212,7 @@ def point_micro_batch():
 
 
 def point_memory():
-    """The trainer's peak at each moment of a run of 3B with adapters, without vLLM's own."""
+    """The trainer's peak memory in each phase of a run of 3B with adapters, without vLLM's own."""
     peaks = {}
 
     def measure(holder, name):
@@ -242,7 +242,7 @@ POINTS = {name[6:]: f for name, f in list(globals().items()) if name.startswith(
 
 
 def check(name: str) -> int:
-    """Prints what a point says; 1 if it is wrong."""
+    """Prints the verdict of a point. Returns 1 if it is WRONG."""
     verdict, failed = "WRONG", 1
     try:
         right, shown = POINTS[name]()

@@ -1,16 +1,16 @@
 """What does each grader pay?   python studies/graders.py FOLDER
 
-The same 60 answers, each with the right one, are judged by 28 graders of 16 packages and
-three of ours, and so are 12 wrong answers that name the right one (graders.toml). Each package is
-installed from PyPI into a folder of its own in FOLDER (3 minutes, 0.9 GB; what is there is not
-installed again), with what its graders need.
-They run in a process that sees this folder and Python's own modules only.
+Here 28 graders of 16 packages and three of ours judge 60 answers, each with its gold answer, and
+12 wrong answers that mention the right one (graders.toml). Each package is installed from PyPI
+into a folder of its own in FOLDER (3 minutes, 0.9 GB; existing folders are not installed again),
+with what its graders need. They run in a process that can import only from this folder and from
+Python itself.
 
-A grader gets the whole completion. If it takes an answer that is cut out already, its package's own
-function cuts it out; the three that have none get what stands in the last box. lm-eval's filters
-for GSM8K stand in a YAML file, and are written out here.
+A grader gets the whole completion. If a grader expects an extracted answer, its package's own
+function extracts the answer; the three graders without such a function get the content of the last
+box. lm-eval defines its filters for GSM8K in a YAML file; they are written out here.
 
---quick: does reward.py pay what the published table says? Without any package.
+--quick: does reward.py pay what the published table contains? This needs no package.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load(name):
-    """A module without the __init__ of the packages that it is in: they would import the rest."""
+    """A module without the __init__ of its parent packages, which would import the rest."""
     parts = name.split(".")
     for n in range(1, len(parts)):
         package = types.ModuleType(".".join(parts[:n]))
@@ -185,7 +185,7 @@ def lighteval():
 
 
 def grade(package, out):
-    """In the process of a package: writes {grader: its verdicts}."""
+    """Runs in the process of a package, and writes {grader: its verdicts}."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     sys.meta_path.insert(0, StandIns())
@@ -197,7 +197,7 @@ def grade(package, out):
 
 
 def judge(grader):
-    """Its verdict of each pair: "1" paid, "." refused, "-" not judged, "E" an error."""
+    """The verdict on each pair: "1" paid, "." refused, "-" not judged, "E" an error."""
     said = []
     for gold, text, _ in pairs():
         try:
@@ -220,7 +220,7 @@ def needs_of(package):
 
 
 def verdicts_of(package, folder):
-    """{(package, grader): verdicts}. The package is installed in the folder, unless it is there."""
+    """{(package, grader): verdicts}. Installs the package into the folder, unless it exists."""
     if not os.path.exists(folder):
         common.install(folder, *needs_of(package))
     out = f"{folder}/verdicts.json"
@@ -231,7 +231,7 @@ def verdicts_of(package, folder):
 
 
 def published():
-    """What verdicts_of gave when figures/graders.md was made."""
+    """What verdicts_of returned when figures/graders.md was made."""
     rows = Path(HERE, "figures", "graders.md").read_text().split("\n")
     rows = [row.strip("| ").split(" | ") for row in rows if row.startswith("| ")]
     second = next(i for i, row in enumerate(rows) if row[0] == "#")
@@ -257,7 +257,7 @@ def count(verdicts, rights, verdict, first=0, last=60):
 
 
 def tables(verdicts, versions):
-    """What each grader pays, and each of its verdicts."""
+    """The tables: what each grader pays, and each of its verdicts."""
     codes = string.ascii_uppercase + string.ascii_lowercase
     first = [DATA["columns"]]
     for code, (key, said) in zip(codes, verdicts.items(), strict=False):

@@ -1,7 +1,7 @@
 """Which KL estimator controls the KL?   python studies/kl_estimators.py
 
-(a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over them, so bias and
-    noise of each gradient are exact: on the policy's own samples, and on an older policy's.
+(a) A toy with all sequences of 3 tokens over 4 words. Expectations are sums over the sequences, so
+    bias and noise of each gradient are exact, on the policy's own samples and on an older policy's.
 (b) The bundled task with each estimator, beta and seed, and two optimizer steps per rollout. Does a
     larger beta give a smaller KL to the reference, and what accuracy? The KL is exact.
 """
@@ -75,9 +75,9 @@ def k1_in_reward(logps, old_logps, ref_logps):
 
 def exact_gradients() -> list[dict]:
     """For each estimator: the error of the expected gradient, its length along the true gradient,
-    and its standard deviation, all relative to the true gradient. The true gradient of a loss term
-    is that of the next-token KL, summed over the positions of the samples; of a term in the reward,
-    that of the KL between whole sequences."""
+    and its standard deviation, all relative to the true gradient. For a loss term, the true
+    gradient is the gradient of the next-token KL, summed over the positions of the samples; for a
+    term in the reward, it is the gradient of the KL between whole sequences."""
     rows, reference = [], Toy(0, 1.0)
     ref_logps = reference.logps().detach()
     for distance, scale in DISTANCES.items():
@@ -125,13 +125,13 @@ def check(rows):
 
 
 def run(steps, estimator, beta, seed):
-    """(b) A training run that notes the KL at the beginning of each step."""
+    """(b) A training run that records the KL at the beginning of each step."""
     reference = []
 
     def before(policy, samples, step):
         if step == 1:
             reference.append(copy.deepcopy(policy))
-        # not `kl`: the update's metric of that name, an estimate per token, would replace it
+        # not `kl`: the update's metric of this name, an estimate per token, would replace it
         return dict(exact_kl=exact_kl(policy, reference[0], samples))
 
     options = dict(kl_estimator=estimator, beta=beta, seed=seed, max_steps=steps, num_minibatches=2)

@@ -1,5 +1,5 @@
-"""The figures of learn.ipynb. The lesson computes their numbers with the functions of grpo.py and
-passes them in. (The time line of the four policies is a sketch, figures/four_policies.svg.)
+"""The figures of learn.ipynb. The lesson computes the numbers with the functions of grpo.py and
+passes them in. (The timeline of the four policies is a sketch, figures/four_policies.svg.)
 
 PYTHONPATH=. python studies/lesson.py makes README's picture of a step.
 """
@@ -30,13 +30,13 @@ def set_style() -> None:
 
 
 def digits(values) -> str:
-    """(+0.8659, -0.8659): no "-0.0000", which rounding would make of a tiny number."""
+    """(+0.8659, -0.8659). A tiny negative number is never rounded to "-0.0000"."""
     rounded = [round(float(value), 4) + 0.0 for value in values]
     return "(" + ", ".join(f"{value:+.4f}" for value in rounded) + ")"
 
 
 def draw_estimates(clouds: dict, exact, offsets, spreads: dict) -> None:
-    """Section 3. Left: estimates of a gradient. Right: their spread, by what is added to rewards.
+    """Section 3. Left: estimates of a gradient. Right: their spread against the reward offset.
 
     clouds: name -> estimates [n, 3]. exact: the gradient [3]. spreads: name -> one for each offset.
     """
@@ -95,7 +95,7 @@ def draw_tokens(samples: list, tokenizer, panels: dict, limit: float, labels: li
 
 
 def draw_surrogate(ratios, curves: dict) -> None:
-    """Section 5. curves: advantage -> (values of the surrogate, slopes by the log-probability)."""
+    """Section 5. curves: advantage -> (values of the surrogate, slopes w.r.t. log-probability)."""
     _, axes = plt.subplots(1, len(curves), figsize=(10, 3.1), sharex=True)
     for axis, (advantage, (values, slopes)) in zip(axes, curves.items(), strict=True):
         flat = ratios[slopes == 0]

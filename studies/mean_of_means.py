@@ -1,10 +1,10 @@
 """Mean of means: how wrong is an average per micro-batch and rank?   studies/mean_of_means.py
 
-The mean over the tokens of each micro-batch, then averaged over micro-batches and ranks, gives
-sample i the weight  n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)
-instead of 1. So once the gradient of each single sample is known, the gradient of any split is a
-weighted sum. With one optimizer step per rollout, the same weights on the advantages train with
-that error.
+A mean over the tokens of each micro-batch, averaged over micro-batches and ranks, gives sample i
+the weight  n_tokens / (ranks * micro-batches of its rank * tokens of its micro-batch)  instead of
+1. So once the gradient of each single sample is known, the gradient of any split is a weighted
+sum. With one optimizer step per rollout, the same weights on the advantages reproduce this error
+in training.
 """
 
 import common
@@ -31,7 +31,7 @@ TRAINING_HEADER = (
 
 
 def weights(lengths, size, ranks, order):
-    """[N]: the factor that averaging per micro-batch and per rank puts on each sample's gradient.
+    """[N]: the factor by which averaging per micro-batch and rank multiplies a sample's gradient.
     lengths [N] are tokens, and `order` [N] is the order in which samples go to ranks."""
     w = np.zeros(len(lengths))
     for share in np.array_split(order, ranks):
@@ -58,12 +58,12 @@ def skewed(samples, seed):
 
 def errors_of(n_prompts, lengths_kind, seed):
     """{(size, ranks): angle in degrees to the exact gradient, length relative to it}; and the
-    relative errors of grpo.update and of micro-batches of one sample, which must be 0."""
+    relative errors of grpo.update and of micro-batches of one sample, which must be near 0."""
     policy, samples = common.rollout(seed=seed, num_prompts=n_prompts)
     if lengths_kind == "skewed":
         samples = skewed(samples, seed)
     lengths = lengths_of(samples)
-    # alone in its update a sample gives the mean over its tokens: times their number, the sum
+    # alone in its update, a sample gives the mean over its tokens; times their number, the sum
     single = [common.gradient_of(policy, [s]) * len(s.completion_ids) for s in samples]
     single = torch.stack(single).double() / lengths.sum()  # [N, P]
     exact = single.sum(0)  # [P]
@@ -84,7 +84,7 @@ def errors_of(n_prompts, lengths_kind, seed):
 
 
 def check(kind, results):
-    """results: of each seed."""
+    """results: the errors of each seed."""
     for errors in results:
         assert errors["grpo"] < 1e-4, f"{kind}: grpo.update depends on the micro-batch"
         assert errors["sequence"] < 1e-4, "micro-batches of one are not the sequence reduction"
@@ -97,7 +97,7 @@ def check(kind, results):
 
 def learn(steps, name, seed):
     def plant(policy, samples, step):
-        """Multiplies the advantages, so that the update makes the error of this split."""
+        """Multiplies the advantages, so that the update has the error of this split."""
         size, ranks, by_length = TRAINING[name]
         order = np.random.default_rng((seed, step)).permutation(len(samples))
         if by_length:

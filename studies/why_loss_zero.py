@@ -2,8 +2,8 @@
 
 With one optimizer step per rollout the ratio is 1, and the advantages of a group sum to 0. So the
 VALUE of the loss follows from the samples alone. Under `sequence` reduction it is beta * KL. Under
-`token` reduction the covariance of advantage and length, over the mean length, is subtracted.
-A planted bug, a reward that is always 1, shows for contrast how a true fault looks.
+`token` reduction, the covariance of advantage and length, divided by the mean length, is subtracted
+from beta * KL. For contrast, a planted bug, a reward that is always 1, shows a true fault.
 """
 
 import common
@@ -44,7 +44,7 @@ def run(steps, case, seed):
 
     def before(policy, samples, step):
         starts.append(parameters_to_vector(policy.parameters()).detach().clone())
-        # under a name that the update does not read
+        # under a name that the update does not use
         grpo.add_logps("logps_before", policy, samples, cfg)
 
     def after(policy, samples, step):
@@ -66,7 +66,7 @@ def run(steps, case, seed):
 
 
 def check(case, steps):
-    """The claim of the study. For a given seed it is deterministic."""
+    """Checks the claim of the study, which is deterministic for a given seed."""
     for m in steps:
         assert abs(m["loss"] - m["predicted"]) < 1e-5, f"{case}: another value than predicted"
         if "bug" in case:
