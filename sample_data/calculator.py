@@ -3,15 +3,16 @@
     torchrun grpo.py --environment sample_data/calculator.py:octal \\
         --train_data sample_data/octal_train.jsonl --eval_data sample_data/octal_eval.jsonl
 
-The bundled model has only seen decimal sums. If it thinks column by column, it writes "3+7=" as it
-did before. A turn ends with "=", so the calculator writes the next digits, in octal: "12".
+The bundled model has seen only decimal sums. If it thinks column by column, it writes "3+7=" as
+before. A turn ends with "=", and then the calculator writes the next digits, in octal: "12".
 """
 
 import re
 
 
 def octal(turns: list[str], row: dict) -> str | None:
-    """Answers a sum at the end of the policy's last turn. None, the end: there is no such sum."""
+    """The value of a sum at the end of the policy's last turn. None, if there is no such sum, ends
+    the episode."""
     question = re.search(r"[0-7]+(\+[0-7]+)+=$", turns[-1])
     if question is None:
         return None

@@ -1,10 +1,10 @@
-"""Rows and scores of reasoning-gym: a hundred tasks that others wrote, each with its own scorer.
+"""Rows and scores of reasoning-gym, which contains a hundred tasks, each with its own scorer.
 
     python grpo.py --model DIRECTORY --train_data sample_data/gym.py:sums \\
         --eval_data sample_data/gym.py:sums_eval --reward sample_data/gym.py:score
 
-Another task or difficulty is one more line at the end of this file. Names and options are those of
-reasoning_gym: https://github.com/open-thought/reasoning-gym
+For another task or difficulty, add a line at the end of this file. reasoning_gym defines the names
+and options: https://github.com/open-thought/reasoning-gym
 """
 
 import collections
@@ -30,14 +30,15 @@ def split(
 
     Questions with the same words, in any order, are on the same side: if 5 - 9 is held out, so are
     9 - 5 and 5 + 9. An easy task may have fewer than `size` questions; each of them is one row.
-    All come from seed=0, because other seeds are no other questions: question i is made from seed +
-    i, so that seeds 0 and 1 of size 500 share 499.
-    Five (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note, word_ladder)
-    ask other questions in each process: PYTHONHASHSEED=0 before the command makes them the same.
+    All questions come from seed=0, because other seeds give hardly any others: question i is made
+    from seed + i, so that seeds 0 and 1 of size 500 share 499 questions.
+    Five tasks (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note,
+    word_ladder) ask other questions in each process: PYTHONHASHSEED=0 before the command makes the
+    questions the same.
 
-    Two options help to learn what is rare. They change the training rows only. kind(row) sorts the
-    rows into kinds, and rows of rare kinds are repeated. sign_marks is the score of a wrong number
-    with the right sign.
+    kind and sign_marks help to learn rare answers. They change only the training rows. kind(row)
+    sorts the rows into kinds, and rows of rare kinds are repeated. sign_marks is the score of a
+    wrong number with the right sign.
     """
 
     def rows(evaluation: bool) -> list[dict]:
@@ -71,7 +72,7 @@ def score(completion: str, row: dict) -> float:
     Otherwise 0.0, or the row's `sign_marks` for the right sign.
 
     The scorer's partial marks do not count: they reward -4 and 14 if the answer is 4. (Read the
-    scorer of your task: in 0.1.25 that of game_of_life_halting gives full marks to any text.)
+    scorer of your task: in 0.1.25, game_of_life_halting's gives full marks to any text.)
     """
     gold = row["answer"] or ""  # None for five tasks, which accept several answers
     answers = answers_of(completion, gold)
@@ -90,9 +91,9 @@ def is_right(answer: str, row: dict) -> bool:
 
 
 def answers_of(completion: str, gold: str) -> list[str]:
-    """What may be the answer: the last number if the task's own answer, gold, is a number; else as
-    many lines of the end as gold has. Without a gold: the last line, or all behind the last blank
-    line."""
+    """The texts that may be the answer: the last number if gold, the task's own answer, is a
+    number; else as many of the last lines as gold has; without a gold, the last line, or all text
+    after the last blank line."""
     if re.fullmatch(r"-?\d+(\.\d+)?", gold):
         return re.findall(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?", completion)[-1:]
     text = completion.strip()
@@ -103,13 +104,15 @@ def answers_of(completion: str, gold: str) -> list[str]:
 
 
 def sum_kind(row: dict) -> tuple:
-    """Is the answer negative, is it a sum? At first the model never writes a minus, then always."""
+    """Is the answer negative? Does the question add? At first the model never writes a minus, then
+    always."""
     return row["answer"].startswith("-"), "+" in row["question"]
 
 
 def sums() -> list[dict]:
-    """Sums and differences of one digit, and differences of 10 to 19. One digit alone has only 144
-    questions, which the model learns by heart. From 12 - 17 it learns how 2 - 7 works."""
+    """Sums and differences of one-digit numbers, and differences of numbers from 10 to 19. One
+    digit alone gives only 144 questions, which the model memorizes. From 12 - 17 it learns how
+    2 - 7 works."""
     teens = re.compile(r" 1\d - 1\d =")
     return one_digit() + [row for row in two_digits() if teens.search(row["question"])]
 

@@ -8,13 +8,13 @@ Qwen3 with a character vocabulary is pre-trained from scratch on demonstrations 
 
 So with greedy decoding the model answers at once, and is right only if no column carries (one
 problem in six). Thinking nearly always gives the right answer, but only one sample in five thinks.
-With a reward for right answers only, reinforcement learning discovers that, and accuracy and length
-grow together.
+With a reward for right answers only, reinforcement learning discovers thinking, and accuracy and
+length grow together.
 
-Written are model/, train.jsonl, eval.jsonl and countdown.jsonl. No problem of eval, in either order
-of its operands, is in train or among the demonstrations. octal_train.jsonl and octal_eval.jsonl are
-sums of octal numbers for calculator.py; they share no problem, and no demonstration is octal. The
-gsm8k_*.jsonl files are written by hand, not by this script.
+The script writes model/, train.jsonl, eval.jsonl and countdown.jsonl. No problem of eval, in either
+order of its operands, is in train or among the demonstrations. octal_train.jsonl and
+octal_eval.jsonl contain sums of octal numbers for calculator.py; they share no problem, and no
+demonstration is octal. The gsm8k_*.jsonl files are written by hand, not by this script.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def answer_thinking(a, b):
 
 
 def draw_problems(rng, count, taken, limit=1000):
-    """`count` new pairs of operands below `limit`, which are also added to `taken`. The pairs in
+    """Returns `count` new pairs of operands below `limit`, and adds them to `taken`. The pairs in
     `taken` are sorted, so that 1+2 and 2+1 are the same problem."""
     problems = []
     while len(problems) < count:
@@ -84,7 +84,7 @@ def draw_problems(rng, count, taken, limit=1000):
 
 
 def reachable(values):
-    """All values that + - * / can make of `values`, if each is used exactly once (countdown)."""
+    """All values that + - * / can make from `values`, if each is used exactly once (countdown)."""
     if len(values) == 1:
         return set(values)
     reached = set()
@@ -127,8 +127,8 @@ def octal_rows(problems):
 
 
 def write_octal(out, seed):
-    """Sums of octal numbers up to 777. Their own random numbers leave those of the model as they
-    were."""
+    """Writes sums of octal numbers up to 777. A generator of their own leaves the model's random
+    numbers unchanged."""
     rng = random.Random(seed)
     taken = set()
     eval_problems = draw_problems(rng, EVAL_ROWS, taken, limit=0o1000)
@@ -167,7 +167,7 @@ def build_tokenizer():
 
 
 def save_tokenizer(tokenizer, directory):
-    """Writes the class name that transformers 4 and 5 both load; 5 would write one that 4 lacks."""
+    """Writes a class name that transformers 4 and 5 both load; 5 would write one that 4 lacks."""
     tokenizer.save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     text = path.read_text(encoding="utf-8")
@@ -254,8 +254,8 @@ def share(values):
 
 @torch.no_grad()
 def measure(model, tokenizer, problems, sample, begin=""):
-    """Decodes every problem, after the words `begin` if given; prints accuracy, the share of
-    completions that think, and their length."""
+    """Decodes every problem, after the text `begin` if given. Prints the accuracy, the share of
+    completions that think, and the mean length."""
     prompts = tokenizer([prompt_of(a, b) + begin for a, b in problems], return_tensors="pt")
     ids = model.generate(**prompts, do_sample=sample, max_new_tokens=MAX_COMPLETION)
     ids = ids[:, PROMPT_LENGTH:]  # (batch, completion)
@@ -304,7 +304,7 @@ def main():
     write_octal(args.out, args.seed)
 
     tokenizer = build_tokenizer()
-    save_tokenizer(tokenizer, args.out / "model")  # its first use would store padding in it
+    save_tokenizer(tokenizer, args.out / "model")  # before its first use, which stores padding
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     pretrain(model, tokenizer, rng, held_out, args.steps, args.batch_size, args.learning_rate)

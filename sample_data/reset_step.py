@@ -1,11 +1,11 @@
-"""An adapter for environments with reset(seed) and step(action), as gem-llm has them. The game
-stands for theirs: put your class in the place of GuessTheNumber.
+"""An adapter for environments with reset(seed) and step(action), such as gem-llm's. The game is a
+placeholder: put your class in the place of GuessTheNumber.
 
     python grpo.py --model MODEL --chat --environment sample_data/reset_step.py:play \\
         --train_data sample_data/reset_step.py:rows --reward sample_data/reset_step.py:score
 
-A row is a seed. Each call plays the turns so far again, so nothing is kept between calls. Others
-have other lines in replay():
+A row is a seed. Each call plays the turns so far again, so nothing is kept between calls. For other
+packages, change the lines in replay():
 
     textarena   environment.reset(num_players=1, seed=seed)
                 _, said = environment.get_observation()  # with all that was said before
@@ -22,7 +22,7 @@ import re
 
 
 class GuessTheNumber:
-    """Five guesses of a number from 1 to 20."""
+    """The player has five guesses at a number from 1 to 20."""
 
     def reset(self, seed: int) -> tuple:
         self.number = random.Random(seed).randint(1, 20)
@@ -43,7 +43,7 @@ class GuessTheNumber:
 
 
 def replay(turns: list[str], seed: int) -> tuple:
-    """What the environment says last, the sum of its rewards, and whether the episode is over."""
+    """The environment's last text, the sum of its rewards, and whether the episode is over."""
     environment = GuessTheNumber()
     said, _ = environment.reset(seed)
     total, is_over = 0.0, False
