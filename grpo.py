@@ -987,6 +987,7 @@ def load_model(path: str, cfg: Config, device: torch.device):
     model, info = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
     for name in info["missing_keys"]:  # they would be random
         raise ValueError("its files have no weights for " + name)
+    model.get_input_embeddings().padding_idx = None  # often the EOS, which must learn, too
     return model.to(device).eval()  # in eval mode while it learns, too: no dropout
 
 
