@@ -142,7 +142,6 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
             if place not in copies:  # shared tensors stay shared
                 copies[place] = tensor.data.clone()
             tensor.data = copies[place]
-    model.get_input_embeddings().padding_idx = None  # it may be the EOS, which must learn, too
     if cfg.gradient_checkpointing:
         with mistakes_in("--gradient_checkpointing", (ValueError,)):
             old = model.gradient_checkpointing_enable  # before transformers 5.24
@@ -157,11 +156,26 @@ def load_multimodal(path: str, cfg):
     model, info = transformers.AutoModelForMultimodalLM.from_pretrained(path, **options)
     if info["missing_keys"]:
         raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
-    # Freezes the other parts, such as vision: text does not reach them, and they must not decay.
-    model.requires_grad_(False)
-    model.get_decoder().requires_grad_(True)
-    model.get_output_embeddings().requires_grad_(True)
+    model.get_input_embeddings().padding_idx = None  # as in the plain function
+    # Freezes the other parts, such as vision: text does not reach them, they must not decay, and
+    # DDP would wait for their gradients.
+    reached = parameters_of(model(torch.ones(1, 2, dtype=torch.long)).logits)
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        reached |= {p for name, p in part.named_parameters() if ".experts." in name}
+    for p in model.parameters():
+        p.requires_grad_(p in reached)
     return model
+
+
+def parameters_of(output) -> set:
+    """The parameters that autograd reaches from a tensor."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions if before is not None]
+    return {node.variable for node in seen if hasattr(node, "variable")}
 
 
 def switch_checkpointing(model, _) -> None:

@@ -24,10 +24,14 @@ from tests.common import (
     GAP,
     HERE,
     draw_from,
+    flags_of,
+    metrics_of,
+    on_ranks,
     prompt_of,
     prompts_in,
     random_samples,
     relative,
+    small_config,
     small_run,
     tiny_model,
     update_gradient,
@@ -71,6 +75,8 @@ LINES = '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n'
         ("x.csv", "prompt,answer\na,1\nb,2\n", AB),
         ("x.CSV", "\ufeffprompt,answer\r\na,1\r\n\r\nb,2", AB),  # as Excel writes it
         ("x.csv", 'a,b\n"x, ""y""\nz",\n', [{"a": 'x, "y"\nz', "b": ""}]),
+        ("x.csv", 'a\r\n"x\r\ny"\r\n', [{"a": "x\r\ny"}]),
+        ("x.csv", "a\n" + "x" * 140_000 + "\n", [{"a": "x" * 140_000}]),  # such as test cases
     ],
 )
 def test_files_of_rows(name, content, expected, tmp_path):
@@ -333,11 +339,15 @@ def two_rows(tmp_path_factory):
 
 
 def family_run(path, out, rows, **options):
+    return grpo.train(family_config(path, out, rows, **options))
+
+
+def family_config(path, out, rows, **options):
     """One step on two prompts of different lengths, as chats."""
     settings = dict(model=str(path), train_data=rows, chat=True, num_prompts=2, max_steps=1)
     settings |= dict(num_minibatches=1, micro_batch_tokens=999, learning_rate=1e-3)
     settings |= dict(reward="overlong", save_every=0)
-    return small_run(out, **(settings | options))
+    return small_config(out, **(settings | options))
 
 
 FEW = ("llama3", "gemma2")  # byte-level BPE, and pieces with soft-capped logits
@@ -444,6 +454,41 @@ def test_a_checkpoint_is_the_model_that_came(tmp_path, two_rows, capsys):
     assert now.items() >= {k: v for k, v in generation.items() if k != "eos_token_id"}.items()
     for name in ("preprocessor_config.json", "tokenizer.model"):
         assert (saved / name).exists()
+
+
+def test_a_model_with_layers_that_text_does_not_reach_on_two_ranks(tmp_path, two_rows):
+    """DDP would wait for the gradients of the layers that attend to images."""
+    path, _ = family(tmp_path / "model", "qwen3")
+    text = dict(vocab_size=320, hidden_size=64, intermediate_size=48, num_hidden_layers=2)
+    text |= dict(num_attention_heads=2, num_key_value_heads=1, cross_attention_layers=[1])
+    text |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4), initializer_range=0.2)
+    text |= dict(eos_token_id=1, bos_token_id=2, pad_token_id=0)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_global_layers=1)
+    vision |= dict(attention_heads=2, image_size=16, patch_size=8, vision_output_dim=64)
+    vision |= dict(intermediate_layers_indices=[0], supported_aspect_ratios=[[1, 1]])
+    config = transformers.MllamaConfig(
+        text_config=text, vision_config=vision | dict(max_num_tiles=1), image_token_index=300
+    )
+    torch.manual_seed(0)
+    transformers.MllamaForConditionalGeneration(config).save_pretrained(path)
+    reward = write(tmp_path, "def parity(text, row):\n    return len(text) % 2\n", "mine.py")
+    cfg = family_config(path, tmp_path / "one", two_rows, reward=f"{reward}:parity", max_steps=2)
+    grpo.train(cfg)
+    cfg = family_config(path, tmp_path / "two", two_rows, reward=cfg.reward, max_steps=2)
+    done = on_ranks(2, "tests.common.main", *flags_of(cfg))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for one, two in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
+        assert two["reward"] == one["reward"]
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_a_padding_token_learns_with_and_without_extras(tmp_path):
+    """It is often the EOS, as in prompts. transformers gives its embedding no gradient."""
+    path, _ = family(tmp_path / "model", "llama3", model=dict(pad_token_id=7))
+    for load in (grpo.load_model, grpo.load_model.__wrapped__):
+        model = load(str(path), grpo.Config(model=str(path)), torch.device("cpu"))
+        model(torch.tensor([[7, 8]])).logits.square().sum().backward()
+        assert model.get_input_embeddings().weight.grad[7].any()
 
 
 def test_a_tokenizer_that_knows_more_than_the_model(tmp_path, two_rows):
