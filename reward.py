@@ -192,7 +192,7 @@ def load_rewards(spec: str) -> list[RewardFunction]:
     """Loads "name[:weight],file.py:function[:weight],...". Errors have one line."""
     rewards = {}
     for item in spec.split(","):
-        match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?[0-9.]+(?:e-?[0-9])?))?", item.strip())
+        match = re.fullmatch(r"(.+\.py:)?(\w+)(?::(-?\d*\.?\d+(?:e-?\d+)?))?", item.strip())
         path, name, weight = match.groups() if match else ("", "", "")
         if not path and name not in BUILT_IN:
             raise ValueError(f"{item!r} is neither file.py:function[:weight] nor in {[*BUILT_IN]}")
@@ -200,8 +200,11 @@ def load_rewards(spec: str) -> list[RewardFunction]:
             raise ValueError(f"two rewards are called {name}")
         function = load_function(path + name) if path else BUILT_IN[name]
         parameters = inspect.signature(function).parameters
-        batched = "**" in str(parameters) and not {"completion", "row"} & parameters.keys()
-        if not batched and not re.match(r"\w+ (row|_)", " ".join(parameters)):
+        of_trl = "completions" in parameters or not {"completion", "row"} & parameters.keys()
+        batched = "**" in str(parameters) and of_trl
+        needed = [p for p in parameters.values() if p.default is p.empty and "*" not in str(p)]
+        is_single = len(needed) <= 2 and re.match(r"\w+ (row|_)", " ".join(parameters))
+        if not batched and not is_single:
             raise ValueError(f"{name} is not fn(completion, row) or fn(completions, **columns)")
         columns = getattr(function, "columns", ())
         rewards[name] = RewardFunction(name, float(weight or 1), function, columns, batched)
@@ -394,9 +397,10 @@ def call_trl(function, completions, rows, logged, more):  # with the arguments t
         more[column] = [str(value) for _, value in zip(rows, values, strict=True)]
 
     columns: dict = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
-    columns |= dict(prompts=columns["prompt_text"], completions=completions)
-    if rows[0]["prompt_messages"]:  # a chat; as in TRL, the first row decides for all
-        columns["prompts"] = columns["prompt_messages"]
-        columns["completions"] = columns["completion_messages"]
+    columns |= dict(prompts=[], completions=[])
+    for row, text in zip(rows, completions, strict=True):
+        chat = row["prompt_messages"]  # None: the prompt is a text
+        columns["prompts"].append(chat or row["prompt_text"])
+        columns["completions"].append(row["completion_messages"] if chat else text)
     columns["trainer_state"] = SimpleNamespace(**rows[0]["trainer_state"])
     return function(**columns, log_metric=log_metric, log_extra=log_extra)

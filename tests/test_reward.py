@@ -280,12 +280,18 @@ def trl_misbehave(completions, log_extra, **_):
 def trl_nan(completions, **_): yield from (math.nan if c == "x" else 2 for c in completions)
 def trl_hint(completions, completion_ids=(), **_): return [bool(ids) for ids in completion_ids]
 def trl_environments(environments, **_): return [e.score for e in environments]
+def trl_column(completions, completion, **_): return same(completions, completion)
+def trl_row(completions, row, **_): return same(completions, row)
+def trl_kinds(prompts, completions, **_):
+    return [len(p) + 10 * len(c) + 100 * isinstance(c, list) for p, c in zip(prompts, completions)]
 class Function:
     def __call__(self, completions, answer, **kwargs): return same(completions, answer)
 trl_object = Function()
 def takes_answer(completion, answer): return 1.0
 def neither_form(completion, total, **_): return 1.0
 def one_argument(completion): return 1.0
+def three_arguments(completion, row, more): return 1.0
+def two_of_three(completion, row, more=1, *, last=2, **rest): return 1.0
 trl_hidden = (lambda function: lambda *args, **kwargs: function(*args, **kwargs))(trl)
 constant = 3
 """
@@ -322,16 +328,22 @@ def test_load(file):
     assert [r.columns for r in found[:4]] == [("answer",), (), (), ("gold",)]
     assert [r.batched for r in found] == [False] * 4 + [True] * 4
     assert reward.load_function(f"{file}:Parsed")("a").text == "a"
+    for name, batched in dict(trl_column=True, trl_row=True, two_of_three=False).items():
+        [one] = reward.load_rewards(f"{file}:{name}:2.5e-10")
+        assert one.batched == batched and one.weight == 2.5e-10
 
 
 LOAD_ERRORS = {
     "gsm9k": "'answer', 'gsm8k', 'math', 'format', 'countdown', 'overlong', 'environment'",
-    **dict.fromkeys(("gsm8k:nan", "gsm8k:", "gsm8k:a", "", "gsm8k,"), "file.py:function[:weight]"),
+    **dict.fromkeys(("gsm8k:nan", "gsm8k:", "gsm8k:a"), "file.py:function[:weight]"),
+    **dict.fromkeys(("gsm8k:1.2.3", "", "gsm8k,"), "file.py:function[:weight]"),
     "gsm8k,gsm8k:2": "two rewards are called gsm8k",
     "missing.py:f": "no such file",
     "FILE:nothing": "nothing",
     "FILE:constant": "3 is not a callable",
-    **dict.fromkeys(("FILE:one_argument", "FILE:takes_answer"), "is not fn(completion, row)"),
+    "FILE:one_argument": "is not fn(completion, row)",
+    "FILE:three_arguments": "is not fn(completion, row)",
+    "FILE:takes_answer": "is not fn(completion, row)",
     "FILE:neither_form": "is not fn(completion, row) or fn(completions, **columns)",
     "FOLDER/broken.py:f": "ZeroDivisionError('division by zero')",
     "FOLDER/exits.py:f": "SystemExit",
@@ -571,6 +583,10 @@ def test_trl_chats_state_logs_and_environments(call):
     values, failures, metrics, extra = call("trl_everything", ["abc", "de"], [row] * 2)
     assert (values, failures) == ([3.25, 2.25], {})
     assert (metrics, extra) == ({"mean": 0.5}, {"seen": ["1", "1"]})
+    rows = [row, row | dict(prompt_messages=None, prompt_text="abcd")]  # a chat and a text
+    for order in (rows, rows[::-1]):
+        expected = [111 if one is row else 54 for one in order]
+        assert call("trl_kinds", ["fghij"] * 2, order)[0] == expected
     episode = [{"role": "assistant", "content": "first"}, *chat]  # all turns, not only the last
     assert call("trl_everything", ["a"], [row | dict(completion_messages=episode)])[0] == [5.25]
     one, other = type("Env", (), {"score": 2})(), type("Env", (), {"get_reward": lambda self: 7})()
