@@ -94,7 +94,7 @@ def rows_of(plain, path: str, *args, **kwargs):
 def read(path: str, kind: str):
     """An iterator over the rows of a file or of a hub dataset name:config:split, as dicts."""
     if kind == ".csv":
-        return rows_of_csv(Path(path).read_text("utf-8-sig"))
+        return rows_of_csv(Path(path).read_bytes().decode("utf-8-sig"))
     if kind == ".parquet":
         return rows_of_parquet(path)
     if os.path.isfile(path):
@@ -108,7 +108,8 @@ def read(path: str, kind: str):
 
 
 def rows_of_csv(text):
-    rows = csv.DictReader(io.StringIO(text), strict=True)
+    csv.field_size_limit(2**31 - 1)  # characters; 131072 by default
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     refuse_twice(rows.fieldnames or [])
     for row in rows:
         if None in row or None in row.values():
