@@ -281,6 +281,7 @@ def flag_of(path, cfg):
 def positions_of(model):
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = math.inf if positions < 0 else positions  # XLNet's -1
     rope = getattr(config, "rope_parameters", None) or {}  # or a dict for each type of layer
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
         stretched = (one.get("factor") or 1) * (one.get("original_max_position_embeddings") or 0)
