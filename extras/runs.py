@@ -56,7 +56,9 @@ def config_to_resume(given, unnamed: str) -> str:
         folder = os.path.expanduser(given.out_dir)
         paths = [f"{folder}/config.json"] if holds_something(folder) else []
     else:  # out and out.1 are unnamed runs, and out_mine is not
-        paths = [path for path in glob.glob("out*/config.json") if re.match(r"out(\.\d+)?/", path)]
+        found = glob.glob(f"{glob.escape(unnamed)}*/config.json")
+        name = re.escape(unnamed)
+        paths = [path for path in found if re.fullmatch(rf"{name}(\.\d+)?/config.json", path)]
         paths.sort(key=os.path.getmtime)
     return paths[-1] if paths else ""
 
@@ -196,8 +198,9 @@ def lock(file) -> None:
 
 
 # Names that Files adds; your RunFiles must not have them.
-OWN = """prepare check_room write_config path_of best_step complete close is_unnamed notes
-notes_before unwritten dashboard unreadable saved save_failed must_not_save completed""".split()
+OWN = """prepare check_room claim write_config path_of best_step complete close is_unnamed
+is_claimed notes notes_before unwritten dashboard unreadable saved save_failed must_not_save
+completed""".split()
 
 
 def make_files(plain, cfg, *args, **kwargs):
@@ -215,16 +218,17 @@ class Files(grpo.RunFiles):
     """Extends RunFiles of grpo.py. Rank 0 writes; all ranks know the history."""
 
     def prepare(self, cfg) -> None:
-        self.is_unnamed = cfg.out_dir == type(cfg).out_dir and not cfg.resume
+        self.is_unnamed = cfg.out_dir == getattr(type(cfg), "out_dir", "") and not cfg.resume
         self.notes = {}  # fingerprints for the checkpoint: see digests.py
         self.notes_before = {}  # notes of the resumed checkpoint
         self.unwritten = {}  # {name of a log: text that could not be written yet}
         self.dashboard = None  # a Dashboard, with --report_to
         self.unreadable = set()  # paths of checkpoints
-        self.saved = 0  # the step of the newest checkpoint
+        self.is_claimed = False
+        self.saved = -1  # the step of the newest checkpoint
         self.save_failed = False
         self.must_not_save = False  # in an update after its first optimizer step, and in a save
-        self.completed = 0, {}  # the last complete step, and run.state after it
+        self.completed = 0, {}, []  # the last complete step; run.state and some_weights then
 
     def load_model(self, cfg, device: torch.device) -> tuple:
         """Loads the newest checkpoint that can be read. The model of the run is loaded last, since
@@ -248,7 +252,7 @@ class Files(grpo.RunFiles):
         is_old = any(isinstance(key, int) for key in saved.get("moments", {}))
         why = f"{self.path} is from an earlier version (unnamed moments): resume with that version"
         require(not is_old, "resume", why)
-        self.saved = saved.get("step", 0)
+        self.saved = saved.get("step", -1)
         names = "identity", "evals", "graders"
         self.notes_before = {name: saved[name] for name in names if name in saved}
         loaded = digests.of_weights(model)
@@ -283,6 +287,8 @@ class Files(grpo.RunFiles):
                 self.check_room(run)
             super().open(run)
             if ranks.is_first():
+                if not self.is_claimed:  # your `open` may make the directory itself
+                    self.claim(run.cfg)
                 self.write_config(run, before)
                 cut_log(self.path / "completions.jsonl", run.step)
         self.path = grpo.all_gather([self.path])[0]
@@ -317,6 +323,11 @@ class Files(grpo.RunFiles):
                 self.path = unnamed.with_name(f"{unnamed.name}.{number}")
         if holds_something(self.path) and not cfg.resume:
             raise ValueError("contains files already; name another directory, or use --resume")
+        self.claim(cfg)
+
+    def claim(self, cfg) -> None:
+        """Locks the directory, and opens the dashboard."""
+        self.is_claimed = True
         lock(cleanup.enter_context(open(self.path / ".lock", "a")))
         ranks.remember(f"directory of run {len(opened)}", str(self.path))
         if cfg.report_to in ("wandb", "trackio"):  # other dashboards are yours
@@ -378,9 +389,11 @@ class Files(grpo.RunFiles):
     def rows_of(self, run, samples: list) -> list[dict]:
         rows = list(super().rows_of(run, samples))
         own = [(row.get("group"), row.get("completion")) for row in rows]
-        if own != [(s.group, s.text) for s in samples]:  # your rows: their samples are unknown
-            return rows
         n = run.cfg.log_completions
+        if len(rows) != len(samples):  # your rows: their samples are unknown
+            return rows
+        if own != [(s.group, s.text) for s in samples]:  # your columns
+            return rows[:n]
         return more_columns(rows[:n], samples[:n], run.tokenizer)
 
     # -- Checkpoints
@@ -401,7 +414,7 @@ class Files(grpo.RunFiles):
         if run.step > self.completed[0] or is_due:
             self.must_not_save = True
             json.dumps(run.state, default=refuse_unless_plain, skipkeys=True)
-            self.completed = run.step, copy.deepcopy(run.state)
+            self.completed = run.step, copy.deepcopy(run.state), some_weights(run)
             self.must_not_save = False
 
     def save_if_due(self, run) -> None:
@@ -410,12 +423,18 @@ class Files(grpo.RunFiles):
         if run.step == self.best_step() and not digests.changed("save_if_due", of=super()):
             self.save(run)
 
-    def save(self, run, as_it_is: bool = True) -> None:
-        """as_it_is: save run.state as it is now; False: as it was after the last complete step."""
-        if as_it_is and not self.must_not_save:
+    def save(self, run, *args, as_it_is: bool = True, **kwargs) -> None:
+        """as_it_is: save run.state as it is now; False: as it was after the last complete step.
+        More arguments are those of your `save`, such as a name."""
+        if as_it_is and (not self.must_not_save or run.step > self.completed[0]):
             self.complete(run, is_due=True)
-        step, _ = self.completed
-        if not ranks.is_first() or step != run.step or step == self.saved or self.must_not_save:
+        step, _, weights = self.completed
+        if not ranks.is_first() or step != run.step or self.must_not_save:
+            return
+        # A signal may come while the weights change, by an optimizer of yours, too.
+        if not as_it_is and (step == 0 or weights != some_weights(run)):
+            return
+        if step == self.saved and not (args or kwargs):
             return
         self.must_not_save = True
         try:
@@ -423,8 +442,9 @@ class Files(grpo.RunFiles):
                 super().remove(self.path_of(step))
                 self.unreadable.remove(self.path_of(step))
             with ranks.saving:
-                super().save(run)
-            self.saved = step
+                super().save(run, *args, **kwargs)
+            if not (args or kwargs):
+                self.saved = step
             self.save_failed = False
         except Exception as error:  # such as a full disk
             free = shutil.disk_usage(self.path).free / 1e6
@@ -460,6 +480,12 @@ class Files(grpo.RunFiles):
             self.write(name, "", "a")
         if self.save_failed:
             raise TrainingError(f"no checkpoint in {self.path} has the last step")
+
+
+def some_weights(run) -> list:
+    """Up to 64 values of each parameter. (torch's p._version does not count fused steps.)"""
+    learn = [p.detach().flatten() for p in run.policy.parameters() if p.requires_grad]
+    return [p[:: len(p) // 64 + 1].tolist() for p in learn]
 
 
 def refuse_unless_plain(value):
