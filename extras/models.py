@@ -131,8 +131,9 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
             model.set_experts_implementation("eager")  # the grouped product has no float64
     model.file = config, cfg.model  # for save_model
     if not model.training:
-        for holder in (model.config, *model.modules()):
-            plain_forward(holder, no_dropout=cfg.gradient_checkpointing)
+        plain_forward(model.config, config, cfg.gradient_checkpointing)
+        for module in model.modules():
+            plain_forward(module, None, cfg.gradient_checkpointing)
     if device.type == "cpu":
         # Copies the weights, because transformers maps their file into memory: overwriting the
         # file would change the model.
@@ -191,11 +192,16 @@ DROPOUT = "dropout|pdrop|layerdrop"
 OUTPUTS = r"_?output_(router_\w+|hidden_states|attentions)"
 
 
-def plain_forward(holder, no_dropout: bool = True) -> None:
-    """Sets a config, with its inner configs, or a module to the usual outputs and no dropout."""
+def plain_forward(holder, of_file, no_dropout: bool = True) -> None:
+    """Sets a config, with its inner configs, or a module to the usual outputs and no dropout.
+    of_file: the config of the file (None for a module). Values that you have changed stay."""
     for name, value in vars(holder).items():
+        of_this = getattr(of_file, name, value)
         if hasattr(value, "to_diff_dict"):
-            plain_forward(value, no_dropout)
+            if of_file is not None:
+                plain_forward(value, of_this, no_dropout)
+        elif of_this != value:
+            continue
         elif no_dropout and re.search(DROPOUT, name) and isinstance(value, float):
             setattr(holder, name, 0.0)
         elif re.fullmatch(OUTPUTS, name) and value:
@@ -228,7 +234,9 @@ def save_model(plain, model, tokenizer, folder: Path, *args, **kwargs) -> None:
         weights = {name: x.cpu() for name, x in merged}  # one at a time on a GPU
         saved.save_pretrained = functools.partial(saved.save_pretrained, state_dict=weights)
     # In parts, as there may be little memory, for example after an out-of-memory error.
-    parts = (part for x in weights.values() for part in x.flatten().split(2**22))
+    buffers = dict(model.named_buffers())  # may be infinite, such as a mask
+    learned = [x for name, x in weights.items() if name not in buffers]
+    parts = (part for x in learned for part in x.flatten().split(2**22))
     if not all(part.isfinite().all() for part in parts):
         raise ValueError("the weights are not finite")
     of_file, source = getattr(model, "file", (model.config, model.name_or_path))
@@ -336,6 +344,10 @@ def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer
     why = f"make_optimizer has its own, {', '.join(map(str, yours))}"
     require(not yours or cfg.weight_decay in {0.0, *yours}, "weight_decay", why)
     if cfg.weight_decay > 0 and not yours:
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        for name, p in policy.named_parameters():
+            is_held = p in held or p.dim() < 2 or not p.requires_grad
+            require(is_held, "weight_decay", f"the optimizer of make_optimizer leaves out {name}")
         optimizer.register_step_pre_hook(functools.partial(decay, cfg.weight_decay))
     return optimizer
 
@@ -356,33 +368,37 @@ def decay(weight_decay: float, optimizer, *_) -> None:
 def make_sampler(plain, run, *args, **kwargs):
     """Makes and checks the sampler, and wraps the environment around it, if there is one."""
     cfg, model = run.cfg, run.policy.model
-    # Saved with the model, so that servers stop there, too. The plain function reads them here.
-    model.generation_config.eos_token_id = stop_ids = stop_ids_of(model, run.tokenizer)
+    # The plain function reads these. It adds the tokenizer's EOS, unless you have changed that.
+    own, eos = np.ravel(model.generation_config.eos_token_id), run.tokenizer.eos_token_id
+    stop_ids = [i for i in stop_ids_of(model, run.tokenizer) if i != eos or i in own]
+    model.generation_config.eos_token_id = stop_ids
     start = functools.partial(plain, run, *args, **kwargs)
     if cfg.rollout == "hf":
-        sampler = start_hf(run, start, stop_ids)
+        sampler = start_hf(run, start)
         tune(run)
     else:
         tune(run)
         sampler = start_vllm(run, start) if cfg.rollout == "vllm" else start()  # a choice of yours
     sampler.stop_ids = sampled_ones(sampler.stop_ids, model)
+    model.generation_config.eos_token_id = sampler.stop_ids  # saved, so that servers stop there
     sampler.close = functools.cache(sampler.close)  # once: by cleanup at a failure, else by train
     cleanup.callback(sampler.close)
     if cfg.environment:
         from extras import agents
 
         sampler = agents.around(sampler, run)
+    run.first_sampler = sampler  # one that you make later may have other weights
     return sampler
 
 
-def start_hf(run, start, stop_ids: list[int]):
-    cfg, model = run.cfg, run.policy.model
+def start_hf(run, start):
+    model = run.policy.model
     with mistakes_in(f"--rollout hf: {type(model).__name__} cannot sample"):
         sampler = start()
         if type(sampler) is grpo.HFSampler and not has_plain_cache(model):
             name = type(model).__name__
             ranks.say(f"sample_batch cannot use the cache of {name}, so its generate() samples")
-            sampler = GenerateSampler(model, stop_ids, cfg)
+            sampler = GenerateSampler(model, sampler.stop_ids, sampler.cfg)
         preflight.check_padding(run, sampler)
     # The cache grows, and each length would be compiled.
     sampler.generate = torch.compiler.set_stance("force_eager")(sampler.generate)

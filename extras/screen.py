@@ -51,10 +51,13 @@ def show_more(run, metrics: dict, samples: list) -> None:
     more = [f"{name} {metrics[key]:.3g}" for key, name in names.items() if key in metrics]
     if more:
         ranks.say(" ".join(more))
-    if metrics.get("skipped_steps", 0) > 0:
+    if is_not_finite(metrics):
         ranks.say("NO OPTIMIZER STEP (the gradient is not finite)")
     elif metrics.get("optimizer_steps") == 0:
-        ranks.say("NO OPTIMIZER STEP (all advantages are 0, as in groups of equal rewards)")
+        why = ""
+        if metrics.get("frac_reward_zero_std") == 1:
+            why = " (all advantages are 0, as in groups of equal rewards)"
+        ranks.say(f"NO OPTIMIZER STEP{why}")
     show_failures(samples, run.step == 1)
     steps = [m for m in run.files.history if "reward" in m]
     said = preflight.check_cut_off(samples, [m["reward"] for m in steps])
@@ -67,8 +70,14 @@ def show_more(run, metrics: dict, samples: list) -> None:
             ranks.say(f"GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at the peak")
         if all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward: see the lines above")
-    if len(steps) >= 5 and all(m.get("skipped_steps", 0) > 0 for m in steps[-5:]):
+    if len(steps) >= 5 and all(map(is_not_finite, steps[-5:])):
         raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
+
+
+def is_not_finite(metrics: dict) -> bool:
+    """Was a gradient nan or inf? The log has no grad_norm then. (Your update may skip others.)"""
+    norm = metrics.get("grad_norm", math.nan)
+    return metrics.get("skipped_steps", 0) > 0 and not math.isfinite(norm)
 
 
 def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> list:
@@ -86,7 +95,8 @@ def samples_of_eval(plain, run, k: int, temperature: float, *args, **kwargs) -> 
             samples = plain(run, k, temperature, *args, **kwargs)
         finally:
             run.sampler.generate = generate
-    if not digests.changed("samples_of_eval", "rollout"):  # else the temperature is unknown
+    known = not digests.changed("samples_of_eval", "rollout")  # else the temperature is unknown
+    if known and run.sampler is getattr(run, "first_sampler", run.sampler):
         some = samples[:: 1 + len(samples) // 32]
         preflight.check_samples_agree(run.policy, some, temperature, run.cfg)
     show_failures(samples, run.step == 0)
