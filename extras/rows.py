@@ -11,6 +11,7 @@ By itself grpo.py reads only JSON lines, and uses messages as they are. Parquet'
 
 import contextlib
 import csv
+import dis
 import functools
 import importlib
 import inspect
@@ -239,6 +240,8 @@ def make_prompt(
         if not isinstance(prompt, grpo.Prompt):  # yours, for a load_prompts of yours
             return prompt
         prompt.text[0]
+        if cfg.system_prompt and not hasattr(own, "_was_opened"):
+            raise ValueError("--system_prompt: make_prompt does not call content_of(row, cfg)")
     except Exception as error:
         content = row.get("prompt")
         if cfg.prompt_template or content and isinstance(content, str | list):
@@ -317,15 +320,16 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
         mend = "leave out --system_prompt and --chat, and use texts as prompts"
         raise ValueError(f"the tokenizer has no chat template: {mend}")
     if tokenizer is not None:  # for this row; make_prompt reads it next
-        vars(cfg).update(chat_template_kwargs=json.dumps(options))
+        vars(cfg).update(chat_template_kwargs=json.dumps(options), _was_opened=True)
     return content
 
 
 @functools.cache
 def calls_format(content_of) -> bool:
-    """True if content_of calls `format`, as format_of expects. Yours may do without it."""
+    """True if content_of calls prompt_template.format, as format_of expects. Yours may not."""
     code = getattr(inspect.unwrap(content_of), "__code__", None)
-    return "format" in getattr(code, "co_names", ())
+    names = [x.argval for x in dis.get_instructions(code)] if code else []
+    return ("prompt_template", "format") in itertools.pairwise(names)
 
 
 def format_of(template: str, row: dict) -> str:
@@ -336,6 +340,10 @@ def format_of(template: str, row: dict) -> str:
 
     def escape(match):
         column, text = match[1], match[0]
+        part = re.match(r"(\w+)[.\[:!]", column or "")
+        if part and column not in row and row.get(part[1]) is not None:
+            columns.append(part[1])
+            return match[0]  # {meta[level]} or {answer:>6}, for format
         if column and row.get(column) is not None:
             columns.append(column)
             text = row[column]
