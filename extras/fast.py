@@ -433,7 +433,7 @@ def tune_for_machine(policy, prompts: list, cfg) -> None:
     samples = dummy_samples(prompts[:1], [length] * (2048 // length), policy.model)
     on_cuda = policy.model.device.type == "cuda"
     is_large = policy.model.num_parameters() >= SMALL
-    policy.found = dict(compile="off", micro_batch_tokens=cfg.micro_batch_tokens or 2048)
+    policy.found = dict(compile="off")
     if on_cuda or cfg.compile == "on":
         # With adapters, windows and a reference, a layer has more than 8 forms, torch's limit.
         torch._dynamo.config.recompile_limit = 64

@@ -752,5 +752,6 @@ def test_what_auto_means_for_a_small_model_on_a_cpu(tmp_path):
     assert (cfg.dtype, cfg.rollout, cfg.device) == ("float32", "hf", "cpu")
     small_run(tmp_path / "run", max_steps=0, device="auto", micro_batch_tokens=0)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["compile"], config["micro_batch_tokens"]) == ("off", 2048)
+    # 0, as a resume reads it as a flag: the page may then have another default.
+    assert (config["compile"], config["micro_batch_tokens"]) == ("off", 0)
     assert (config["dtype"], config["rollout"], config["device"]) == ("float32", "hf", "cpu")
