@@ -77,6 +77,10 @@ WRITTEN_FOR = dict(
     prompts_of_step="40ae0ad1",
     samples_of_eval="e670d561",
     rollout="ed783471",
+    score="a14360ec",
+    group_advantages="760c854d",
+    assign_advantages="75dc4cd2",
+    kl_from_here_on="e67b9a55",
     save_if_due="c404d74d",
     write="253b0ef0",
 )
@@ -244,7 +248,7 @@ def about(run, before, started=STARTED):
         return sorted(files[path] for path in behind(functions, code).values())
 
     first = first_reward(cfg)
-    settings = functions, cfg.temperature, cfg.non_stop_reward
+    settings = functions, cfg.temperature, getattr(cfg, "non_stop_reward", None)
     identity = run.files.notes["identity"]
     about = dict(
         trainer=of_file(inspect.getfile(type(cfg))),

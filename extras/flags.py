@@ -49,7 +49,7 @@ def make_parser(plain, *args, **kwargs):
 
 def saved_flags(plain, given, *args, **kwargs) -> dict:
     """The flags of the run to resume, wherever it is."""
-    path = runs.config_to_resume(given, grpo.Config.out_dir)
+    path = runs.config_to_resume(given, getattr(grpo.Config, "out_dir", ""))
     if not path:
         return plain(given, *args, **kwargs)
     found = dict(out_dir=os.path.dirname(path), resume=True)
@@ -73,8 +73,9 @@ def parse_flags(plain, argv=None, *args, **kwargs):
     for name, before in saved.items():
         if name != "out_dir" and getattr(cfg, name) != before:
             ranks.say(f"--{name} was {before!r} and is now {getattr(cfg, name)!r}")
-    if cfg.lr_schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
-        ranks.say(f"--lr_schedule {cfg.lr_schedule}: the learning rate jumps (new --max_steps)")
+    schedule = getattr(cfg, "lr_schedule", "constant")
+    if schedule != "constant" and saved.get("max_steps", cfg.max_steps) != cfg.max_steps:
+        ranks.say(f"--lr_schedule {schedule}: the learning rate jumps (new --max_steps)")
     return cfg
 
 

@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -502,6 +504,7 @@ OF_FILES = r"""
 -    model, info = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
 -    for name in info["missing_keys"]:  # they would be random
 -        raise ValueError("its files have no weights for " + name)
+-    model.get_input_embeddings().padding_idx = None  # often the EOS, which must learn, too
 -    return model.to(device).eval()
 +    global LAST
 +    import peft
@@ -820,3 +823,188 @@ def test_a_subclass_of_run_files_works_and_a_resume_across_the_change_both_ways(
     path = tmp_path / "run" / "config.json"  # a flag that this page does not have
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(betta=1)))
     assert "betta" in run_page(page, out="../run", resume=True, code=2)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a second and a third reader changed
+
+STOPS_AND_OUTPUTS = r"""
+     model.get_input_embeddings().padding_idx = None  # often the EOS, which must learn, too
++    model.config.output_hidden_states = True
++    model.generation_config.eos_token_id = 9
+
+-    ends = [run.tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)]
++    ends = [*np.ravel(model.generation_config.eos_token_id)]
+
+-            logits = self.model(batch["ids"], use_cache=False).logits  # [N, L, V]
++            out = self.model(batch["ids"], use_cache=False)
++            logits = out.logits + out.hidden_states[-1].mean()
+
+     run_loop(run)
++    print("MINE", run.sampler.stop_ids, repr(run.train_prompts[0].text))
+"""
+TEMPLATES = r"""
+-        content = cfg.prompt_template.format(**row)
++        content = cfg.prompt_template.replace("{prompt}", row["prompt"])
++        content = content.replace("{0}", "{:d}".format(9))
+"""
+SAVES = r"""
+-    def save(self, run: Run) -> None:
++    def save(self, run: Run, name="") -> None:
+
+-        path = self.path / f"step_{run.step:06d}"
++        path = self.path / (name or f"step_{run.step:06d}")
+
+     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
++    run.files.save(run)
+
+             self.log(evaluate(self))
++            self.files.save(self, "best")
+
+         self.step = step
++        self.files.save(self)
+
+-        run.files.save_if_due(run)
+"""
+
+
+def test_stop_tokens_outputs_templates_and_saves_are_those_of_the_page(tmp_path):
+    """With extras/ as with --plain: numbers, prompts and directories."""
+    cases = [(STOPS_AND_OUTPUTS, "{meta[a]} {prompt}{answer:>4}"), (TEMPLATES, "{prompt}{0}")]
+    cases += [(SAVES, "{prompt}")]
+    for n, (change, template) in enumerate(cases):
+        page = page_with(tmp_path / str(n), patched(change))
+        (page / "c.jsonl").write_text('{"prompt": "7+1", "answer": "8", "meta": {"a": 5}}\n')
+        options = dict(train_data="c.jsonl", prompt_template=template, max_steps=2)
+        options |= dict(eval_data="c.jsonl", eval_every=2, max_completion_length=12)
+        hardened = run_page(page, **options)
+        plain = run_page(page, "--plain", out="plain", **options)
+        said = [re.findall("MINE.*", text) for text in (hardened, plain)]
+        assert said[0] == said[1] and (n > 0 or said[0] == ["MINE [9] '5 7+1   8'"])
+        runs = page / "run", page / "plain"
+        norms = [[m["grad_norm"] for m in metrics_of(run) if "grad_norm" in m] for run in runs]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5) and len(norms[0]) == 2
+        saved = [{path.name for path in run.iterdir() if path.is_dir()} for run in runs]
+        assert saved[0] == saved[1]
+    assert saved[0] == {"step_000000", "step_000001", "step_000002", "best"}
+
+
+REFUSED = {
+    "--weight_decay: the optimizer of make_optimizer leaves out ": r"""
+-    return torch.optim.AdamW(policy.parameters(), **options)
++    return torch.optim.AdamW([p for p in policy.parameters() if p.dim() < 2], **options)
+""",
+    "--system_prompt: make_prompt does not call content_of": r"""
+-    text, messages = content_of(row, cfg), None
++    text, messages = row["prompt"], None
+""",
+}
+COUNTS = r"""
+-    kl_estimator: Literal["k1", "k2", "k3", "k4", "wk3"] = "wk3"  # KL term of the loss
+
+-    eval_samples: int = 0  # completions per eval prompt, for pass@k; 0: greedy only
+
+-    if k := run.cfg.eval_samples:
++    if k := 0:
+
+-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warmup
+
+-    factor = factors[cfg.lr_schedule]
++    factor = 1
+
++from dataclasses import field as _field
+ @dataclass
+ class Config:
+
+-    seed: int = 0  # every
++    seed: int = _field(default_factory=lambda: 0)  # every
+
+-    non_stop_reward: float | None = None  # reward of a cut-off completion; None: as scored
+
+-            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
+-                s.reward = run.cfg.non_stop_reward
+
+-            s.rewards[function.name] = 0.0  # stays if s.failure is set
++            s.rewards[function.name] = float(len(s.completion_ids))
+
+-        fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
+
+-    advantages = group_advantages(rewards, cfg.num_generations, cfg.scale_rewards)  # [N]
++    advantages = rewards - state.setdefault("baseline", 3.0)
+
+     model.get_input_embeddings().padding_idx = None  # often the EOS, which must learn, too
++    model.register_buffer("banned", torch.tensor([-math.inf]))
+
+-    samples = samples_of_eval(run, 1, temperature=0.0)
++    import copy
++    theirs, model = run.sampler, copy.deepcopy(run.policy.model)
++    for p in model.parameters():
++        p.data *= 0.9
++    run.sampler = HFSampler(model, theirs.stop_ids, run.cfg)
++    samples = samples_of_eval(run, 1, temperature=0.0)
++    run.sampler = theirs
+
+-            texts = dict(prompt=s.prompt.text, completion=s.text)
++            texts = dict(asked=s.prompt.text, completion_text=s.text)
+
+-            self.make_directory(run.cfg)
++            self.path.mkdir(parents=True)
+"""
+
+
+def with_template(page):
+    """The path of the bundled model with a chat template."""
+    shutil.copytree(f"{HERE}/sample_data/model", page / "model")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}="
+    (page / "model" / "chat_template.jinja").write_text(template)
+    return str(page / "model")
+
+
+def test_flags_that_would_be_dropped_are_refused_and_the_other_edits_count(tmp_path):
+    for n, (why, change) in enumerate(REFUSED.items()):
+        page = page_with(tmp_path / str(n), patched(change))
+        flags = "--weight_decay", "0.1", "--system_prompt", "5+"
+        said = run_page(page, *flags, model=with_template(page), code=2)
+        assert why in said and not (page / "run").exists()
+    page = page_with(tmp_path / "counts", patched(COUNTS))
+    (page / "c.jsonl").write_text('{"prompt": "7+1"}\n{"prompt": "7+2"}\n')
+    (page / "wandb.py").write_text(
+        "def init(**o): print('INIT')\ndef log(o): print('LOG')\n"
+        "def define_metric(*a, **o): ...\ndef finish(**o): ...\n"
+    )
+    options = dict(train_data="c.jsonl", eval_data="c.jsonl", reward="answer", num_generations=1)
+    options |= dict(model=with_template(page), beta=0.0)
+    flags = "--report_to", "wandb", "--log_completions", "2", "--system_prompt", "5+"
+    said = run_page(page, *flags, max_steps=2, **options)
+    assert "INIT" in said and said.count("LOG") == 4 and (page / "run" / ".lock").exists()
+    assert len(lines(page / "run" / "completions.jsonl")) == 4
+    assert [m["optimizer_steps"] for m in metrics_of(page / "run") if "loss" in m] == [2, 2]
+    assert len(checkpoints(page / "run")) == 2
+
+
+HALF = r"""
+     while not run.should_stop():
++        run.optimizer = make_optimizer(run.policy, cfg)
+
+             norms.append(norm)  # before clipping
++            if step > 1 and steps_taken > 0:
++                os.kill(os.getpid(), signal.SIGTERM)
++                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_half_a_step_of_an_optimizer_of_mine_is_not_saved(tmp_path):
+    page = page_with(tmp_path / "page", patched(HALF))
+    run_page(page, max_steps=4, save_every=0, code=-9)
+    assert "stopping after this step" in (page / "said").read_text()
+    assert 1 <= len(metrics_of(page / "run")) < 4 and not checkpoints(page / "run")
+
+
+def test_a_resume_without_a_name_continues_runs_of_the_default_name_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = types.SimpleNamespace(resume=True, out_dir="runs [a]")
+    for name in ("out", "runs [a]", "runs [a].1", "runs [a].mine", "runs b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    os.utime(tmp_path / "runs [a]" / "config.json", (1, 1))
+    assert runs.config_to_resume(given, "runs [a]") == "runs [a].1/config.json"
