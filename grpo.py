@@ -140,7 +140,7 @@ class Sample:
     advantages: np.ndarray = LATER  # by assign_advantages; until then 0
     loss_weights: np.ndarray = LATER  # by assign_loss_weights, such as 1 / n_tokens
     finish_reason: str = "stop"  # or "length": cut off
-    text: str = LATER  # without the EOS; a reward function gets it
+    text: str = LATER  # without the EOS, for reward functions
     rewards: dict = field(default_factory=dict)  # name of a reward function: its value
     reward: float = math.nan  # their weighted sum, or --non_stop_reward; nan: none apply
     failure: str = ""  # why a reward function or the sampler failed
@@ -170,7 +170,7 @@ class Sample:
 
 # -- The loop
 def training_loop(run: Run) -> None:
-    """GRPO. `run` holds the model, the data and the settings; `train` calls this."""
+    """GRPO. `run` holds the model, the data and the settings; `run_loop` calls this."""
     cfg = run.cfg
     run.sampler.load_weights(run.policy.model)  # the sampler may have a copy of the model
     run.evaluate_if_due()
@@ -327,7 +327,7 @@ def grpo_loss(
     advantages,
     loss_weights,  # such as 1 / n_tokens: see assign_loss_weights
     cfg: Config,
-    lengths: list[int],  # each sample's share of n, for --ratio_level sequence
+    lengths: list[int],  # how many of the n each sample has
 ):
     """The loss of one micro-batch, and sums for the log. With the default flags:
 
@@ -375,7 +375,7 @@ def assign_loss_weights(minibatch: list[Sample], cfg: Config) -> None:
         elif cfg.loss_reduction == "sequence":
             weight = 1 / max(1, length)  # the mean over the completion (the original GRPO)
             weight = weight / n_sequences  # each completion counts the same
-        else:  # by a constant, so that a token's weight depends on no length (Dr. GRPO)
+        else:  # divided by a constant, so a token's weight depends on no length (Dr. GRPO)
             weight = 1 / (n_sequences * cfg.max_completion_length)
         s.loss_weights = np.where(s.loss_mask, weight, 0.0)  # [T]
 
@@ -425,7 +425,7 @@ def accumulate_gradient(policy, ddp, minibatch: list[Sample], cfg: Config) -> Co
     # needed = minibatch.)
     needed = [s for s in minibatch if s.advantages_in_loss.any() or cfg.beta > 0]
     batches = policy.micro_batches(needed or minibatch[:1], cfg)  # never none: the log needs sums
-    # DDP needs as many backward passes on each rank. The last ones may be of copies without targets
+    # DDP needs equally many backward passes on each rank. The last may be of copies without targets
     # (n is 0), whose loss and gradient are 0.
     empty = [replace(s, sampled=np.zeros_like(s.sampled)) for s in batches[-1]]
     batches += [empty] * (-len(batches) % WORLD_SIZE)  # now a multiple of WORLD_SIZE
@@ -564,8 +564,8 @@ def extra(file: str):
 
 # -- The options of the loss: what grpo_loss calls if a flag asks for it
 def sequence_ratio(logps, old_logps, lengths: list[int]):
-    """[n]: one ratio for the whole completion, exp of its tokens' mean logp - old_logp, because
-    the ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
+    """[n]: one ratio for the whole completion, exp(the mean of logp - old_logp), because the
+    ratios of single tokens are noisy (GSPO, arXiv 2507.18071, eq. 7 and 14)."""
     of_samples = (logps - old_logps).split(lengths)  # [T] each
     mean = torch.cat([d.mean().expand_as(d) for d in of_samples])  # [n]
     # The exponent has the mean as its value, and the gradient of each token's own logp, so that
@@ -610,7 +610,7 @@ def kl_from_here_on(old_logps, ref_logps, lengths: list[int]):
 # -- Random streams, the order of the data
 # Each generator is seeded with (--seed, stream, step, index). So draws do not depend on the number
 # of ranks (except in reward functions), and a resume has no generator to restore. Streams:
-SAMPLING = 0  # completions of a step, from 1 on; index: the prompt within the step
+SAMPLING = 0  # completions; step: from 1 on; index: the prompt within the step
 ORDER = 0  # order of the data, always with the step 0; index: the pass over the data
 EVAL = 1  # completions of an eval; index: the prompt
 REWARDS = 2  # reward functions; step: the last complete one; index: the rank
@@ -635,7 +635,7 @@ def prompts_of_step(prompts: list[Prompt], step: int, cfg: Config) -> list[Promp
 
 # -- Batches
 def padded(arrays: list[np.ndarray], side: str = "right") -> torch.Tensor:
-    """[N, length of the longest], filled with zeros."""
+    """[N, length of the longest], padded with zeros."""
     tensors = [torch.from_numpy(array) for array in arrays]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
@@ -692,7 +692,7 @@ def token_stats(in_loss, is_clipped, logps, old_logps, ref_logps, sampler_logps)
 
 
 def nanstd(x):
-    """[R, C] -> [R, 1]: the standard deviation (n - 1) of values that are not nan, or 0."""
+    """[R, C] -> [R, 1]: the standard deviation (n - 1) without nan values; 0 of one or no value."""
     count = (~x.isnan()).sum(1, keepdim=True)
     squares = (x - x.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -842,7 +842,7 @@ class Config:
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # packed sequences and other forms of the policy, where they are faster
     compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda
-    began: str = ""  # date in chat templates, 2026-01-31; empty: day of the first start
+    began: str = ""  # date in chat templates, such as 2026-01-31; empty: day of the first start
     log_completions: int = 64  # samples per step in completions.jsonl
     report_to: Literal["none", "wandb", "trackio"] = "none"  # dashboard
 
@@ -1054,7 +1054,7 @@ def check_gap(gap: float, cfg: Config, tokens: float = math.inf) -> None:
     if not gap <= limit:  # or the gap is nan
         why = "vLLM has other weights, or the model computes differently with padding or a cache"
         off = f"the sampler's log-probabilities are {gap:.2g} off on average, more than {limit:.2g}"
-        raise TrainingError(f"{off}: {why}")
+        raise TrainingError(f"{off} (--max_sampler_gap): {why}")
 
 
 def sample_token(logits, temperature: float, random) -> tuple:

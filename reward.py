@@ -2,7 +2,7 @@
 
 A reward function, async or not, is fn(completion: str, row: dict) -> float, or None if it does not
 apply, or a list with one of these for each token. `row` is the row of the data plus columns of the
-trainer: ADDED, and in episodes IN_EPISODES. TRL's fn(completions, **columns) works unchanged."""
+trainer (see row_of). TRL's fn(completions, **columns) works unchanged."""
 
 import asyncio
 import copy
@@ -305,7 +305,7 @@ def time_limit(seconds):
 def event_loop(_process):  # one per process: a file's Semaphore or client then works in every step
     def run():
         while True:
-            with suppress(KeyboardInterrupt, SystemExit):  # the call's Future has it, too
+            with suppress(KeyboardInterrupt, SystemExit):  # the call's Future has the error, too
                 loop.run_forever()
 
     loop = asyncio.new_event_loop()

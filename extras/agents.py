@@ -92,8 +92,8 @@ class Environment:
         return self.tool_sets[name]
 
     def open_chat(self, messages: list, row: dict, said, tokenizer) -> tuple:
-        """Adds `said`, the text or parts of reset(), to the last message, its control tokens broken
-        up. Returns the messages, and the tools' schemas or None. May raise ValueError."""
+        """Adds `said`, reset()'s text or parts with control tokens broken up, to the last message.
+        Returns the messages, and the tools' schemas or None. May raise ValueError."""
         said = text_message(dict(role="user", content=said))["content"]
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
         schemas = [get_json_schema(tool) for tool in self.tools(row)]
@@ -199,7 +199,7 @@ class Episode:
         self.calls = self.failed_calls = 0
         self.failure = ""
 
-    def __getstate__(self):  # ranks exchange episodes, but cannot send such objects
+    def __getstate__(self):  # ranks send each other episodes, without the environment's object
         return self.__dict__ | dict(object=None)
 
     def log_columns(self):
@@ -295,8 +295,8 @@ class Player:
 
     def open(self, prompts: list, strict: bool = False) -> list:
         """Begins an episode of each prompt, for play(). Returns the prompts, with the text of a
-        class's reset() at the end. Objects of the previous episodes are used again, so those
-        episodes must be scored. Objects of failed episodes are closed. strict: ValueError if an
+        class's reset() at the end. Objects of the previous episodes are used again, so score
+        those episodes first. Objects of failed episodes are closed. strict: ValueError if an
         episode cannot begin."""
         if strict:
             self.open(prompts)  # a second reset() must work, too, and return the same text

@@ -151,7 +151,7 @@ def compare(run, checkpoint):
     identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in run.train_prompts)
     if run.cfg.reference and run.reference is not None:
         identity["reference"] = of_weights(run.reference.model)
-    began_with = checkpoint.get("identity") or identity  # {} if it began without extras/
+    began_with = checkpoint.get("identity") or identity  # a run begun without extras/ has none
     changed = [name for name in identity if began_with.get(name) != identity[name]]
     if changed:
         raise ValueError(f"this run began with another {' and '.join(changed)}")

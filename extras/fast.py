@@ -465,7 +465,7 @@ def compile_layers(policy, samples: list) -> str:
     for layer in layers:
         layer.compile(dynamic=True)
     # In bfloat16 SmolLM2-135M's gradient is off by 0.05, compiled or not. Its products with random
-    # directions are off by as much on average, and by four times that among so many.
+    # directions are off by as much on average, and by four times that at most.
     rtol = dict(bfloat16=0.25).get(policy.dtype, 1e-3)
     wrong = why = ""
     try:

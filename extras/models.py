@@ -354,8 +354,7 @@ def make_optimizer(plain, policy, cfg, *args, **kwargs) -> torch.optim.Optimizer
 
 @torch.no_grad()
 def decay(weight_decay: float, optimizer, *_) -> None:
-    """Decays weights as AdamW does, but only matrices. (A parameter group for these would reorder
-    the parameters, and no other checkpoint would fit.)"""
+    """Decays weights as AdamW does, but only matrices."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and p.dim() >= 2:

@@ -50,7 +50,7 @@ def check_values(cfg):
         low, high = LOWEST.get(name, 0), HIGHEST.get(name, math.inf)
         default = getattr(type(cfg), name, -1)  # none with a default_factory
         if name == "num_generations" and digests.changed("assign_advantages", "group_advantages"):
-            low = 1  # your baseline may be another than the mean of the group
+            low = 1  # your baseline may not be the mean of the group
         is_known = default >= low if kind in (int, float) else False
         if is_known and not low <= value < high:  # a flag of yours may be negative
             raise ValueError(f"--{name}: must be at least {low} and below {high:g}, not {value}")
@@ -336,7 +336,7 @@ def check_room(positions, prompts, cfg):
 def check_ids(model, prompts):
     largest = max(int(p.ids.max()) for p in prompts)
     if largest >= model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"the tokenizer produces the id {largest}, which --model does not have")
+        raise ValueError(f"the tokenizer produces the id {largest}, which the model does not have")
 
 
 def largest_window(config, longest):

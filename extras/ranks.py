@@ -149,7 +149,7 @@ def has_card() -> bool:
 
 
 def refuse_lone_tasks() -> None:
-    """ConfigError if a launcher sets no RANK: each process would be a run, all with one seed."""
+    """ConfigError if a launcher sets no WORLD_SIZE: its processes would be runs with one seed."""
     counts = dict(srun="SLURM_STEP_NUM_TASKS", mpirun="OMPI_COMM_WORLD_SIZE", mpiexec="PMI_SIZE")
     found = [name for name, n in counts.items() if os.environ.get(n, "1") not in ("", "0", "1")]
     if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():  # set for several processes

@@ -227,7 +227,7 @@ class Files(grpo.RunFiles):
         self.is_claimed = False
         self.saved = -1  # the step of the newest checkpoint
         self.save_failed = False
-        self.must_not_save = False  # in an update after its first optimizer step, and in a save
+        self.must_not_save = False  # in an update from its first optimizer step on, and in a save
         self.completed = 0, {}, []  # the last complete step; run.state and some_weights then
 
     def load_model(self, cfg, device: torch.device) -> tuple:

@@ -52,7 +52,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
     if more:
         ranks.say(" ".join(more))
     if is_not_finite(metrics):
-        ranks.say("NO OPTIMIZER STEP (the gradient is not finite)")
+        ranks.say("OPTIMIZER STEP SKIPPED (the gradient is not finite)")
     elif metrics.get("optimizer_steps") == 0:
         why = ""
         if metrics.get("frac_reward_zero_std") == 1:
@@ -71,7 +71,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
         if all(s.failure or math.isnan(s.reward) for s in samples):
             raise TrainingError("no sample of the first step has a reward: see the lines above")
     if len(steps) >= 5 and all(map(is_not_finite, steps[-5:])):
-        raise TrainingError("5 steps in a row had no finite gradient; lower --learning_rate")
+        raise TrainingError("in 5 steps in a row a gradient was not finite; lower --learning_rate")
 
 
 def is_not_finite(metrics: dict) -> bool:

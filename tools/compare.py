@@ -91,7 +91,9 @@ def command_of(side, flags):
     for name in said:
         is_unknown = "\nclass Config:" in text and f"\n    {name}: " not in text
         if is_unknown or name in ("seed", "out_dir", "resume"):
-            raise ValueError(f"{script} takes no {name}; quote flags of one side: 'mine.py --x 3'")
+            raise ValueError(
+                f"{script} takes no --{name} here; quote the flags of one side: 'mine.py --x 3'"
+            )
     return [sys.executable, os.path.abspath(script), *sum(said.values(), [])]
 
 
