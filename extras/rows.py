@@ -166,6 +166,8 @@ def load_prompts(plain, path: str, tokenizer, cfg, *args, **kwargs) -> list:
         prompts = plain(path, tokenizer, cfg, *args, **kwargs)
     except ConfigError:
         raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--{flag} {place['file']} is not UTF-8: save it as UTF-8") from error
     except (Exception, SystemExit) as error:  # users' functions may raise anything
         at = f" row {place['row']}" if place["row"] else ""
         raise ConfigError(f"--{flag} {place['file']}{at}: {one_line(error)}") from error

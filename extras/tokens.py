@@ -36,6 +36,8 @@ def texts(tokenizer, ids: list[int]) -> list[str]:
 def text_message(message: dict) -> dict:
     """The message without parquet's nulls, with one text instead of parts, and with the arguments
     of tool calls as dicts (OpenAI has JSON). An image raises ValueError."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is not an object with role and content: {message!r:.80}")
     if message.keys() == {"role", "content"} and isinstance(message["content"], str):
         return message  # no copies of a million rows
     message = {key: value for key, value in copy.deepcopy(message).items() if value is not None}
@@ -46,6 +48,8 @@ def text_message(message: dict) -> dict:
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise ValueError(f"the model would not see a part that is not text: {part!r:.80}")
         message["content"] = "".join(part["text"] for part in message["content"])
+    if not isinstance(message.get("content", ""), str):
+        raise ValueError(f"the content of a message is not a text: {message['content']!r:.80}")
     for call in message.get("tool_calls", []):
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):

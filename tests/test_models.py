@@ -96,6 +96,9 @@ def test_files_of_rows(name, content, expected, tmp_path):
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": [{"role": "user"}]}', 2),
         ("x.jsonl", "\n\n", None),
         ("x.jsonl", b"\xff\xfe\x00", 0),
+        ("x.csv", "prompt\n1é\n".encode("latin-1"), 0),
+        ("x.jsonl", '{"prompt": ["a", "b"]}', "1: a message is not an object"),
+        ("x.jsonl", '{"prompt": [{"role": "user", "content": 5}]}', "1: the content of a message"),
         ("x.jsonl", '{"prompt": "1+2="}\n{"prompt": "1\\ud800"}', 2),
         ("x.jsonl.gz", b"\x1f\x8b", 0),
         ("x.tsv", "prompt\n1+2=\n", 0),
@@ -116,7 +119,10 @@ def test_bad_files_are_named_by_row(name, content, row, tmp_path):
         prompts_in(path, tokenizer)
     message = str(error.value)
     assert message.startswith(f"--train_data {path}") and "\n" not in message
-    assert row is None or (f" row {row}:" in message if row else " row " not in message)
+    if isinstance(row, int) and row > 0:
+        row = f"{row}:"
+    assert row is None or (f" row {row}" in message if row else " row " not in message)
+    assert isinstance(content, str) or "save it as UTF-8" in message or name.endswith(".gz")
 
 
 def test_rows_from_python_and_the_hub(tmp_path, monkeypatch):
