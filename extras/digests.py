@@ -137,15 +137,20 @@ def of_weights(model):
     """The sum of each parameter's bits, the same on every device."""
     import torch  # here, because tools/compare.py does not need it
 
-    bits = [p.detach().reshape(-1).view(torch.int32) for p in model.parameters()]
-    return [int(x.sum(dtype=torch.int64)) for x in bits]
+    sums = []
+    for p in model.parameters():
+        kind = torch.int8 if p.nbytes % 4 else torch.int32
+        bits = p.detach().reshape(-1).view(kind)
+        sums.append(int(bits.sum(dtype=torch.int64)))
+    return sums
 
 
 def compare(run, checkpoint):
     """checkpoint: its copy of run.files.notes. ValueError if a resume has another identity. Metrics
     of earlier evals are renamed if they measured something else. Returns {name: value} that must
     match on all ranks."""
-    identity = run.files.notes["identity"]  # must match on a resume; runs.py adds --model
+    own = dict(model=of_weights(run.policy.model))  # if your Run does not call files.load_model
+    identity = run.files.notes.setdefault("identity", own)  # must match on a resume
     cfg = run.cfg
     identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
     identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in run.train_prompts)

@@ -274,6 +274,8 @@ class Files(grpo.RunFiles):
     def open(self, run) -> None:
         """A new run gets its own directory, so that no run overwrites another. The directory is
         created last, so a failed start leaves nothing behind."""
+        has_adapters = run.cfg.lora_rank == 0 or "identity" in self.notes
+        require(has_adapters, "lora_rank", "Run must load the model with files.load_model")
         # All ranks must have the same fingerprints. A resume must have those of the run's start.
         with mistakes_in("--resume", (ValueError,)):
             mine = digests.compare(run, self.notes_before)

@@ -890,6 +890,10 @@ def test_stop_tokens_outputs_templates_and_saves_are_those_of_the_page(tmp_path)
 
 
 REFUSED = {
+    "--lora_rank: Run must load the model with files.load_model": r"""
+-        model, saved = self.files.load_model(cfg, self.device)
++        model, saved = load_model(cfg.model, cfg, self.device), {}
+""",
     "--weight_decay: the optimizer of make_optimizer leaves out ": r"""
 -    return torch.optim.AdamW(policy.parameters(), **options)
 +    return torch.optim.AdamW([p for p in policy.parameters() if p.dim() < 2], **options)
@@ -934,6 +938,13 @@ COUNTS = r"""
 
      model.get_input_embeddings().padding_idx = None  # often the EOS, which must learn, too
 +    model.register_buffer("banned", torch.tensor([-math.inf]))
++    model.small = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
+
+-        model, saved = self.files.load_model(cfg, self.device)
++        model, saved = load_model(cfg.model, cfg, self.device), {}
+
+         self.tokenizer = load_tokenizer(cfg.model, cfg)
++        self.tokenizer.apply_chat_template = lambda chat, **o: "".join(m["content"] for m in chat)
 
 -    samples = samples_of_eval(run, 1, temperature=0.0)
 +    import copy
@@ -963,7 +974,7 @@ def with_template(page):
 def test_flags_that_would_be_dropped_are_refused_and_the_other_edits_count(tmp_path):
     for n, (why, change) in enumerate(REFUSED.items()):
         page = page_with(tmp_path / str(n), patched(change))
-        flags = "--weight_decay", "0.1", "--system_prompt", "5+"
+        flags = "--weight_decay", "0.1", "--system_prompt", "5+", "--lora_rank", "2"
         said = run_page(page, *flags, model=with_template(page), code=2)
         assert why in said and not (page / "run").exists()
     page = page_with(tmp_path / "counts", patched(COUNTS))
@@ -973,7 +984,7 @@ def test_flags_that_would_be_dropped_are_refused_and_the_other_edits_count(tmp_p
         "def define_metric(*a, **o): ...\ndef finish(**o): ...\n"
     )
     options = dict(train_data="c.jsonl", eval_data="c.jsonl", reward="answer", num_generations=1)
-    options |= dict(model=with_template(page), beta=0.0)
+    options["beta"] = 0.0
     flags = "--report_to", "wandb", "--log_completions", "2", "--system_prompt", "5+"
     said = run_page(page, *flags, max_steps=2, **options)
     assert "INIT" in said and said.count("LOG") == 4 and (page / "run" / ".lock").exists()
