@@ -212,7 +212,7 @@ def score(samples: list[Sample], run: Run) -> None:
     scored = [s for s in samples if not s.failure]
     for function in run.reward_functions:
         for s in samples:
-            s.rewards[function.name] = 0.0  # stays if s.failure is set
+            s.rewards[function.name] = 0.0  # stays if the sampler failed
         seed = seed_of(run.cfg, REWARDS, run.step, RANK) % 2**32
         transformers.set_seed(seed)  # for a function that draws random numbers
         fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
@@ -841,7 +841,7 @@ class Config:
     weight_decay: float = 0.0  # for matrices, not for norms and biases
     gradient_checkpointing: bool = False  # less memory, a third more time
     fast: bool = True  # packed sequences and other forms of the policy, where they are faster
-    compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda
+    compile: Literal["auto", "on", "off"] = "auto"  # layers; auto: on cuda, for large models
     began: str = ""  # date in chat templates, such as 2026-01-31; empty: day of the first start
     log_completions: int = 64  # samples per step in completions.jsonl
     report_to: Literal["none", "wandb", "trackio"] = "none"  # dashboard

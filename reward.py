@@ -34,7 +34,7 @@ IN_EPISODES = "turns replies environments".split()
 OF_TRL = [*ADDED, *IN_EPISODES, "prompts", "completions", "log_metric", "log_extra"]
 
 
-# -- The built-in reward functions. They raise ValueError if no completion can earn a row's reward
+# -- The built-in reward functions. ValueError: no completion can earn the row's reward
 def answer_reward(completion, row):
     """1.0 if the answer equals row["answer"], as a text or as a number (1,042 is 1042.0)."""
     gold = as_text(row["answer"])
@@ -172,7 +172,7 @@ class RewardFunction(NamedTuple):
     batched: bool  # TRL's form: fn(completions, **columns)
 
     def check_row(self, row):
-        """An error if a data row lacks a column, or if no completion can earn its reward."""
+        """An error if a data row lacks a column, or if a built-in function rejects the row."""
         for column in self.columns:
             if column not in row:
                 raise ValueError(f"the row has no column {column!r}")
@@ -341,7 +341,7 @@ def finish(future):
 def call_reward(reward, completions, rows, seconds):
     """Calls a function for each completion, or in TRL's form once, within `seconds`. Returns
     values: for each completion a float, or a list of floats, one for each token. nan: no reward;
-            0.0: its call failed
+            0.0 if its call failed
     failures: {index of a completion: the reason why its call failed, in one line}
     metrics: {name: mean}, columns: {name: a text for each completion}, which TRL's form may log"""
     values, failures, logged, columns = [], {}, {}, {}

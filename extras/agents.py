@@ -92,8 +92,8 @@ class Environment:
         return self.tool_sets[name]
 
     def open_chat(self, messages: list, row: dict, said, tokenizer) -> tuple:
-        """Adds `said`, reset()'s text or parts with control tokens broken up, to the last message.
-        Returns the messages, and the tools' schemas or None. May raise ValueError."""
+        """Adds to the last message what reset() returned (text or parts), with control tokens
+        broken up. Returns the messages, and the tools' schemas or None. May raise ValueError."""
         said = text_message(dict(role="user", content=said))["content"]
         content = messages[-1]["content"] + harmless(tokenizer, str(said))
         schemas = [get_json_schema(tool) for tool in self.tools(row)]

@@ -101,7 +101,7 @@ def is_marked(function) -> bool:
 
 
 def is_wrapped(thing) -> bool:
-    """True if a decorator other than @extra wraps it: inspect.getsource ignores decorators."""
+    """True if a decorator other than @extra wraps it: of_code looks only at the function inside."""
     if isinstance(thing, type):
         return any(map(is_wrapped, vars(thing).values()))
     inner = getattr(thing, "__wrapped__", None)

@@ -10,7 +10,7 @@ import torch
 import grpo
 
 TrainingError = grpo.TrainingError  # the run cannot go on: exit code 1
-cleanup = contextlib.ExitStack()  # closed at the end of a run, even of a failed one
+cleanup = contextlib.ExitStack()  # closed at a run's end, unless ranks.leave ends the process
 
 
 # Mistakes in code: one_line adds the line of grpo.py, which you may have changed.

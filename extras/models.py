@@ -509,7 +509,7 @@ def repack(plain, engine_model, *args, **kwargs) -> None:
 
 def fill_with_nan(plain, engine_model, *args, **kwargs) -> None:
     """vLLM's CPU build multiplies by packed copies of the weights, which it renews when weights
-    arrive. It makes the experts' copies with their kernel, so the kernel is removed."""
+    arrive: those of experts only if they have no kernel yet, so the kernel is removed."""
     plain(engine_model, *args, **kwargs)
     on_cpu = next(engine_model.parameters()).device.type == "cpu"
     for module in engine_model.modules():

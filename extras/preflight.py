@@ -256,7 +256,7 @@ def check_control_tokens(row, messages, text, tokenizer, cfg):
 
 @functools.lru_cache(2)
 def control_names(tokenizer):
-    """Special tokens in brackets, and DeepSeek's <|User|>, not marked special. Not <think>."""
+    """Special tokens in brackets, and DeepSeek's <|User|>, which is not marked so. Not <think>."""
     tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()  # yours may have none
     special = r"[<\[].*[>\]]"
     return [t.content for t in tokens if re.match(special if t.special else "<[|｜]", t.content)]

@@ -1,5 +1,5 @@
 """Reads rows from JSON, CSV, parquet, the hub and functions, and makes prompts of them. Templates
-may have LaTeX, chats get the form that chat templates need, and rows may not have control tokens.
+may have LaTeX, chats get the form that chat templates need, and rows must not have control tokens.
 By itself grpo.py reads only JSON lines, and uses messages as they are. Parquet's types become:
 
     text, number, Decimal, bool, null    the same; 0.1 in 32 bits becomes 0.1

@@ -145,7 +145,7 @@ def advantage_columns(advantages) -> dict:
 
 
 def cut(value):
-    """Shortens a value of the data for the log. A file of tests may have a megabyte."""
+    """Shortens a value of the data for the log. A column of tests may have a megabyte."""
     text = str(value)
     if len(text) > 2000:
         value = text[:2000] + "..."
@@ -503,7 +503,7 @@ def refuse_unless_plain(value):
 
 
 def train(plain, cfg, *args, **kwargs) -> list[dict]:
-    """Closes all that the run has opened, even if it fails."""
+    """Closes all that the run has opened, even if it fails (several ranks: see ranks.leave)."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with cleanup:

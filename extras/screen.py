@@ -75,7 +75,7 @@ def show_more(run, metrics: dict, samples: list) -> None:
 
 
 def is_not_finite(metrics: dict) -> bool:
-    """Was a gradient nan or inf? The log has no grad_norm then. (Your update may skip others.)"""
+    """Was a gradient nan or inf? The log lacks grad_norm then. (Your code may skip finite ones.)"""
     norm = metrics.get("grad_norm", math.nan)
     return metrics.get("skipped_steps", 0) > 0 and not math.isfinite(norm)
 

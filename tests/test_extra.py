@@ -928,7 +928,7 @@ COUNTS = r"""
 -            if s.finish_reason == "length" and run.cfg.non_stop_reward is not None:
 -                s.reward = run.cfg.non_stop_reward
 
--            s.rewards[function.name] = 0.0  # stays if s.failure is set
+-            s.rewards[function.name] = 0.0  # stays if the sampler failed
 +            s.rewards[function.name] = float(len(s.completion_ids))
 
 -        fill_in_reward(function, scored, run)  # s.rewards[name] = function(s.text, s.prompt.row)
