@@ -205,10 +205,11 @@ def difference(values, others) -> str:
 def figure_of(panels: list[tuple]):
     """A panel is a title, a metric, and {label: runs}. It shows by step the mean over the seeds, up
     to the end of the first run, and all seeds as a band."""
+    n_columns = min(2, len(panels))
     n_rows = (len(panels) + 1) // 2
-    figure = plt.figure(figsize=(10, 3.6 * n_rows), layout="constrained")
+    figure = plt.figure(figsize=(5 * n_columns, 3.6 * n_rows), layout="constrained")
     for number, (title, metric, sides) in enumerate(panels, 1):
-        axis = figure.add_subplot(n_rows, 2, number, title=title, xlabel="step")
+        axis = figure.add_subplot(n_rows, n_columns, number, title=title, xlabel="step")
         for label, runs in sides.items():
             runs = [SimpleNamespace(log=run) for run in runs]
             steps, values = compare.curves_of(runs, metric)
