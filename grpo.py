@@ -384,8 +384,7 @@ def assign_loss_weights(minibatch: list[Sample], cfg: Config) -> None:
 def update(policy, ddp, optimizer, samples: list[Sample], step: int, cfg: Config) -> dict:
     """All optimizer steps on a rollout, by default one. ddp: the policy in DistributedDataParallel,
     or the bare policy. All ranks have the same samples. Returns metrics."""
-    sums, largest = Counter(), {}
-    norms = []
+    sums, largest, norms = Counter(), {}, []
     steps_taken = 0
     for epoch in range(cfg.num_epochs):
         rng = np.random.default_rng((cfg.seed, MINIBATCHES, step, epoch))
