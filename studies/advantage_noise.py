@@ -64,7 +64,7 @@ def compare(args, name: str, results: dict, limit: int) -> None:
         table.append([*row, f"{missed} of {len(runs)}", f"{loss:.0e}", f"{first_rewards:.2f}"])
         sides[f"noise {noise:g}, warmup {warmup}"] = runs
 
-    panels = [("reward, until the first seed is there", "reward", sides)]
+    panels = [("reward, until the first seed reaches 0.8", "reward", sides)]
     common.save(args, name, panels, table)
 
 
