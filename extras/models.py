@@ -120,10 +120,12 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
         config = config_of(path)
         preflight.check_config(config)
         text = config.get_text_config()
-        if text is config or digests.changed("load_model"):  # yours knows what it loads
-            model = plain(path, cfg, device, *args, **kwargs)
-        else:  # a multimodal model, which AutoModelForCausalLM does not load
+        # AutoModelForCausalLM does not load all of a multimodal model. Yours knows what it loads.
+        is_multimodal = text is not config and not digests.changed("load_model")
+        if is_multimodal:
             model = load_multimodal(path, cfg).to(device).eval()
+        else:
+            model = plain(path, cfg, device, *args, **kwargs)
         say(preflight.check_weights(model))
         if getattr(text, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # the others leave out the cap
@@ -131,9 +133,12 @@ def load_model(plain, path: str, cfg, device: torch.device, *args, **kwargs):
             model.set_experts_implementation("eager")  # the grouped product has no float64
     model.file = config, cfg.model  # for save_model
     if not model.training:
-        plain_forward(model.config, config, cfg.gradient_checkpointing)
-        for module in model.modules():
-            plain_forward(module, None, cfg.gradient_checkpointing)
+        yours = changed_settings(model.config, config)
+        has_dropout = any(re.search(DROPOUT, name) for name in yours)
+        for holder in (model.config, *model.modules()):
+            plain_forward(holder, yours, cfg.gradient_checkpointing and not has_dropout)
+    if is_multimodal:
+        freeze_unreached(model)
     if device.type == "cpu":
         # Copies the weights, because transformers maps their file into memory: overwriting the
         # file would change the model.
@@ -158,14 +163,16 @@ def load_multimodal(path: str, cfg):
     if info["missing_keys"]:
         raise ValueError(f"its files have no weights for {min(info['missing_keys'])}")
     model.get_input_embeddings().padding_idx = None  # as in the plain function
-    # Freezes the other parts, such as vision: text does not reach them, they must not decay, and
-    # DDP would wait for their gradients.
-    reached = parameters_of(model(torch.ones(1, 2, dtype=torch.long)).logits)
-    for part in (model.get_decoder(), model.get_output_embeddings()):
-        reached |= {p for name, p in part.named_parameters() if ".experts." in name}
+    return model
+
+
+def freeze_unreached(model) -> None:
+    """Freezes what text does not reach, such as vision: these weights must not decay, and DDP would
+    wait for their gradients."""
+    reached = parameters_of(model(torch.ones(1, 2, dtype=torch.long, device=model.device)).logits)
+    reached |= {p for name, p in model.get_decoder().named_parameters() if ".experts." in name}
     for p in model.parameters():
         p.requires_grad_(p in reached)
-    return model
 
 
 def parameters_of(output) -> set:
@@ -192,15 +199,25 @@ DROPOUT = "dropout|pdrop|layerdrop"
 OUTPUTS = r"_?output_(router_\w+|hidden_states|attentions)"
 
 
-def plain_forward(holder, of_file, no_dropout: bool = True) -> None:
-    """Sets a config, with its inner configs, or a module to the usual outputs and no dropout.
-    of_file: the config of the file (None for a module). Values that you have changed stay."""
-    for name, value in vars(holder).items():
-        of_this = getattr(of_file, name, value)
+def changed_settings(config, of_file) -> set[str]:
+    """Names of settings that you have changed since the file was read, also in inner configs."""
+    names = set()
+    for name, value in vars(config).items():
+        before = getattr(of_file, name, value)
         if hasattr(value, "to_diff_dict"):
-            if of_file is not None:
-                plain_forward(value, of_this, no_dropout)
-        elif of_this != value:
+            names |= changed_settings(value, before)
+        elif before != value:
+            names.add(name)
+    return names
+
+
+def plain_forward(holder, yours=(), no_dropout: bool = True) -> None:
+    """Sets a config, with its inner configs, or a module to the usual outputs and no dropout.
+    yours: names of settings that stay."""
+    for name, value in vars(holder).items():
+        if hasattr(value, "to_diff_dict"):
+            plain_forward(value, yours, no_dropout)
+        elif name in yours:
             continue
         elif no_dropout and re.search(DROPOUT, name) and isinstance(value, float):
             setattr(holder, name, 0.0)

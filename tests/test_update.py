@@ -67,11 +67,11 @@ def steps(policy, samples, cfg, step=1, optimizer=None):
 def test_dropout_is_forced_to_zero_in_configs_inside_configs():
     inner = transformers.LlamaConfig(attention_dropout=0.5)
     outer = transformers.LlavaConfig(text_config=inner, vision_config=None)
-    models.plain_forward(outer, copy.deepcopy(outer))
+    models.plain_forward(outer)
     assert outer.text_config.attention_dropout == 0.0
     yours = copy.deepcopy(outer)
     yours.text_config.attention_dropout = 0.1  # set after the file was read
-    models.plain_forward(yours, outer)
+    models.plain_forward(yours, models.changed_settings(yours, outer))
     assert yours.text_config.attention_dropout == 0.1
 
 
