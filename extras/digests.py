@@ -149,9 +149,10 @@ def compare(run, checkpoint):
     """checkpoint: its copy of run.files.notes. ValueError if a resume has another identity. Metrics
     of earlier evals are renamed if they measured something else. Returns {name: value} that must
     match on all ranks."""
-    own = dict(model=of_weights(run.policy.model))  # if your Run does not call files.load_model
-    identity = run.files.notes.setdefault("identity", own)  # must match on a resume
-    cfg = run.cfg
+    notes, cfg = run.files.notes, run.cfg
+    if "identity" not in notes:  # your Run does not call files.load_model
+        notes["identity"] = dict(model=of_weights(run.policy.model))
+    identity = notes["identity"]  # must match on a resume
     identity |= dict(num_prompts=cfg.num_prompts, seed=cfg.seed, lora_rank=cfg.lora_rank)
     identity["train_data"] = of_many((p.ids.tolist(), p.row) for p in run.train_prompts)
     if run.cfg.reference and run.reference is not None:

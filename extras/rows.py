@@ -318,7 +318,7 @@ def content_of(plain, row: dict, cfg, *args, **kwargs):
     elif row.get("tools"):  # a single turn, which may call them
         options["tools"] = preflight.schemas_of(row) or None
     known = getattr(tokenizer, "chat_template", None) or options.get("chat_template")
-    known = known or "apply_chat_template" in vars(tokenizer or grpo)  # yours
+    known = known or "apply_chat_template" in getattr(tokenizer, "__dict__", {})  # yours
     if tokenizer is not None and not known and not digests.changed("make_prompt", "load_tokenizer"):
         mend = "leave out --system_prompt and --chat, and use texts as prompts"
         raise ValueError(f"the tokenizer has no chat template: {mend}")

@@ -307,7 +307,10 @@ class Files(grpo.RunFiles):
         at_once = 1
         if cfg.save_every > 0 or run.eval_prompts:
             at_once = cfg.keep + 2  # plus the best and the one being written
-        at_once = min(at_once, cfg.max_steps - run.step)
+        saves_to_come = cfg.max_steps - run.step
+        if cfg.max_steps == 0:
+            saves_to_come = 1  # of the initial model
+        at_once = min(at_once, saves_to_come)
         most = "all are kept" if cfg.keep == 0 else f"up to {at_once} at once"
         ranks.say(f"a checkpoint takes {size:.3g} GB ({most}), and {free:.3g} GB are free")
         if free + size * len(self.checkpoints()) < size * min(2, at_once):
@@ -487,7 +490,7 @@ class Files(grpo.RunFiles):
 def some_weights(run) -> list:
     """Up to 64 values of each parameter. (torch's p._version does not count fused steps.)"""
     learn = [p.detach().flatten() for p in run.policy.parameters() if p.requires_grad]
-    return [p[:: len(p) // 64 + 1].tolist() for p in learn]
+    return torch.cat([p[:: len(p) // 64 + 1] for p in learn]).tolist()  # one copy from a GPU
 
 
 def refuse_unless_plain(value):

@@ -186,6 +186,14 @@ def test_what_stands_in_the_page_runs_and_gets_its_new_arguments(tmp_path):
         assert f"RUNS {name} given\n" in said, name
 
 
+WANDB = """
+def init(**o): print('INIT')
+def log(o): print('LOG')
+def define_metric(*a, **o): ...
+def finish(**o): ...
+"""
+
+
 @pytest.fixture(scope="module")
 def touched(tmp_path_factory):
     """A page that an editor has formatted, with comments everywhere."""
@@ -198,10 +206,7 @@ def touched(tmp_path_factory):
     text = replaced((last, shown), text=text)
     page = page_with(tmp_path_factory.mktemp("touched") / "page", text)
     (page / "rows.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
-    (page / "wandb.py").write_text(
-        "def init(**o): print('INIT')\ndef log(o): print('LOG')\n"
-        "def define_metric(*a, **o): ...\ndef finish(**o): ...\n"
-    )
+    (page / "wandb.py").write_text(WANDB)
     (page / "says.py").write_text(
         "def says(turns, row):\n    return None if len(turns) > 1 else 'on'\n"
     )
@@ -979,12 +984,9 @@ def test_flags_that_would_be_dropped_are_refused_and_the_other_edits_count(tmp_p
         assert why in said and not (page / "run").exists()
     page = page_with(tmp_path / "counts", patched(COUNTS))
     (page / "c.jsonl").write_text('{"prompt": "7+1"}\n{"prompt": "7+2"}\n')
-    (page / "wandb.py").write_text(
-        "def init(**o): print('INIT')\ndef log(o): print('LOG')\n"
-        "def define_metric(*a, **o): ...\ndef finish(**o): ...\n"
-    )
-    options = dict(train_data="c.jsonl", eval_data="c.jsonl", reward="answer", num_generations=1)
-    options["beta"] = 0.0
+    (page / "wandb.py").write_text(WANDB)
+    options = dict(train_data="c.jsonl", eval_data="c.jsonl", reward="answer", beta=0.0)
+    options["num_generations"] = 1
     flags = "--report_to", "wandb", "--log_completions", "2", "--system_prompt", "5+"
     said = run_page(page, *flags, max_steps=2, **options)
     assert "INIT" in said and said.count("LOG") == 4 and (page / "run" / ".lock").exists()
